@@ -1,0 +1,54 @@
+# Needs Python 3.11 or newer, git and make; everything else lands in $(VENV), at the versions of constraints.txt.
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/byte_gpt.yaml
+ARGS ?=
+PYTEST_ARGS ?=
+
+SHELL := /bin/bash
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# An environment made for another program must not lead ours to other packages.
+unexport PYTHONPATH PYTHONHOME
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test check format bench clean
+
+help:  ## print the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+install: $(STAMP)  ## make .venv with the pinned versions and the package in editable mode
+
+# torch goes first and alone, so that no other package draws another build of it; setuptools comes along, pinned, and
+# builds the package without a download of its own.
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	  "Python 3.11 or newer is needed, $(PYTHON) is %d.%d: say make PYTHON=/path/to/python3.11." % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt torch setuptools
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 3 minutes on 2 cores); ARGS="run.seed=1 ..."
+	$(BIN)/python -m ignite_engine train $(CONFIG) $(ARGS)
+
+test: $(STAMP)  ## run the tests; PYTEST_ARGS="-k schedule"
+	$(BIN)/python -m pytest -q -p no:cacheprovider $(PYTEST_ARGS)
+
+check: $(STAMP)  ## lint, format, types, import direction
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p ignite_engine
+	$(BIN)/mypy examples benchmarks
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_architecture.py
+
+format: $(STAMP)  ## rewrite the files as check wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## measure against the hand-written loop
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+clean:  ## remove .venv, builds and caches; runs stay
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,62 @@
+"""What every test has: one thread per process, GPU tests skipped where there is no GPU, a record of what was skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+# Before anything imports torch, and inherited by the processes that tests start: ranks share few cores, and a sum over
+# another number of threads has other bits.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+SKIPPED = pytest.StashKey[list[dict[str, str]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--skipped-to", metavar="FILE", help="write the skipped tests and their reasons as JSON lines")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SKIPPED] = []
+    config.pluginmanager.register(SkipRecorder(config.stash[SKIPPED]))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, this machine has none")
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(no_gpu)
+
+
+class SkipRecorder:
+    """Remembers every skipped test and every module skipped as a whole; an expected failure is no skip."""
+
+    def __init__(self, skipped: list[dict[str, str]]) -> None:
+        self.skipped = skipped
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self._record(report.nodeid, report.longrepr)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self._record(report.nodeid, report.longrepr)
+
+    def _record(self, nodeid: str, longrepr: object) -> None:
+        reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+        self.skipped.append({"test": nodeid, "reason": str(reason).removeprefix("Skipped: ")})
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    target = session.config.getoption("--skipped-to")
+    if target:
+        # the last line tells a run without skips from one that never got here
+        lines = [*session.config.stash[SKIPPED], {"collected": session.testscollected}]
+        Path(target).write_text("".join(json.dumps(line) + "\n" for line in lines))
