@@ -1,0 +1,207 @@
+"""``load_config``: a YAML file and overrides become typed sections, or one line that says what to mend."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError
+from pydantic_core import ErrorDetails
+
+from ignite_engine.config_file import ConfigError, ConfigWarning, Source, did_you_mean, read_source, shown
+from ignite_engine.config_sections import (
+    CheckpointSection,
+    DataSection,
+    DistributedSection,
+    EvaluationSection,
+    Every,
+    LoggingSection,
+    OptimizerSection,
+    RunSection,
+    ScheduleSection,
+    Section,
+    UpdateSection,
+)
+
+__all__ = ["Config", "ConfigError", "ConfigWarning", "Every", "load_config"]
+
+
+class Config(Section):
+    """All that a run is made from, but the code of its task. Frozen; equal configs compare equal."""
+
+    task: Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]  # file.py:function or package.module:function
+    task_options: dict[str, Any] = Field(default_factory=dict)  # handed to that function
+    run: RunSection
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    update: UpdateSection = UpdateSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    logging: LoggingSection = LoggingSection()
+    distributed: DistributedSection = DistributedSection()
+    _source: Source = PrivateAttr(default_factory=lambda: Source({}))
+
+    @property
+    def name(self) -> str:
+        """``run.name``, or the config file's name without its ending."""
+        return self.run.name or (self._source.path.stem if self._source.path else "run")
+
+    @property
+    def directory(self) -> Path:
+        """Where the run writes: ``run.directory``, or ``runs/<name>`` of the working directory."""
+        return Path(self.run.directory) if self.run.directory else Path("runs") / self.name
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the config file, where a relative task path is looked for first."""
+        return self._source.path.resolve().parent if self._source.path else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting, defaults filled in, as plain values that ``load_config`` reads back."""
+        values = self.model_dump(mode="json")
+        values["run"].update(name=self.name, directory=str(self.directory))
+        return values
+
+    def error(self, key: str, complaint: str) -> ConfigError:
+        """The one line about ``key``, for those who find a fault later, as the recipe does."""
+        return ConfigError(f"{self._source.place(key)}: {key}: {complaint}")
+
+    def place(self, key: str) -> str:
+        """The file and line, or the command line, that gave ``key``."""
+        return self._source.place(key)
+
+    def without_effect(self) -> Iterator[str]:
+        """One line for each setting that changes nothing as things stand."""
+        schedule, named = self.schedule, f"schedule.name is {self.schedule.name}"
+        if schedule.decay is not None and schedule.name != "wsd":
+            yield f"schedule.decay has no effect: {named}, and only wsd has a decay at the end"
+        if schedule.decay_shape is not None and schedule.name != "wsd":
+            yield f"schedule.decay_shape has no effect: {named}, and only wsd has a decay at the end"
+        if schedule.power is not None and schedule.name != "polynomial":
+            yield f"schedule.power has no effect: {named}, expected polynomial"
+        if schedule.name == "constant":
+            if schedule.min_ratio is not None:
+                yield f"schedule.min_ratio has no effect: {named}"
+            if schedule.total is not None and isinstance(schedule.warmup, int):
+                yield f"schedule.total has no effect: {named}, and schedule.warmup is no fraction of it"
+        if self.data.num_workers == 0:
+            if self.data.prefetch_factor is not None:
+                yield "data.prefetch_factor has no effect: data.num_workers is 0"
+            if self.data.persistent_workers:
+                yield "data.persistent_workers has no effect: data.num_workers is 0"
+        if self.update.grad_scaler is not None and self.update.precision != "fp16":
+            yield f"update.grad_scaler has no effect: update.precision is {self.update.precision}, not fp16"
+        if self.checkpoint.best is None:
+            if self.checkpoint.keep_best != 1:
+                yield "checkpoint.keep_best has no effect: checkpoint.best names no metric"
+            if self.checkpoint.mode != "min":
+                yield "checkpoint.mode has no effect: checkpoint.best names no metric"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, merge and validate.
+
+    Args:
+        path: a YAML file.
+        overrides: each ``section.key=value``, the value read as YAML; they go before the file, the last one first.
+
+    Raises:
+        ConfigError: one line with the file and line (or "command line"), the dotted key, what was given, what is
+            expected, and what was perhaps meant.
+
+    Warns:
+        ConfigWarning: a setting has no effect.
+    """
+    return _validated(read_source(Path(path), overrides))
+
+
+def config_from_dict(values: Mapping[str, Any]) -> Config:
+    """The config of nested plain values, as ``to_dict`` gives them.
+
+    Raises:
+        ConfigError: as ``load_config``.
+    """
+    return _validated(Source(dict(values)))
+
+
+def _validated(source: Source) -> Config:
+    try:
+        config = Config.model_validate(source.values)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        faults.sort(key=lambda fault: fault["type"] != "extra_forbidden")  # a misspelt key is why another is missing
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise ConfigError(f"{_one_line(faults[0], source)}{more}") from None
+    config._source = source
+    for line in config.without_effect():
+        warnings.warn(f"{source.place(line.split(' ', 1)[0])}: {line}.", ConfigWarning, stacklevel=3)
+    return config
+
+
+def _one_line(fault: ErrorDetails, source: Source) -> str:
+    """``file:line: section.key: what was given, what is expected, did you mean``."""
+    kind, given, context = fault["type"], fault["input"], fault.get("ctx", {})
+    parts = [str(part) for part in fault["loc"]]
+    if context.get("key"):  # a section's own validator names the key in it
+        parts.append(context["key"])
+    key = ".".join(parts)
+    where = f"{source.place(key)}: {key}: " if key else f"{source.place(key)}: "
+    if kind == "extra_forbidden":
+        near = did_you_mean(parts[-1], _known_keys(parts[:-1]))
+        return f"{where}got {shown(given)} for a key that is not known{near}"
+    if kind == "missing":
+        return f"{where}this is missing, expected {_expected_of(parts)}"
+    if kind == "setting":
+        return f"{where}{context['complaint']}"
+    if kind == "value_error":
+        return f"{where}{context['error']}."
+    if kind == "literal_error":
+        allowed = [each.strip("'\" ") for each in context["expected"].replace(" or ", ", ").split(",")]
+        near = did_you_mean(given, allowed) if isinstance(given, str) else "."
+        near = "." if near.startswith("; known") else near
+        return f"{where}got {shown(given)}, expected {context['expected']}{near}"
+    return f"{where}got {shown(given)}, expected {_expectation(kind, context)}."
+
+
+def _expectation(kind: str, context: Mapping[str, Any]) -> str:
+    """What a value should have been, in words, for pydantic's kinds of error."""
+    fixed = {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "string_type": "text",
+        "dict_type": "a mapping",
+        "model_type": "a mapping of settings",
+        "model_attributes_type": "a mapping of settings",
+        "string_too_short": "some text",
+        "string_pattern_mismatch": "file.py:function or package.module:function",
+    }
+    if kind in fixed:
+        return fixed[kind]
+    bounds = {"greater_than": "more than {gt}", "greater_than_equal": "at least {ge}"}
+    bounds |= {"less_than": "less than {lt}", "less_than_equal": "at most {le}"}
+    return bounds[kind].format(**context) if kind in bounds else kind.replace("_", " ")
+
+
+def _known_keys(section: Sequence[str]) -> list[str]:
+    """The keys of the section that a dotted name leads to."""
+    model: type[BaseModel] = Config
+    for part in section:
+        inner = model.model_fields[part].annotation if part in model.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _expected_of(parts: Sequence[str]) -> str:
+    if parts == ["task"]:
+        return "file.py:function or package.module:function."
+    if parts == ["run"]:
+        return "a section with max_iterations or max_epochs."
+    return "a value."

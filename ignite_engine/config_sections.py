@@ -1,0 +1,260 @@
+"""The typed sections of a config; the comment beside a field is its unit and meaning."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer, model_validator
+from pydantic_core import PydanticCustomError
+
+from ignite_engine.config_file import SCIENTIFIC, did_you_mean, shown
+
+
+def _as_number(value: object) -> object:
+    """Text such as ``1e-3``, which YAML 1.1 readers hand on as text, as the number it is."""
+    return float(value) if isinstance(value, str) and SCIENTIFIC.fullmatch(value) else value
+
+
+def _as_steps_or_fraction(value: object) -> object:
+    value = _as_number(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(
+            f"got {shown(value)}, expected steps (a whole number) or a fraction of the run (from 0.0 to 1.0)"
+        )
+    if isinstance(value, float) and not 0.0 <= value <= 1.0:
+        raise ValueError(f"got {value}, expected a fraction from 0.0 to 1.0; write steps as a whole number")
+    if value < 0:
+        raise ValueError(f"got {value}, expected at least 0")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+StepsOrFraction = Annotated[int | float, BeforeValidator(_as_steps_or_fraction)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused, types are not bent, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_empty_section_is_the_default(cls, values: object) -> object:
+        return {} if values is None else values
+
+
+class Every(BaseModel):
+    """A pace: ``500`` or ``{iterations: 500}``, in updates, or ``{epochs: 1}``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    iterations: Count | None = None
+    epochs: Count | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unit(cls, value: object) -> object:
+        if isinstance(value, Every):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = {"iterations": value}
+        expected = "expected a number of iterations, such as 500, or {epochs: 1}"
+        if not isinstance(value, Mapping) or len(value) != 1:
+            raise ValueError(f"got {shown(value)}, {expected}")
+        unit, number = next(iter(value.items()))
+        if unit not in ("iterations", "epochs"):
+            raise ValueError(
+                f"got the unit {unit!r}, {expected}{did_you_mean(str(unit), ['iterations', 'epochs'])[:-1]}"
+            )
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"got {shown(number)} {unit}, {expected}, of at least 1")
+        return {unit: number}
+
+    @model_serializer
+    def _as_written(self) -> int | dict[str, int]:
+        if self.epochs is not None:
+            return {"epochs": self.epochs}
+        assert self.iterations is not None
+        return self.iterations
+
+
+class RunSection(Section):
+    """Which run this is and how long."""
+
+    name: Annotated[str, Field(min_length=1)] | None = None  # default: the config file's name
+    directory: Annotated[str, Field(min_length=1)] | None = None  # default: runs/<name>
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # rank r uses seed + r after the model was made
+    max_iterations: Count | None = None  # updates; this or max_epochs
+    max_epochs: Count | None = None
+    deterministic: bool = False  # torch.use_deterministic_algorithms
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of fp32 products
+    threads: Count | None = None  # CPU threads of each rank; default: torch's own
+
+    @model_validator(mode="after")
+    def _one_length(self) -> RunSection:
+        if (self.max_iterations is None) == (self.max_epochs is None):
+            given = "both; set the other to null" if self.max_epochs is not None else "neither"
+            raise ValueError(f"expected one of max_iterations and max_epochs, got {given}")
+        return self
+
+
+class DataSection(Section):
+    """How the loaders are made. Sizes are per rank."""
+
+    batch_size: Count = 32  # samples of one micro-batch on one rank
+    eval_batch_size: Count | None = None  # default: batch_size
+    shuffle: bool = True  # the training set, anew each epoch
+    drop_last: bool = False  # leave out an epoch's last, smaller batch
+    num_workers: Annotated[int, Field(ge=0)] = 0  # loader processes per rank; 0 loads in this one
+    prefetch_factor: Count | None = None  # batches ahead per worker
+    persistent_workers: bool = False  # keep the workers between epochs
+    pin_memory: bool | None = None  # default: where there is CUDA
+
+
+class OptimizerSection(Section):
+    """An optimizer of ``torch.optim``, by name in any case; every other key is an option of its own."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    name: str = "AdamW"
+    lr: NotNegative = 1e-3
+    fused: bool | None = None  # one kernel for all parameters
+
+    @property
+    def type(self) -> type[torch.optim.Optimizer]:
+        """The class that ``name`` names."""
+        return optimizer_types()[self.name.lower()]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything that the optimizer's constructor takes from this config, ``lr`` included."""
+        options: dict[str, Any] = {"lr": self.lr, **(self.model_extra or {})}
+        if self.fused is not None:
+            options["fused"] = self.fused
+        lists = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}  # betas
+        return {key: _as_number(value) for key, value in {**options, **lists}.items()}
+
+    @model_validator(mode="after")
+    def _the_optimizer_takes_the_options(self) -> OptimizerSection:
+        types = optimizer_types()
+        if self.name.lower() == "lbfgs":
+            raise _fault("name", "got 'LBFGS', which needs a closure; expected an optimizer that steps without one.")
+        if self.name.lower() not in types:
+            near = did_you_mean(self.name, [each.__name__ for each in types.values()])
+            raise _fault("name", f"got {self.name!r}, expected an optimizer of torch.optim{near}")
+        kind, options = self.type.__name__, self.options
+        known = {
+            name: each.default for name, each in inspect.signature(self.type).parameters.items() if name != "params"
+        }
+        for key, value in options.items():
+            if key not in known:
+                raise _fault(key, f"got {shown(value)}, but {kind} has no option '{key}'{did_you_mean(key, known)}")
+            if type(known[key]) in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise _fault(key, f"got {shown(value)}, expected a number.")
+            if type(known[key]) is bool and not isinstance(value, bool):
+                raise _fault(key, f"got {shown(value)}, expected true or false.")
+        try:  # the optimizer itself judges the values
+            self.type([torch.zeros(1, 1, requires_grad=True)], **options)  # 2-d: Muon takes nothing else
+        except Exception as error:
+            complaint = " ".join(str(error).split()).rstrip(".")
+            key = next(
+                (key for key in options if key != "lr" and key.rstrip("s") in complaint), ""
+            )  # "Invalid beta ..."
+            given = f"got {shown(options[key])}, but " if key else ""
+            raise _fault(key, f"{given}{kind} says: {complaint}.") from None
+        return self
+
+
+def optimizer_types() -> dict[str, type[torch.optim.Optimizer]]:
+    """The optimizers of torch that step without a closure, by lower-case name."""
+    types = [
+        each
+        for each in vars(torch.optim).values()
+        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
+    ]
+    return {each.__name__.lower(): each for each in types if each not in (torch.optim.Optimizer, torch.optim.LBFGS)}
+
+
+def _fault(key: str, complaint: str) -> PydanticCustomError:
+    """An error about ``key`` inside the section whose validator raises it."""
+    return PydanticCustomError("setting", "{complaint}", {"key": key, "complaint": complaint})
+
+
+class ScheduleSection(Section):
+    """The learning rate over the run, in updates: a warm-up from 0 to ``optimizer.lr``, then the named shape."""
+
+    name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt", "polynomial"] = "constant"
+    warmup: StepsOrFraction = 0  # updates, or a fraction of the total
+    total: Count | None = None  # updates; default: the length of the run
+    min_ratio: Annotated[NotNegative, Field(le=1)] | None = None  # the last rate over the peak rate; default 0
+    decay: StepsOrFraction | None = None  # wsd: the length of the decay at the end; default 0.1
+    decay_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] | None = None  # wsd; default linear
+    power: Positive | None = None  # polynomial; default 2
+
+
+class UpdateSection(Section):
+    """One optimizer step."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of autocast; weights stay fp32
+    accumulation_steps: Count | None = None  # micro-batches per update; default: one, ungrouped
+    clip_norm: Positive | None = None  # largest joint L2 norm of the gradients
+    log_grad_norm: bool = False  # also without clipping
+    grad_scaler: dict[str, Any] | None = None  # options of torch.amp.GradScaler, for fp16
+
+    @model_validator(mode="after")
+    def _the_scaler_takes_the_options(self) -> UpdateSection:
+        known = [
+            name for name in inspect.signature(torch.amp.GradScaler).parameters if name not in ("device", "enabled")
+        ]
+        for key, value in (self.grad_scaler or {}).items():
+            if key not in known:
+                raise _fault(
+                    f"grad_scaler.{key}", f"got {shown(value)} for a key that is not known{did_you_mean(key, known)}"
+                )
+            if isinstance(value, bool) or not isinstance(_as_number(value), int | float) or float(value) <= 0:
+                raise _fault(f"grad_scaler.{key}", f"got {shown(value)}, expected a number above 0.")
+        return self
+
+
+class EvaluationSection(Section):
+    """When each validation set of the task is gone through."""
+
+    every: Every | None = Every(epochs=1)  # nothing: only at the start and end, as asked below
+    at_start: bool = False
+    at_end: bool = True
+    limit: Count | None = None  # batches per set and rank; default: all
+    precision: Literal["fp32", "bf16", "fp16"] | None = None  # default: as in training
+
+
+class CheckpointSection(Section):
+    """When checkpoints are saved (always at the end and on a stop, too) and which are kept."""
+
+    every: Every | None = Every(epochs=1)
+    keep_last: Count = 2
+    best: str | None = None  # a metric's key, such as val/loss
+    mode: Literal["min", "max"] = "min"  # whether a smaller or a larger score is better
+    keep_best: Count = 1
+
+
+class LoggingSection(Section):
+    """What is told while training."""
+
+    every: Every = Every(iterations=50)  # of loss, rate, throughput and memory
+    console: bool = True  # one line per log point on rank 0
+    progress: bool = True  # a bar with the time left
+    memory: bool = True
+    throughput: bool = True
+
+
+class DistributedSection(Section):
+    """Several ranks. Under torchrun or SLURM only the launcher says how many."""
+
+    nproc_per_node: Count | None = None  # processes to spawn; --nproc-per-node goes before it
+    backend: Literal["gloo", "nccl"] | None = None  # default: nccl with CUDA, otherwise gloo
+    find_unused_parameters: bool = False  # DDP: some parameters take no part in some steps
+    gradient_as_bucket_view: bool = True  # DDP: gradients live in the reduction's buffers
+    sync_batchnorm: bool = False  # batch statistics over all ranks; CUDA only
