@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def matches(pattern: str, text: str) -> bool:
-    """True if ``text`` is ``pattern`` with each ``*`` replaced by something; brackets mean themselves, unlike fnmatch."""
+    """True if ``text`` is ``pattern``, each ``*`` standing for anything; brackets mean themselves, unlike in fnmatch."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), text, re.DOTALL) is not None
 
 

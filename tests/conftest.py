@@ -1,4 +1,4 @@
-"""What every test has: one thread per process, GPU tests skipped where there is no GPU, a record of what was skipped."""
+"""For every test: one thread per process, GPU tests skipped where there is no GPU, a record of what was skipped."""
 
 from __future__ import annotations
 
