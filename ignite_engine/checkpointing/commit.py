@@ -1,0 +1,176 @@
+"""One save, step by step: the order of these steps is what makes a kill at any moment harmless.
+
+1. rank 0 makes a temporary directory and holds its lock
+2. every rank writes and fsyncs its files into it
+3. rank 0 fsyncs the directory, writes and fsyncs the manifest, fsyncs the directory again
+4. rank 0 renames the directory to its committed name and fsyncs the parent
+5. only then an older checkpoint of the same iteration goes
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ignite_engine.checkpointing import directory as names
+from ignite_engine.checkpointing import filesystem
+from ignite_engine.checkpointing.errors import CheckpointError
+from ignite_engine.checkpointing.filesystem import FileRecord
+from ignite_engine.checkpointing.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    current_versions,
+    plain_config,
+    plain_metrics,
+)
+from ignite_engine.checkpointing.parts import refuse_what_cannot_be_loaded, write_parts
+from ignite_engine.checkpointing.ranks import Ranks
+from ignite_engine.checkpointing.retention import superseded
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one rank tells the others of its part."""
+
+    iteration: int
+    files: dict[str, FileRecord]
+    parts: dict[str, list[str]]
+    exactness: list[str]
+    healthy: bool
+
+
+class Commit:
+    """The save of one checkpoint by all ranks; leaving the context without ``finish`` removes what was written.
+
+    Args:
+        directory: of the store.
+        iteration: updates done.
+        ranks: who saves together.
+        failure: makes the error's text of the causes.
+    """
+
+    def __init__(self, directory: Path, iteration: int, ranks: Ranks, failure: Callable[[str], str]) -> None:
+        self._directory = directory
+        self._iteration = iteration
+        self._ranks = ranks
+        self._failure = failure
+        self._temporary: Path | None = None
+        self._written: list[_Written] = []
+        self._metrics: dict[str, float] = {}
+        self._config: dict[str, Any] | None = None
+        self._lock = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.close()
+        if self._ranks.rank == 0 and self._temporary is not None and self._temporary.exists():
+            # the error that brought us here is the one to tell; what cannot be removed now is swept later
+            with contextlib.suppress(OSError):
+                filesystem.remove_tree(self._temporary)
+
+    def begin(self, *, metrics: Mapping[str, Any] | None, config: Mapping[str, Any] | None) -> None:
+        """Make the temporary directory; a collective."""
+
+        def make() -> Path:
+            self._metrics, self._config = plain_metrics(metrics), plain_config(config)
+            filesystem.ensure_directory(self._directory)
+            # known before it is made: an interrupt in between must not leave it behind
+            self._temporary = names.temporary_path(self._directory, self._iteration)
+            filesystem.make_directory(self._temporary)
+            self._lock.enter_context(filesystem.locked(self._temporary))
+            return self._temporary
+
+        self._temporary = self._ranks.rank_zero(make, self._failure)
+
+    def write(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], *, exactness: Sequence[str], healthy: bool
+    ) -> None:
+        """Write this rank's files; a collective, at whose end all ranks have written theirs."""
+        assert self._temporary is not None
+        temporary = self._temporary
+        rank = self._ranks.rank
+
+        def write() -> _Written:
+            contents = {names.SHARED_FILE: shared if rank == 0 else {}, names.rank_file(rank): local}
+            contents = {name: parts for name, parts in contents.items() if parts}
+            for parts in contents.values():
+                refuse_what_cannot_be_loaded(parts)
+            return _Written(
+                iteration=self._iteration,
+                files={name: write_parts(temporary / name, parts) for name, parts in contents.items()},
+                parts={name: list(parts) for name, parts in contents.items()},
+                exactness=list(exactness),
+                healthy=healthy,
+            )
+
+        self._written = self._ranks.together(write, self._failure)
+
+    def finish(self, *, epoch: int, labels: Sequence[str], parent: str | None) -> tuple[Path, Manifest]:
+        """Write the manifest, rename; a collective.
+
+        Returns:
+            The committed directory and its manifest.
+        """
+
+        def commit() -> tuple[Path, Manifest]:
+            assert self._temporary is not None
+            manifest = self._manifest(epoch, labels, parent)
+            filesystem.synchronise_directory(self._temporary)
+            filesystem.write_file(self._temporary / MANIFEST_NAME, lambda file: file.write(manifest.to_json()))
+            filesystem.synchronise_directory(self._temporary)
+            committed = names.free_name(self._directory, self._iteration)
+            filesystem.rename(self._temporary, committed)
+            filesystem.synchronise_directory(self._directory)
+            return self._replace_older(committed), manifest
+
+        return self._ranks.rank_zero(commit, self._failure)
+
+    def _replace_older(self, committed: Path) -> Path:
+        """Discard what this checkpoint supersedes and give it the plain name, if that is free then."""
+        plain = self._directory / names.checkpoint_name(self._iteration)
+        if committed == plain:
+            return plain
+        same = [each for each in names.scan(self._directory)[0] if each.iteration == self._iteration]
+        names.discard([each.path for each in superseded(same)])
+        if plain.exists():  # a healthy one that a broken one does not replace, or one that cannot be read
+            return committed
+        filesystem.rename(committed, plain)
+        filesystem.synchronise_directory(self._directory)
+        return plain
+
+    def _manifest(self, epoch: int, labels: Sequence[str], parent: str | None) -> Manifest:
+        iterations = sorted({each.iteration for each in self._written})
+        if len(iterations) > 1:
+            raise CheckpointError(f"the ranks are at different iterations: {iterations}")
+        earlier = names.scan(self._directory)[0]
+        same = [each.manifest for each in earlier if each.iteration == self._iteration]
+        return Manifest(
+            iteration=self._iteration,
+            epoch=epoch,
+            sequence=1 + max((each.manifest.sequence for each in earlier), default=0),
+            metrics=self._metrics,
+            world_size=self._ranks.world_size,
+            config=self._config,
+            versions=current_versions(),
+            files={name: record for each in self._written for name, record in each.files.items()},
+            parts={name: parts for each in self._written for name, parts in each.parts.items()},
+            created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            exactness=_unique(reason for each in self._written for reason in each.exactness),
+            healthy=all(each.healthy for each in self._written),
+            labels=_unique([*(label for each in same for label in each.labels), *labels]),
+            pinned=any(each.pinned for each in same),
+            parent=parent,
+        )
+
+
+def _unique(words: Any) -> list[str]:
+    return list(dict.fromkeys(str(each) for each in words))

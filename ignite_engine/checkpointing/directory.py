@@ -1,0 +1,107 @@
+"""The names in a checkpoint directory: committed, being written, being removed."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from pathlib import Path
+
+from ignite_engine.checkpointing import filesystem
+from ignite_engine.checkpointing.errors import CheckpointError
+from ignite_engine.checkpointing.manifest import read_manifest
+from ignite_engine.checkpointing.retention import CheckpointInfo
+
+logger = logging.getLogger(__name__)
+
+SHARED_FILE = "shared.pt"
+_COMMITTED = re.compile(r"iteration_(\d{8,})(?:\.\d+)?")
+_TEMPORARY = ".tmp-"
+_TRASH = ".trash-"
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file with the parts of one rank."""
+    return f"rank_{rank}.pt"
+
+
+def checkpoint_name(iteration: int) -> str:
+    """Name of the directory of a committed checkpoint."""
+    return f"iteration_{iteration:08d}"
+
+
+def temporary_path(directory: Path, iteration: int) -> Path:
+    """A new name for a checkpoint that is being written."""
+    return directory / f"{_TEMPORARY}{checkpoint_name(iteration)}-{secrets.token_hex(4)}"
+
+
+def named_iteration(path: Path) -> int | None:
+    """The iteration in the name of a committed checkpoint; None for any other name."""
+    match = _COMMITTED.fullmatch(path.name)
+    return int(match.group(1)) if match else None
+
+
+def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]:
+    """What is committed in a directory.
+
+    Returns:
+        Those with a readable manifest in the order they were saved, and path and reason of those without.
+    """
+    readable: list[CheckpointInfo] = []
+    unreadable: list[tuple[Path, str]] = []
+    try:
+        entries = [each for each in directory.iterdir() if named_iteration(each) is not None and each.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return [], []
+    for path in sorted(entries):
+        try:
+            readable.append(CheckpointInfo(path, read_manifest(path)))
+        except CheckpointError as error:
+            if path.exists():  # not one that another process pruned meanwhile
+                unreadable.append((path, str(error)))
+    readable.sort(key=lambda each: (each.manifest.sequence, each.iteration, each.path.name))
+    return readable, unreadable
+
+
+def free_name(directory: Path, iteration: int) -> Path:
+    """The name of a checkpoint that is to be committed: a revision of it while the plain name is taken."""
+    plain = directory / checkpoint_name(iteration)
+    path, revision = plain, 0
+    while path.exists():
+        revision += 1
+        path = plain.with_name(f"{plain.name}.{revision}")
+    return path
+
+
+def discard(paths: list[Path]) -> None:
+    """Remove committed checkpoints: none is ever seen half removed, whenever the process is killed."""
+    trash: list[Path] = []
+    for path in paths:
+        trash.append(path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}"))
+        filesystem.rename(path, trash[-1])
+    for parent in {each.parent for each in paths}:
+        filesystem.synchronise_directory(parent)  # the new name is durable before the content goes
+    for each in trash:
+        filesystem.remove_tree(each)
+
+
+def sweep(directory: Path) -> list[Path]:
+    """Remove what dead writers and interrupted removals left; a temporary directory with a living writer stays."""
+    removed: list[Path] = []
+    if not directory.is_dir():
+        return removed
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith(_TRASH):
+            filesystem.remove_tree(path)
+            removed.append(path)
+        elif path.name.startswith(_TEMPORARY):
+            try:
+                with filesystem.locked(path) as no_writer:
+                    if no_writer:
+                        filesystem.remove_tree(path)
+                        removed.append(path)
+                    else:
+                        logger.warning("%s was left: another process is writing it.", path)
+            except FileNotFoundError:
+                continue
+    return removed

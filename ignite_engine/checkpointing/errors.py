@@ -1,0 +1,31 @@
+"""The one error of the checkpoint store, and how causes are told in one line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written, read or deleted; the message is one line and names what, where and why."""
+
+
+def one_line(error: BaseException) -> str:
+    """The error's first line; a bare type name where it has none."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}"
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return lines[0] if isinstance(error, CheckpointError) else f"{type(error).__name__}: {lines[0]}"
+
+
+def free_space(directory: Path) -> str:
+    """Free space of the file system that holds ``directory``, or of its nearest existing parent, in MiB."""
+    for candidate in (directory, *directory.parents):
+        try:
+            return f"{shutil.disk_usage(candidate).free / 2**20:.1f} MiB free"
+        except OSError:
+            continue
+    return "free space unknown"

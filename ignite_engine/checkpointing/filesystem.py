@@ -1,0 +1,203 @@
+"""Every file operation of the store, each one system call of ``os`` and nothing beside them.
+
+The order of these calls is the commit protocol, so they stand in one place: a test replaces ``os.open``, ``os.write``,
+``os.fsync``, ``os.rename``, ``os.unlink``, ``os.rmdir`` and ``os.mkdir`` and sees, fails or kills every step of a save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+# Large enough that the calls cost nothing, small enough that a piece is still in the cache when it is written after
+# it was hashed.
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and SHA-256 (hexadecimal) of one file."""
+
+    bytes: int
+    sha256: str
+
+
+class HashingFile(io.RawIOBase):
+    """A new file that is hashed while it is written, so that it need not be read again.
+
+    After a failed write it swallows what follows and keeps the error in ``error``: the zip writer of torch answers a
+    write error with one of its own that hides the reason.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+        self.error: OSError | None = None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self.error is not None:
+            return len(view)
+        piece = view[:PIECE_BYTES]
+        try:
+            written = os.write(self._descriptor, piece)
+        except OSError as error:
+            self.error = OSError(error.errno, error.strerror, str(self._path))
+            raise self.error from error
+        self._hash.update(piece[:written])
+        self._bytes += written
+        return written
+
+    def synchronise(self) -> FileRecord:
+        """fsync; returns size and hash of what was written."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        return FileRecord(self._bytes, self._hash.hexdigest())
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
+
+
+def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> FileRecord:
+    """Create ``path``, let ``write`` fill it, fsync it.
+
+    Returns:
+        Size and hash, taken while writing.
+
+    Raises:
+        OSError: with the path; also where ``write`` turned it into an error of its own.
+        FileExistsError: nothing is ever overwritten in place.
+    """
+    raw = HashingFile(path)
+    # closing() and not `with raw`: the buffer must not be flushed a second time after a failure
+    with contextlib.closing(raw):
+        buffered = io.BufferedWriter(raw, buffer_size=PIECE_BYTES)
+        try:
+            write(cast(IO[bytes], buffered))
+            buffered.flush()
+        except Exception as error:
+            if raw.error is not None and error is not raw.error:
+                raise raw.error from error
+            raise
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                buffered.detach()
+        if raw.error is not None:
+            raise raw.error
+        return raw.synchronise()
+
+
+def replace_file(temporary: Path, path: Path) -> None:
+    """Put a file that was written and fsynced in the place of another of the same directory, durably."""
+    os.rename(temporary, path)
+    synchronise_directory(path.parent)
+
+
+def hash_file(file: IO[bytes]) -> FileRecord:
+    """Size and hash of an open file from its start; leaves it at its end."""
+    file.seek(0)
+    digest = hashlib.sha256()
+    size = 0
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    while count := file.readinto(buffer):  # type: ignore[attr-defined]  # binary files have it, IO[bytes] does not say
+        digest.update(buffer[:count])
+        size += count
+    return FileRecord(size, digest.hexdigest())
+
+
+def make_directory(path: Path) -> None:
+    """Create one new directory."""
+    os.mkdir(path)
+
+
+def ensure_directory(path: Path) -> None:
+    """Create ``path`` and its missing parents, each durable in its own parent."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(each)
+        synchronise_directory(each.parent)
+    if not path.is_dir():
+        raise NotADirectoryError(20, "Not a directory", str(path))
+
+
+def synchronise_directory(path: Path) -> None:
+    """fsync of the directory itself: what makes created, renamed and removed names durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename; the target must not exist (an empty directory would be replaced silently)."""
+    if new.exists():
+        raise FileExistsError(17, "File exists", str(new))
+    os.rename(old, new)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory with all in it; what another process removed meanwhile is no error."""
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        with contextlib.suppress(FileNotFoundError):
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(Path(entry.path))
+            else:
+                os.unlink(entry.path)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(path)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Hold the advisory lock of a directory; yields False if another process holds it or the lock is not supported.
+
+    The kernel releases it when its holder dies, however it died: a temporary directory whose lock is free has no
+    writer any more, on this host or in another container.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+Signature = tuple[int, int, int, int]
+
+
+def signature(path: Path) -> Signature | None:
+    """What changes when a regular file is written or replaced: inode, size, times in ns. None if there is no file."""
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

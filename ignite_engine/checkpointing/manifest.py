@@ -1,0 +1,169 @@
+"""The manifest: what a checkpoint is, written last, read first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ignite_engine.checkpointing.errors import CheckpointError, one_line
+from ignite_engine.checkpointing.filesystem import FileRecord
+
+FORMAT_VERSION = 1
+OLDEST_READABLE_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All that is known of a checkpoint without loading it. In the file, ``checksum`` covers all the rest."""
+
+    iteration: int
+    """Updates done when it was saved."""
+    epoch: int
+    sequence: int
+    """The place in the order of saves of this directory: the newest has the largest, whatever its iteration."""
+    metrics: dict[str, float]
+    world_size: int
+    config: dict[str, Any] | None
+    """The run's configuration, as JSON can hold it."""
+    versions: dict[str, str]
+    files: dict[str, FileRecord]
+    parts: dict[str, list[str]]
+    """File name to the names of the parts in it."""
+    created_at: str
+    """UTC, ISO 8601."""
+    exactness: list[str] = field(default_factory=list)
+    """Why a run resumed from here may differ in its bits; empty: it will not."""
+    healthy: bool = True
+    """No non-finite weight."""
+    labels: list[str] = field(default_factory=list)
+    pinned: bool = False
+    """Never deleted by retention."""
+    parent: str | None = None
+    """Name of the checkpoint that the run was resumed from."""
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def exact(self) -> bool:
+        """A run resumed from here ends with the same bits as one never interrupted."""
+        return not self.exactness
+
+    def to_json(self) -> bytes:
+        """The manifest with its checksum, for people to read too."""
+        content = asdict(self)
+        content["metrics"] = {name: _json_number(value) for name, value in self.metrics.items()}
+        return (json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n").encode()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        CheckpointError: one line; missing, broken, or of a format version that this release cannot read.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: it is not a committed checkpoint.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
+    except ValueError as error:  # JSON and UTF-8 alike
+        raise CheckpointError(f"{path} is damaged: it is not JSON ({one_line(error)}).") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it holds a {type(content).__name__}, not an object.")
+    _check_version(path, content.get("format_version"))
+    checksum = content.pop("checksum", None)
+    if checksum != _checksum(content):
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum.")
+    return _parse(path, content)
+
+
+def _check_version(path: Path, version: object) -> None:
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise CheckpointError(f"{path} is damaged: its format_version is {version!r}, expected a whole number.")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}, this release reads up to {FORMAT_VERSION}: update ignite_engine."
+        )
+    if version < OLDEST_READABLE_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}, this release reads from {OLDEST_READABLE_VERSION}: "
+            "load it with the release that wrote it."
+        )
+
+
+def _parse(path: Path, content: dict[str, Any]) -> Manifest:
+    known = {each.name for each in fields(Manifest)}
+    try:
+        values = {name: value for name, value in content.items() if name in known}
+        values["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
+        values["metrics"] = {name: float(value) for name, value in content["metrics"].items()}
+        manifest = Manifest(**values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {one_line(error)}.") from error
+    # a name such as ../../other must never lead out of the checkpoint
+    for name in manifest.files:
+        if not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{path} is damaged: {name!r} is not the name of a file beside it.")
+    return manifest
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _json_number(value: float) -> float | str:
+    # JSON has no NaN; float() reads these words back
+    return value if value - value == 0 else str(value)
+
+
+def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as floats.
+
+    Raises:
+        CheckpointError: one of them is not a number.
+    """
+    numbers: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"Metric {name!r} is {type(value).__name__}, expected a number.") from error
+    return numbers
+
+
+def plain_config(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The configuration as JSON gives it back (tuples are lists then).
+
+    Raises:
+        CheckpointError: it holds something that JSON does not have.
+    """
+    if config is None:
+        return None
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(config)))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"The config of a checkpoint must be plain JSON data: {one_line(error)}.") from error
+    return plain
+
+
+def current_versions() -> dict[str, str]:
+    """Versions that a resumed run may want to compare."""
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("ignite-engine", "pytorch-ignite"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "unknown"
+    return versions

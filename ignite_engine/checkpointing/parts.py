@@ -1,0 +1,144 @@
+"""The parts of a checkpoint: plain data in, plain data out, one ``torch.save`` file for a mapping of named parts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from ignite_engine.checkpointing.errors import CheckpointError, one_line
+from ignite_engine.checkpointing.filesystem import FileRecord, hash_file, write_file
+
+# What torch.load(weights_only=True) gives back as it was, tried on torch 2.13.
+_LEAVES = (
+    type(None), bool, int, float, complex, str, bytes, bytearray,
+    torch.Size, torch.dtype, torch.device, Tensor, torch.nn.Parameter,
+)  # fmt: skip
+_LEAF_TYPES = frozenset(_LEAVES)
+_MAPPINGS = frozenset((dict, OrderedDict, Counter))
+_SEQUENCES = frozenset((list, tuple, set))
+
+
+def refuse_what_cannot_be_loaded(parts: Mapping[str, Any]) -> None:
+    """Check that ``weights_only=True`` can load these parts, before anything is written.
+
+    Raises:
+        CheckpointError: names the first value that is not plain data, by its path in the parts.
+    """
+    for name, value in parts.items():
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(f"A part of a checkpoint is named by a non-empty string, got {name!r}.")
+        for path, kind in _foreign(value, name, set()):
+            raise CheckpointError(
+                f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
+                "return tensors, numbers, strings, lists and dicts from state_dict() instead."
+            )
+
+
+def _foreign(value: Any, path: str, open_containers: set[int]) -> Iterator[tuple[str, type]]:
+    kind = type(value)
+    if kind in _LEAF_TYPES:
+        return
+    children: Iterable[tuple[object, Any]]
+    if kind in _MAPPINGS:
+        children = [(key, key) for key in value if type(key) not in (str, int)]
+        children += list(value.items())
+    elif kind in _SEQUENCES:
+        children = enumerate(value)
+    else:
+        yield path, kind
+        return
+    if id(value) in open_containers:
+        return
+    open_containers.add(id(value))
+    for key, child in children:
+        yield from _foreign(child, f"{path}[{key!r}]", open_containers)
+    open_containers.discard(id(value))
+
+
+def all_finite(value: Any) -> bool:
+    """Whether every floating point tensor in a nested state is finite. Reads each tensor once, without a copy."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if value.layout != torch.strided:
+            value = value.coalesce().values() if value.layout == torch.sparse_coo else value.values()
+        if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
+            return True
+        if value.is_complex():
+            value = torch.view_as_real(value.resolve_conj())
+        if value.element_size() == 1:
+            value = value.float()  # the 8-bit formats have no aminmax
+        return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(value))
+    if isinstance(value, Mapping):
+        return all(all_finite(each) for each in value.values())
+    if isinstance(value, list | tuple):
+        return all(all_finite(each) for each in value)
+    return True
+
+
+def write_parts(path: Path, parts: Mapping[str, Any]) -> FileRecord:
+    """Write named parts to a new file, fsynced; the hash is taken while writing."""
+    return write_file(path, lambda file: torch.save(dict(parts), file))
+
+
+def read_parts(path: Path, record: FileRecord, *, verified: bool = False, mmap: bool = False) -> dict[str, Any]:
+    """The parts of one file, on the CPU, after its hash was verified.
+
+    Args:
+        path: the file.
+        record: what the manifest says of it.
+        verified: the caller has just verified this very file; it is not hashed again.
+        mmap: tensors are read when they are touched. For looking at a few tensors of a large file; not for training:
+            optimizers keep the loaded tensors, and with them the disk space of a file deleted since.
+
+    Raises:
+        CheckpointError: one line; the file is missing, damaged, or holds more than plain data (nothing was executed).
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            if not verified and (problem := compare(path.name, hash_file(file), record)):
+                raise CheckpointError(f"{path.parent} is damaged: {problem}.")
+            file.seek(0)
+            return _load_plain(path, file, mmap)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
+
+
+def plain_data_problem(path: Path) -> str | None:
+    """Why a file is not plain data, or None. Reads the pickle, not the tensors."""
+    try:
+        _load_plain(path, None, mmap=True)
+    except CheckpointError as error:
+        return str(error).rstrip(".")
+    return None
+
+
+def compare(name: str, found: FileRecord, expected: FileRecord) -> str | None:
+    """In words, how a file differs from its record; None if it does not."""
+    if found.bytes != expected.bytes:
+        return f"{name} has {found.bytes} bytes, the manifest says {expected.bytes}"
+    if found.sha256 != expected.sha256:
+        return f"{name} has changed: SHA-256 {found.sha256[:12]}, the manifest says {expected.sha256[:12]}"
+    return None
+
+
+def _load_plain(path: Path, file: IO[bytes] | None, mmap: bool) -> dict[str, Any]:
+    source: Any = path if mmap or file is None else file
+    try:
+        loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError:
+        raise
+    except Exception as error:  # torch raises pickle, zip and runtime errors of many types here
+        named = re.search(r"(?:GLOBAL |Unsupported (?:global|class|operand)[: ]+)([\w.]+)", str(error))
+        reason = f"it refers to {named.group(1)}" if named else one_line(error)
+        raise CheckpointError(
+            f"{path} is not plain data ({reason}): it was not loaded and nothing in it was executed."
+        ) from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} holds a {type(loaded).__name__}, a checkpoint file holds a dict of parts.")
+    return loaded

@@ -1,0 +1,94 @@
+"""Which checkpoints are kept: a function of what lies on disk, so that nothing is forgotten over a restart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ignite_engine.checkpointing.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed checkpoint: where it is and what its manifest says."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def iteration(self) -> int:
+        return self.manifest.iteration
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The union of the last few, the best few, every n-th and what is pinned.
+
+    Args:
+        keep_last: how many of the newest; at least 1.
+        keep_best: how many of the best by ``best``; a checkpoint without that metric, or where it is not finite, or
+            with non-finite weights, is never among them. Of equal scores the earlier one is better.
+        best: key in the manifest's metrics; None: no best ones.
+        mode: whether a small or a large score is good.
+        keep_every: those whose iteration is a multiple of it; None: none.
+
+    Raises:
+        ValueError: a count is too small, or the mode unknown.
+    """
+
+    keep_last: int = 2
+    keep_best: int = 1
+    best: str | None = None
+    mode: Literal["min", "max"] = "min"
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, got {self.keep_last}: the newest is always kept.")
+        if self.keep_best < 0:
+            raise ValueError(f"keep_best must be at least 0, got {self.keep_best}.")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', got {self.mode!r}.")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every must be at least 1 iteration or None, got {self.keep_every}.")
+
+    def kept(self, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        """Those of ``checkpoints`` (oldest first, sound ones only) that stay, in the same order.
+
+        The newest healthy one stays whatever its age, so that checkpoints with non-finite weights never evict it.
+        """
+        old = superseded(checkpoints)
+        current = [each for each in checkpoints if each not in old]
+        healthy = [each for each in current if each.manifest.healthy]
+        stay = {each.path for each in (*current[-self.keep_last :], *self._best(healthy), *healthy[-1:])}
+        stay |= {each.path for each in current if self._is_nth(each)}
+        stay |= {each.path for each in checkpoints if each.manifest.pinned}
+        return [each for each in checkpoints if each.path in stay]
+
+    def _best(self, healthy: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        if self.best is None:
+            return []
+        scores = [(each.manifest.metrics.get(self.best, math.nan), each) for each in healthy]
+        sign = 1 if self.mode == "min" else -1
+        ranked = sorted((pair for pair in scores if math.isfinite(pair[0])), key=lambda pair: sign * pair[0])
+        return [each for _, each in ranked[: self.keep_best]]
+
+    def _is_nth(self, checkpoint: CheckpointInfo) -> bool:
+        return self.keep_every is not None and checkpoint.iteration % self.keep_every == 0
+
+
+def superseded(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those that were saved again later at the same iteration; a broken state does not supersede a healthy one."""
+    return [
+        each
+        for each in checkpoints
+        if any(
+            other.iteration == each.iteration
+            and other.manifest.sequence > each.manifest.sequence
+            and (other.manifest.healthy or not each.manifest.healthy)
+            for other in checkpoints
+        )
+    ]

@@ -1,0 +1,253 @@
+"""A directory of checkpoints: commit, verify, load, prune. Knows no engine, no event and no trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ignite_engine.checkpointing import directory as names
+from ignite_engine.checkpointing import filesystem
+from ignite_engine.checkpointing.commit import Commit
+from ignite_engine.checkpointing.errors import free_space
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, plain_metrics, read_manifest
+from ignite_engine.checkpointing.parts import read_parts
+from ignite_engine.checkpointing.ranks import Ranks
+from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
+from ignite_engine.checkpointing.verification import Verification
+
+logger = logging.getLogger(__name__)
+
+
+class Newest(NamedTuple):
+    """What ``latest`` found: the newest valid checkpoint, and path and reason of the newer ones passed over."""
+
+    checkpoint: CheckpointInfo | None
+    skipped: list[tuple[Path, str]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint, tensors on the CPU."""
+
+    path: Path
+    manifest: Manifest
+    shared: dict[str, Any]
+    local: dict[str, Any]
+    """Empty for a rank that did not exist when it was saved."""
+
+
+class CheckpointStore:
+    """Checkpoints in one directory, each a directory ``iteration_00000500`` that is either whole or not there.
+
+    Args:
+        directory: made at the first save.
+        group: the ranks that save together, over CPU (gloo); None: the default group, if there is one.
+
+    ``save``, ``apply``, ``annotate`` and ``sweep`` are collective: all ranks call them in the same order and get the
+    same result or the same ``CheckpointError``. The rest reads, and concerns the calling process alone.
+    """
+
+    def __init__(self, directory: str | Path, group: dist.ProcessGroup | None = None) -> None:
+        self.directory = Path(directory)
+        self._ranks = Ranks(group)
+        self._verification = Verification()
+
+    def save(
+        self,
+        shared: Mapping[str, Any],
+        local: Mapping[str, Any],
+        *,
+        iteration: int,
+        epoch: int,
+        metrics: Mapping[str, Any] | None = None,
+        exactness: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+        labels: Sequence[str] = (),
+        parent: str | None = None,
+        healthy: bool = True,
+    ) -> Path:
+        """Write a checkpoint and commit it; a collective. Older ones are left as they are.
+
+        A checkpoint saved again at the same iteration takes the place of the one before (and keeps its labels and
+        pin), which goes only after the new one is committed.
+
+        Args:
+            shared: named parts that are the same on all ranks; rank 0 writes them.
+            local: named parts of this rank.
+            iteration: updates done; the same on all ranks.
+            epoch: epochs begun or done, as the caller counts.
+            metrics: numbers to choose the best by; rank 0's count.
+            exactness: reasons why a resumed run may differ in its bits; those of all ranks are joined.
+            config: the run's configuration, JSON data.
+            labels: words to find it by.
+            parent: the checkpoint that the run was resumed from.
+            healthy: this rank's weights are finite; the checkpoint is healthy if all ranks are.
+
+        Returns:
+            The committed directory.
+
+        Raises:
+            CheckpointError: nothing was committed, the checkpoints before stand; the same on all ranks.
+            ValueError: ``iteration`` is negative.
+        """
+        if iteration < 0:
+            raise ValueError(f"iteration must be at least 0, got {iteration}.")
+        commit = Commit(self.directory, iteration, self._ranks, lambda causes: self._not_saved(iteration, causes))
+        with commit:
+            commit.begin(metrics=metrics, config=config)
+            commit.write(shared, local, exactness=exactness, healthy=healthy)
+            path, manifest = commit.finish(epoch=epoch, labels=labels, parent=parent)
+        self._verification.forget(path)
+        self._verification.remember_written(path, manifest)
+        return path
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """The committed ones with a readable manifest, from disk, in the order they were saved.
+
+        That is the order of iterations, but for a run that was resumed from an older checkpoint beside newer ones.
+        """
+        return names.scan(self.directory)[0]
+
+    def latest(self, *, healthy_only: bool = False) -> Newest:
+        """The newest valid checkpoint; every file of it is read and verified. Not collective: ask on one rank.
+
+        Args:
+            healthy_only: pass over those with non-finite weights.
+
+        Returns:
+            It, or None if there is none; and the newer ones with the reason why each was passed over, which is also
+            logged as a warning.
+        """
+        readable, unreadable = names.scan(self.directory)
+        skipped: list[tuple[Path, str]] = []
+        found = None
+        for checkpoint in reversed(readable):
+            reason = "; ".join(self._verification.problems(checkpoint.path))
+            if not reason and healthy_only and not checkpoint.manifest.healthy:
+                reason = "its weights are not finite"
+            if not reason:
+                found = checkpoint
+                break
+            skipped.append((checkpoint.path, reason))
+        for path, reason in unreadable:
+            if found is None or (names.named_iteration(path) or 0) > found.iteration:
+                skipped.append((path, reason))
+        for path, reason in skipped:
+            logger.warning("Checkpoint %s is passed over: %s.", path, reason.rstrip("."))
+        return Newest(found, skipped)
+
+    def verify(self, path: str | Path) -> list[str]:
+        """Read a whole checkpoint and list what is wrong with it, in words; empty if it is valid."""
+        return self._verification.problems(Path(path))
+
+    def load(self, path: str | Path, rank: int = 0, *, mmap: bool = False) -> Loaded:
+        """Load the shared parts and those of one rank; each file is verified before anything of it is used.
+
+        Args:
+            path: a committed checkpoint, of this store or another.
+            rank: whose local parts.
+            mmap: see ``parts.read_parts``; for looking into large files, not for training.
+
+        Raises:
+            CheckpointError: one line; missing, damaged, not readable by this release, or not plain data.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        loaded: list[dict[str, Any]] = []
+        for name in (names.SHARED_FILE, names.rank_file(rank)):
+            record = manifest.files.get(name)
+            if record is None:
+                loaded.append({})
+                continue
+            verified = self._verification.is_known(path / name, record)
+            loaded.append(read_parts(path / name, record, verified=verified, mmap=mmap))
+        return Loaded(path, manifest, *loaded)
+
+    def apply(self, retention: Retention) -> list[Path]:
+        """Delete what is not to be kept; a collective. Call it after a save, never before.
+
+        Damaged checkpoints are neither counted nor deleted. Nothing is deleted before one of those that stay was
+        verified (a healthy one, if there is any); files hashed while they were written are not read again.
+
+        Returns:
+            The deleted ones.
+
+        Raises:
+            CheckpointError: one could not be deleted; the same on all ranks.
+        """
+        return self._ranks.rank_zero(lambda: self._prune(retention), lambda causes: f"Pruning failed: {causes}.")
+
+    def annotate(
+        self, path: str | Path, *, labels: Iterable[str] | None = None, pinned: bool | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> Manifest:  # fmt: skip
+        """Change what the manifest says, without touching the data; a collective.
+
+        Args:
+            path: a committed checkpoint.
+            labels: take the place of its labels.
+            pinned: whether retention must keep it.
+            metrics: are added to its metrics.
+
+        Returns:
+            The new manifest.
+
+        Raises:
+            CheckpointError: the manifest could not be read or written; the old one stands.
+        """
+
+        def rewrite() -> Manifest:
+            manifest = read_manifest(Path(path))
+            changed = replace(
+                manifest,
+                labels=manifest.labels if labels is None else list(labels),
+                pinned=manifest.pinned if pinned is None else pinned,
+                metrics={**manifest.metrics, **plain_metrics(metrics)},
+            )
+            temporary = names.temporary_path(Path(path), manifest.iteration)
+            try:
+                filesystem.write_file(temporary, lambda file: file.write(changed.to_json()))
+                filesystem.replace_file(temporary, Path(path) / MANIFEST_NAME)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
+            return changed
+
+        return self._ranks.rank_zero(rewrite, lambda causes: f"{path} was not annotated: {causes}.")
+
+    def sweep(self) -> list[Path]:
+        """Remove what dead writers left; a collective, for the start of a run. A living writer's files stay."""
+        return self._ranks.rank_zero(lambda: names.sweep(self.directory), lambda causes: f"Sweeping failed: {causes}.")
+
+    def _prune(self, retention: Retention) -> list[Path]:
+        check = self._verification
+        sound = [each for each in self.checkpoints() if check.looks_sound(each.path, each.manifest)]
+        kept = retention.kept(sound)
+        doomed = [each for each in sound if each not in kept]
+        if not doomed:
+            return []
+        # the last valid one, and the last valid healthy one, must be among those that stay
+        for candidates in ([each for each in sound if each.manifest.healthy], sound):
+            staying = [each for each in candidates if each not in doomed]
+            if any(check.is_valid(each.path, each.manifest) for each in reversed(staying)):
+                continue
+            leaving = (each for each in reversed(candidates) if each in doomed)
+            spared = next((each for each in leaving if check.is_valid(each.path, each.manifest)), None)
+            doomed = [each for each in doomed if each is not spared]
+        names.discard([each.path for each in doomed])
+        for each in doomed:
+            check.forget(each.path)
+        return [each.path for each in doomed]
+
+    def _not_saved(self, iteration: int, causes: str) -> str:
+        return (
+            f"The checkpoint of iteration {iteration} was not saved in {self.directory} "
+            f"({free_space(self.directory)}): {causes}; earlier checkpoints stand."
+        )

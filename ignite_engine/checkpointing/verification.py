@@ -1,0 +1,73 @@
+"""Which files were found sound, so that a prune after each save need not read all of them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ignite_engine.checkpointing.errors import CheckpointError, one_line
+from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, signature
+from ignite_engine.checkpointing.manifest import Manifest, read_manifest
+from ignite_engine.checkpointing.parts import compare, plain_data_problem
+
+
+class Verification:
+    """Verifies files against manifests and remembers what it found until a file changes (inode, size or times)."""
+
+    def __init__(self) -> None:
+        self._found: dict[Path, tuple[Signature, FileRecord, str | None]] = {}
+
+    def problems(self, checkpoint: Path) -> list[str]:
+        """All that is wrong with a checkpoint, everything read anew; empty if it is valid."""
+        try:
+            manifest = read_manifest(checkpoint)
+        except CheckpointError as error:
+            return [str(error)]
+        return [problem for name in manifest.files if (problem := self._read(checkpoint / name, manifest.files[name]))]
+
+    def is_valid(self, checkpoint: Path, manifest: Manifest) -> bool:
+        """Whether all files have the right hash; a file verified before and unchanged since is not read again."""
+        for name, record in manifest.files.items():
+            path = checkpoint / name
+            problem = self.known_problem(path, record) if self.is_known(path, record) else self._read(path, record)
+            if problem:
+                return False
+        return True
+
+    def looks_sound(self, checkpoint: Path, manifest: Manifest) -> bool:
+        """Whether all files are there in their right size and none is known to be damaged. Reads nothing."""
+        for name, record in manifest.files.items():
+            status = signature(checkpoint / name)
+            if status is None or status[1] != record.bytes or self.known_problem(checkpoint / name, record):
+                return False
+        return True
+
+    def is_known(self, path: Path, record: FileRecord) -> bool:
+        """Whether this file was verified against this record and has not changed since."""
+        found = self._found.get(path)
+        return found is not None and found[1] == record and found[0] == signature(path)
+
+    def known_problem(self, path: Path, record: FileRecord) -> str | None:
+        """What was wrong with it when it was verified; None also if it was not."""
+        return self._found[path][2] if self.is_known(path, record) else None
+
+    def remember_written(self, checkpoint: Path, manifest: Manifest) -> None:
+        """The files of a checkpoint that was hashed while it was written."""
+        for name, record in manifest.files.items():
+            if (status := signature(checkpoint / name)) is not None:
+                self._found[checkpoint / name] = (status, record, None)
+
+    def forget(self, checkpoint: Path) -> None:
+        """A checkpoint that is gone."""
+        self._found = {path: found for path, found in self._found.items() if path.parent != checkpoint}
+
+    def _read(self, path: Path, record: FileRecord) -> str | None:
+        status = signature(path)  # taken first: a change while it is read must not count as verified
+        if status is None:
+            return f"{path.name} is missing"
+        try:
+            with open(path, "rb", buffering=0) as file:
+                problem = compare(path.name, hash_file(file), record) or plain_data_problem(path)
+        except OSError as error:
+            return f"{path.name} cannot be read: {one_line(error)}"
+        self._found[path] = (status, record, problem)
+        return problem
