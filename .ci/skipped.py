@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def matches(pattern: str, text: str) -> bool:
-    """True if ``text`` is ``pattern``, each ``*`` standing for anything; brackets mean themselves, unlike in fnmatch."""
+    """True if ``text`` is ``pattern``, each ``*`` standing for anything; brackets mean themselves (not in fnmatch)."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), text, re.DOTALL) is not None
 
 
