@@ -1,4 +1,4 @@
-"""A test skipped in silence proves nothing: .ci/run fails on a skip that tests/allowed_skips.txt gives no reason for."""
+"""A test skipped in silence proves nothing: .ci/run fails on one that tests/allowed_skips.txt gives no reason for."""
 
 from __future__ import annotations
 
