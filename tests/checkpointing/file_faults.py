@@ -1,0 +1,175 @@
+"""Record, fail or kill a process at every file operation under one directory, with real files underneath.
+
+Usable wherever ``os`` is what the code under test calls; a context replaces its functions and puts them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
+_TOKEN = re.compile(r"-[0-9a-f]{8}\b")
+
+
+class FileOperations:
+    """The operations seen under ``root``, as (operation, path relative to it without random tokens).
+
+    Args:
+        root: what lies elsewhere is neither recorded nor failed.
+        at: number of the operation, from 0, at which ``action`` is called, before the operation is done.
+        action: may raise, or end the process; on a write it comes after the first half of the bytes was written.
+    """
+
+    def __init__(self, root: Path, at: int | None = None, action: Callable[[], None] | None = None) -> None:
+        self.root = root
+        self.seen: list[tuple[str, str]] = []
+        self._at = at
+        self._action = action
+        self._descriptors: dict[int, Path] = {}
+        self._real: dict[str, Callable[..., Any]] = {}
+
+    def __enter__(self) -> FileOperations:
+        for name in OPERATIONS:
+            self._real[name] = getattr(os, name)
+            setattr(os, name, self._watched(name))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, function in self._real.items():
+            setattr(os, name, function)
+
+    def _watched(self, name: str) -> Callable[..., Any]:
+        real = self._real[name]
+
+        def operation(target: Any, *args: Any, **kwargs: Any) -> Any:
+            path = self._descriptors.get(target) if isinstance(target, int) else Path(target)
+            if path is None or not path.is_relative_to(self.root):
+                return real(target, *args, **kwargs)
+            number = len(self.seen)
+            relative = [path.relative_to(self.root)]
+            if name == "rename":
+                relative.append(Path(args[0]).relative_to(self.root))
+            self.seen.append((name, " -> ".join(_TOKEN.sub("", str(each)) for each in relative)))
+            if number == self._at and self._action is not None:
+                if name == "write":
+                    real(target, memoryview(args[0])[: len(args[0]) // 2])
+                self._action()
+            result = real(target, *args, **kwargs)
+            if name == "open":
+                self._descriptors[result] = path
+            return result
+
+        return operation
+
+
+def kill_this_process() -> None:
+    """SIGKILL, as no handler and no ``finally`` survives it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_child(work: Callable[[], Any], timeout_s: float = 60.0) -> tuple[int, Any]:
+    """Run ``work`` in a forked process.
+
+    Returns:
+        How it ended (as ``os.waitstatus_to_exitcode``: -9 is SIGKILL) and what it returned, through JSON; None if it
+        did not return.
+    """
+    return wait_for(start_child(work), timeout_s)
+
+
+def start_child(work: Callable[[], Any]) -> tuple[int, int]:
+    """Fork; the child runs ``work`` and ends. Returns its process id and the pipe that its result comes through."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process:
+        os.close(writer)
+        return process, reader
+    code = 1
+    try:
+        os.close(reader)
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(work(), pipe)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def wait_for(child: tuple[int, int], timeout_s: float = 60.0) -> tuple[int, Any]:
+    """As ``in_child``, for a child that was started."""
+    process, reader = child
+    deadline = time.monotonic() + timeout_s
+    status = None
+    while status is None:
+        done, status_now = os.waitpid(process, os.WNOHANG)
+        if done:
+            status = status_now
+        elif time.monotonic() > deadline:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            raise TimeoutError(f"The child did not end within {timeout_s} s.")
+        else:
+            time.sleep(0.005)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    return os.waitstatus_to_exitcode(status), json.loads(text) if text else None
+
+
+_MS_RDONLY, _MS_REMOUNT, _MS_PRIVATE, _MS_REC, _CLONE_NEWNS = 1, 32, 1 << 18, 1 << 14, 0x00020000
+
+
+def _checked(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def mount_small_file_system(path: Path, size_kib: int) -> None:
+    """A tmpfs that only this process sees, so that nothing is left when it ends. For a child; needs the right to."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _checked(libc.unshare(_CLONE_NEWNS))
+    _checked(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+    _checked(libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", 0, f"size={size_kib}k".encode()))
+
+
+def make_read_only(path: Path) -> None:
+    """Remount what ``mount_small_file_system`` mounted; holds for root too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _checked(libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", _MS_REMOUNT | _MS_RDONLY, None))
+
+
+def can_mount() -> bool:
+    """Whether a child may mount a file system here."""
+
+    def attempt() -> bool:
+        with contextlib.suppress(OSError):
+            mount_small_file_system(Path("/mnt"), 64)
+            return True
+        return False
+
+    return in_child(attempt) == (0, True)
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Environment variables for the time of a test."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

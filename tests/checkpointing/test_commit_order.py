@@ -1,0 +1,102 @@
+"""The order of file operations of a save. A kill cannot show a missing fsync: the page cache survives it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from ignite_engine.checkpointing import CheckpointStore, Retention
+from tests.checkpointing.file_faults import FileOperations
+from tests.checkpointing.states import save
+
+TEMPORARY = ".tmp-iteration_00000200"
+
+
+def operations(root: Path, seen: FileOperations) -> list[tuple[str, str]]:
+    """What was seen, several writes in a row to one file as one."""
+    return [each for each, _ in itertools.groupby(seen.seen)]
+
+
+def test_a_save_is_durable_before_it_is_visible(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 100)
+    with FileOperations(tmp_path) as seen:
+        save(store, 200)
+    assert operations(tmp_path, seen) == [
+        ("mkdir", TEMPORARY),
+        ("open", TEMPORARY),  # its lock
+        *file_operations("shared.pt"),
+        *file_operations("rank_0.pt"),
+        *directory_operations(TEMPORARY),
+        *file_operations("manifest.json"),
+        *directory_operations(TEMPORARY),
+        ("rename", f"{TEMPORARY} -> iteration_00000200"),
+        *directory_operations("."),
+    ]
+
+
+def file_operations(name: str) -> list[tuple[str, str]]:
+    return [(operation, f"{TEMPORARY}/{name}") for operation in ("open", "write", "fsync")]
+
+
+def directory_operations(name: str) -> list[tuple[str, str]]:
+    return [("open", name), ("fsync", name)]
+
+
+def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 100)
+    with FileOperations(tmp_path) as seen:
+        save(store, 200)
+        assert store.apply(Retention(keep_last=1)) == [tmp_path / "iteration_00000100"]
+    order = operations(tmp_path, seen)
+    committed = order.index(("rename", f"{TEMPORARY} -> iteration_00000200"))
+    trash = ".trash-iteration_00000100"
+    assert order[committed + 1 :] == [
+        *directory_operations("."),
+        ("rename", f"iteration_00000100 -> {trash}"),
+        *directory_operations("."),
+        *[("unlink", f"{trash}/{name}") for name in ("manifest.json", "rank_0.pt", "shared.pt")],
+        ("rmdir", trash),
+    ]
+
+
+def test_saved_again_at_the_same_iteration_the_old_one_goes_last(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 200)
+    with FileOperations(tmp_path) as seen:
+        assert save(store, 200) == tmp_path / "iteration_00000200"
+    renames = [path for operation, path in seen.seen if operation == "rename"]
+    assert renames == [
+        f"{TEMPORARY} -> iteration_00000200.1",
+        "iteration_00000200 -> .trash-iteration_00000200",
+        "iteration_00000200.1 -> iteration_00000200",
+    ]
+    after = operations(tmp_path, seen)[operations(tmp_path, seen).index(("rename", renames[0])) + 1 :]
+    assert after[:3] == [*directory_operations("."), ("rename", renames[1])]
+
+
+def test_a_new_store_directory_is_durable_in_its_parents(tmp_path: Path) -> None:
+    with FileOperations(tmp_path) as seen:
+        save(CheckpointStore(tmp_path / "run" / "checkpoints"), 200)
+    assert operations(tmp_path, seen)[:6] == [
+        ("mkdir", "run"),
+        *directory_operations("."),
+        ("mkdir", "run/checkpoints"),
+        *directory_operations("run"),
+    ]
+
+
+def test_annotating_replaces_the_manifest_by_a_durable_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = save(store, 200)
+    with FileOperations(tmp_path) as seen:
+        store.annotate(path, pinned=True)
+    temporary = "iteration_00000200/.tmp-iteration_00000200"
+    assert operations(tmp_path, seen) == [
+        ("open", temporary),
+        ("write", temporary),
+        ("fsync", temporary),
+        ("rename", f"{temporary} -> iteration_00000200/manifest.json"),
+        *directory_operations("iteration_00000200"),
+    ]
