@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check format bench clean
+.PHONY: help install train test check lint types imports format bench clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -36,11 +36,17 @@ train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 3 minutes on 2 co
 test: $(STAMP)  ## run the tests; PYTEST_ARGS="-k schedule"
 	$(BIN)/python -m pytest -q -p no:cacheprovider $(PYTEST_ARGS)
 
-check: $(STAMP)  ## lint, format, types, import direction
+check: lint types imports  ## lint and format, types, import direction; make -k check goes on after a failure
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy -p ignite_engine
 	$(BIN)/mypy examples benchmarks
+
+imports: $(STAMP)
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_architecture.py
 
 format: $(STAMP)  ## rewrite the files as check wants them
