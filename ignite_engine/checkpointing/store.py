@@ -165,7 +165,7 @@ class CheckpointStore:
             if record is None:
                 loaded.append({})
                 continue
-            verified = self._verification.is_known(path / name, record)
+            verified = self._verification.is_sound(path / name, record)
             loaded.append(read_parts(path / name, record, verified=verified, mmap=mmap))
         return Loaded(path, manifest, *loaded)
 

@@ -28,8 +28,7 @@ class Verification:
         """Whether all files have the right hash; a file verified before and unchanged since is not read again."""
         for name, record in manifest.files.items():
             path = checkpoint / name
-            problem = self.known_problem(path, record) if self.is_known(path, record) else self._read(path, record)
-            if problem:
+            if not self.is_sound(path, record) and self._read(path, record):
                 return False
         return True
 
@@ -41,14 +40,13 @@ class Verification:
                 return False
         return True
 
-    def is_known(self, path: Path, record: FileRecord) -> bool:
-        """Whether this file was verified against this record and has not changed since."""
-        found = self._found.get(path)
-        return found is not None and found[1] == record and found[0] == signature(path)
+    def is_sound(self, path: Path, record: FileRecord) -> bool:
+        """Whether this file was verified against this record, found right, and has not changed since."""
+        return self._is_known(path, record) and self._found[path][2] is None
 
     def known_problem(self, path: Path, record: FileRecord) -> str | None:
-        """What was wrong with it when it was verified; None also if it was not."""
-        return self._found[path][2] if self.is_known(path, record) else None
+        """What was wrong with it when it was verified; None also if it was not verified or has changed since."""
+        return self._found[path][2] if self._is_known(path, record) else None
 
     def remember_written(self, checkpoint: Path, manifest: Manifest) -> None:
         """The files of a checkpoint that was hashed while it was written."""
@@ -59,6 +57,10 @@ class Verification:
     def forget(self, checkpoint: Path) -> None:
         """A checkpoint that is gone."""
         self._found = {path: found for path, found in self._found.items() if path.parent != checkpoint}
+
+    def _is_known(self, path: Path, record: FileRecord) -> bool:
+        found = self._found.get(path)
+        return found is not None and found[1] == record and found[0] == signature(path)
 
     def _read(self, path: Path, record: FileRecord) -> str | None:
         status = signature(path)  # taken first: a change while it is read must not count as verified
