@@ -1,0 +1,164 @@
+"""What a user's task is made of, and where a config's ``task: file.py:function`` leads to."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ignite.metrics import Metric
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
+
+
+class TaskError(ValueError):
+    """A task that cannot be found or built; one line."""
+
+
+@dataclass
+class Task:
+    """The code of a run: everything that a config cannot say.
+
+    Attributes:
+        model: on any device; the run moves and wraps it.
+        loss_fn: ``loss_fn(model, batch)``, a scalar: the mean over the micro-batch; or ``(scalar, {name: scalar})``.
+        train_set: map-style.
+        val_sets: by name; a metric ``loss`` of the set ``val`` is logged as ``val/loss``.
+        predict: ``predict(model, batch)`` gives what ``metrics`` take. None: the loss alone is evaluated.
+        metrics: Ignite's, by name, used for each of the sets in turn.
+        parameter_groups: as a torch optimizer takes them, each with a ``name`` if its rate is to be logged under one.
+            None: one group of all parameters.
+        weight_fn: ``weight_fn(batch)``, what the micro-batch counts in the mean over a group and over ranks, on the
+            host batch. None: all count the same.
+        collate_fn: samples to a batch, as ``DataLoader`` takes it.
+        tokens_fn: ``tokens_fn(batch)``, the tokens of a micro-batch, for tokens per second.
+        test_sets: evaluated by the ``evaluate`` command only.
+        handlers: objects with ``attach(trainer)``, attached last.
+    """
+
+    model: nn.Module
+    loss_fn: LossFn
+    train_set: Dataset[Any]
+    val_sets: Mapping[str, Dataset[Any]] = field(default_factory=dict)
+    predict: Callable[[nn.Module, Any], Any] | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    parameter_groups: list[dict[str, Any]] | None = None
+    weight_fn: Callable[[Any], int | float] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    tokens_fn: Callable[[Any], int] | None = None
+    test_sets: Mapping[str, Dataset[Any]] = field(default_factory=dict)
+    handlers: Sequence[Any] = ()
+
+
+def find_task(name: str, folder: Path | None = None) -> Callable[[Mapping[str, Any]], Task]:
+    """The function that ``name`` leads to; its file or module is executed.
+
+    Args:
+        name: ``file.py:function`` or ``package.module:function``. A relative file is looked for in ``folder``, in the
+            folders above it and in the working directory; like a script it can import its neighbours.
+        folder: that of the config.
+
+    Raises:
+        TaskError: no such file, module or function, or an error while it was executed.
+    """
+    where, _, function = name.rpartition(":")
+    module = _module_from_file(_find_file(where, folder)) if where.endswith(".py") else _module_from_name(where)
+    build = getattr(module, function, None)
+    if build is None:
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(function, known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"its functions: {', '.join(known) or 'none'}."
+        raise TaskError(f"got {name!r}, but {where} has no function '{function}'; {hint}")
+    if not callable(build):
+        raise TaskError(f"got {name!r}, but '{function}' of {where} is a {type(build).__name__}, expected a function.")
+    return build  # type: ignore[no-any-return]  # the user's; build_task checks what it returns
+
+
+def build_task(build: Callable[[Mapping[str, Any]], Any], options: Mapping[str, Any]) -> Task:
+    """Call the user's function.
+
+    Raises:
+        TaskError: it raised, or returned no ``Task``; an error of its own is the ``__cause__``.
+    """
+    name = getattr(build, "__name__", type(build).__name__)
+    try:
+        task = build(options)
+    except Exception as error:
+        raise TaskError(f"{name}() raised {_told(error)}.") from error
+    if not isinstance(task, Task):
+        raise TaskError(f"{name}() returned {type(task).__name__}, expected an ignite_engine.Task.")
+    if task.metrics and task.predict is None:
+        raise TaskError(
+            f"{name}() gave metrics ({', '.join(task.metrics)}) but no predict, which they take values from."
+        )
+    return task
+
+
+def _find_file(where: str, folder: Path | None) -> Path:
+    folders = [Path.cwd()] if folder is None else [folder, *folder.parents, Path.cwd()]
+    tried = [each / where for each in folders]  # an absolute path stays itself
+    for path in tried:
+        if path.is_file():
+            return path.resolve()
+    names = sorted({path.name for each in tried if each.parent.is_dir() for path in each.parent.glob("*.py")})
+    near = difflib.get_close_matches(Path(where).name, names, n=1)
+    hint = f"; did you mean '{Path(where).with_name(near[0])}'?" if near else "."
+    places = "" if Path(where).is_absolute() else f" in {folders[0]}, the folders above it or {Path.cwd()}"
+    raise TaskError(f"got {where!r}, but there is no such file{places}{hint}")
+
+
+def _module_from_file(path: Path) -> ModuleType:
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path) and module.__name__ != "__main__":
+            return module
+    folder, name = str(path.parent), path.stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # loader workers, too, must find the module by its name
+    if name in sys.modules or name in sys.stdlib_module_names or not name.isidentifier():
+        name = f"task_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise TaskError(f"{path} could not be executed: {_told(error)}.") from error
+    return module
+
+
+def _module_from_name(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise TaskError(
+                f"got {name!r}, but there is no module '{error.name}'; a file's name ends in .py."
+            ) from error
+        raise TaskError(f"module {name} could not be imported: {_told(error)}.") from error
+    except Exception as error:
+        raise TaskError(f"module {name} could not be imported: {_told(error)}.") from error
+
+
+def _told(error: Exception) -> str:
+    """``KeyError: 'width' (at model.py:31)``: the place is the innermost one that is the user's."""
+    text = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} (at {error.filename}:{error.lineno})"
+    place, traceback = "", error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if "site-packages" not in file and not file.startswith("<") and Path(file) != Path(__file__):
+            place = f" (at {file}:{traceback.tb_lineno})"
+        traceback = traceback.tb_next
+    return f"{type(error).__name__}: {text}{place}"
