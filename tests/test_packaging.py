@@ -57,7 +57,7 @@ task: my_task.py:build
 task_options: {samples: 256}
 run: {directory: first_run, max_iterations: 40}
 data: {batch_size: 16}
-optimizer: {name: AdamW, lr: 1.0e-2}
+optimizer: {name: AdamW, lr: 3.0e-2}
 schedule: {name: cosine, warmup: 4}
 update: {accumulation_steps: 2, clip_norm: 1.0}
 evaluation: {every: 20}
