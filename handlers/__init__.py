@@ -1,0 +1,42 @@
+"""Handlers for the bus of a :class:`ignite_engine.Trainer`; each attaches by itself and knows no other."""
+
+from ignite_engine.handlers.checkpoint import Checkpoint
+from ignite_engine.handlers.evaluation import Evaluation
+from ignite_engine.handlers.interrupt import GracefulStop
+from ignite_engine.handlers.lr_schedule import (
+    LRSchedule,
+    Schedule,
+    constant,
+    warmup_constant,
+    warmup_cosine,
+    warmup_inverse_sqrt,
+    warmup_linear,
+    warmup_polynomial,
+    warmup_wsd,
+)
+from ignite_engine.handlers.memory import MemoryLogger
+from ignite_engine.handlers.metrics import MetricLogger
+from ignite_engine.handlers.progress import Progress
+from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink
+from ignite_engine.handlers.throughput import Throughput
+
+__all__ = [
+    "Checkpoint",
+    "ConsoleSink",
+    "Evaluation",
+    "GracefulStop",
+    "JSONLSink",
+    "LRSchedule",
+    "MemoryLogger",
+    "MetricLogger",
+    "Progress",
+    "Schedule",
+    "Throughput",
+    "constant",
+    "warmup_constant",
+    "warmup_cosine",
+    "warmup_inverse_sqrt",
+    "warmup_linear",
+    "warmup_polynomial",
+    "warmup_wsd",
+]

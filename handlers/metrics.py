@@ -1,0 +1,112 @@
+"""Means over the interval of what the update reports, and the way of all values to the sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+import torch
+from ignite.engine import Events
+
+from ignite_engine import Phase, Trainer, TrainingEvents, agreement
+from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink
+
+
+class MetricLogger:
+    """Mean over the interval of each value in ``state.output``; sinks write whatever is new in ``state.metrics``.
+
+    Args:
+        directory: gets a ``metrics.jsonl``; None: no file.
+        sinks: further ones.
+        console: print a line at each log point.
+        name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
+
+    Between log points it keeps references to detached scalars: no host sync, no collective. At a log point they are
+    stacked, read once and averaged over the ranks in one collective. A number that ``update`` returned is logged as
+    ``loss``.
+    """
+
+    phase = Phase.MEASURE
+
+    def __init__(
+        self,
+        directory: str | Path | None = None,
+        *,
+        sinks: Sequence[Sink] = (),
+        console: bool = True,
+        name: str = "metric_logger",
+    ) -> None:
+        self.name = name
+        self.sinks: list[Sink] = [*sinks]
+        if directory is not None:
+            self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))
+        if console:
+            self.sinks.append(ConsoleSink())
+        self._interval: list[Any] = []
+
+    def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
+        """Log at ``event``."""
+        trainer.register(self.name, self)
+        trainer.add_event_handler(Events.STARTED, self._start)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._collect)
+        trainer.add_event_handler(event, self)
+        trainer.add_event_handler(TrainingEvents.METRICS_READY, self._write)
+        trainer.add_event_handler(Events.COMPLETED, self._write_rest)
+        for sink in self.sinks:
+            if hasattr(sink, "state_dict") and isinstance(getattr(sink, "name", None), str):
+                trainer.register(sink.name, sink)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Publish the interval's means and begin the next interval."""
+        rows, self._interval = self._interval, []
+        if not rows:
+            return
+        means = _means(rows)
+        reduced = agreement.mean_floats(list(means.values()))
+        for key, value in zip(means, reduced, strict=True):
+            trainer.state.metrics[key] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values of the interval so far."""
+        return {"interval": [dict(row) if isinstance(row, Mapping) else row for row in self._interval]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._interval = list(state["interval"])
+
+    def _start(self, trainer: Trainer) -> None:
+        if trainer.state.iteration == 0:
+            self._interval = []
+
+    def _collect(self, trainer: Trainer) -> None:
+        if trainer.state.output is not None:
+            self._interval.append(trainer.state.output)
+
+    def _write(self, trainer: Trainer) -> None:
+        values = {"epoch": trainer.state.epoch, **trainer.state.metrics.fresh}
+        for sink in self.sinks:
+            sink.write(trainer.state.iteration, values)
+
+    def _write_rest(self, trainer: Trainer) -> None:
+        """A run's last interval is logged even if it is shorter; one that will be resumed goes on with it."""
+        if trainer.state.status == "completed":
+            self(trainer)
+
+    _collect.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before anything of this event reads the mean
+    _write.phase = Phase.LOG  # type: ignore[attr-defined]
+
+
+def _means(rows: list[Any]) -> dict[str, float]:
+    named = [row if isinstance(row, Mapping) else {"loss": row} for row in rows]
+    means: dict[str, float] = {}
+    for key in named[0]:
+        values = [row[key] for row in named if key in row]
+        if isinstance(values[0], torch.Tensor):
+            if values[0].numel() == 1:
+                means[key] = (
+                    torch.stack([v.detach().reshape(()).double().to(values[0].device) for v in values]).mean().item()
+                )
+        elif isinstance(values[0], Number):
+            means[key] = float(sum(values)) / len(values)
+    return means

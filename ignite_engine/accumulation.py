@@ -1,0 +1,103 @@
+"""Gradient accumulation: which backward reduces over ranks, and what each micro-batch weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from ignite_engine import agreement
+
+WeightFn = Callable[[Any], float]
+
+
+class Group(list[Any]):
+    """The micro-batches of one iteration, as the loader gave them."""
+
+
+def gradient_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+    """A context for one micro-batch's forward AND backward: ranks reduce gradients only in the ``last`` of a group.
+
+    DDP (decided in forward) and FSDP2 are known; any other model needs nothing and gets a null context. Leaving the
+    context restores what was, on an error too.
+    """
+    if last:
+        return nullcontext()
+    if hasattr(model, "no_sync"):
+        context: AbstractContextManager[Any] = model.no_sync()  # type: ignore[operator]  # DDP's method
+        return context
+    if hasattr(model, "set_requires_gradient_sync"):
+        return _fsdp_no_sync(model)
+    return nullcontext()
+
+
+@contextmanager
+def _fsdp_no_sync(model: nn.Module) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]  # FSDPModule's method
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+
+def check_accumulates(model: nn.Module) -> None:
+    """Refuse what cannot accumulate.
+
+    Raises:
+        ValueError: DDP with ``static_graph=True``, which dies in torch of an internal assert under ``no_sync``.
+    """
+    if getattr(model, "static_graph", False):
+        raise ValueError(
+            "DistributedDataParallel(static_graph=True) cannot accumulate gradients: use static_graph=False, "
+            "or accumulation_steps=None."
+        )
+
+
+def micro_batch_scales(
+    micro_batches: Sequence[Any], *, padding: int = 0, group_total: int = 0, weight_fn: WeightFn | None = None
+) -> list[float] | None:
+    """The factor of each micro-batch's mean loss so that, summed and averaged over ranks, the weighted mean results.
+
+    Args:
+        micro_batches: of this rank, as the loader gave them (``weight_fn`` sees them on the host).
+        padding: how many at the end repeat an earlier one and weigh nothing.
+        group_total: micro-batches with weight over all ranks, where known; 0: as many on every rank as here.
+        weight_fn: the weight of one micro-batch, e.g. its number of tokens; with it this is a collective.
+
+    Returns:
+        ``w_i * world_size / W``, W the weight over the group and all ranks; None where W is zero.
+
+    Raises:
+        ValueError: a weight is negative or not finite.
+    """
+    count, ranks = len(micro_batches), agreement.world_size()
+    if weight_fn is None:
+        each = ranks / (group_total or (count - padding) * ranks or 1)
+        return [each] * (count - padding) + [0.0] * padding
+    weights = [float(weight_fn(batch)) for batch in micro_batches[: count - padding]] + [0.0] * padding
+    for weight in weights:
+        if not 0.0 <= weight < float("inf"):
+            raise ValueError(f"weight_fn must return a finite number of at least 0, got {weight}.")
+    total = agreement.sum_float(sum(weights))
+    return [weight * ranks / total for weight in weights] if total else None
+
+
+def accumulation_steps_for(global_batch: int, local_batch: int, world_size: int = 1) -> int:
+    """Micro-batches per update so that ``local_batch * world_size * steps == global_batch`` samples.
+
+    Raises:
+        ValueError: it does not divide, or a number is below 1.
+    """
+    if min(global_batch, local_batch, world_size) < 1:
+        raise ValueError(
+            f"batch sizes and world_size must be at least 1, got {global_batch}, {local_batch}, {world_size}."
+        )
+    steps, rest = divmod(global_batch, local_batch * world_size)
+    if rest or not steps:
+        raise ValueError(
+            f"global_batch {global_batch} must be a multiple of local_batch x world_size = {local_batch * world_size}: "
+            f"take {max(1, steps) * local_batch * world_size} or change local_batch."
+        )
+    return steps

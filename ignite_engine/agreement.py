@@ -1,0 +1,127 @@
+"""What all ranks decide together, over a small CPU group beside the one that reduces gradients.
+
+On one process every function here returns at once and nothing is created. Each is a collective: all ranks call it,
+in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+_VOTE_PERIOD_S = 0.25
+
+
+def world_size() -> int:
+    """Ranks in the default process group, 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank in the default process group, 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+_groups: dict[int, dist.ProcessGroup] = {}
+
+
+def cpu_group() -> dist.ProcessGroup:
+    """The gloo group of all ranks, made on first use (a collective) and anew for each default group."""
+    default = dist.group.WORLD
+    assert default is not None
+    if id(default) not in _groups:
+        _groups.clear()
+        _groups[id(default)] = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+    return _groups[id(default)]
+
+
+def gather_floats(values: Sequence[float]) -> list[list[float]]:
+    """Every rank's ``values`` (the same count everywhere), by rank; float64 throughout."""
+    if world_size() == 1:
+        return [list(values)]
+    mine = torch.tensor(list(values), dtype=torch.float64)
+    everyone = [torch.empty_like(mine) for _ in range(world_size())]
+    dist.all_gather(everyone, mine, group=cpu_group())
+    return [row.tolist() for row in everyone]
+
+
+def mean_floats(values: Sequence[float]) -> list[float]:
+    """Mean over ranks of each of ``values``, the same bits on every rank."""
+    rows = gather_floats(values)
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def sum_float(value: float) -> float:
+    """Sum over ranks, in rank order, so that every rank has the same bits."""
+    return sum(row[0] for row in gather_floats([value]))
+
+
+def broadcast_int(value: int) -> int:
+    """Rank 0's ``value``, exactly up to 63 bits (idist.broadcast sends numbers through float32)."""
+    if world_size() == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64)
+    dist.broadcast(tensor, src=0, group=cpu_group())
+    return int(tensor.item())
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's picklable ``value``, by rank."""
+    if world_size() == 1:
+        return [value]
+    everyone: list[T | None] = [None] * world_size()
+    dist.all_gather_object(everyone, value, group=cpu_group())
+    return everyone  # type: ignore[return-value]  # every place was filled
+
+
+def wait_for_all() -> None:
+    """Return once every rank is here."""
+    if world_size() > 1:
+        dist.barrier(group=cpu_group())
+
+
+class Vote:
+    """Requests of single ranks, seen by all of them at the same iteration.
+
+    Ranks exchange bits only at voting iterations, about 0.25 s apart; each result also names the next voting
+    iteration, so all ranks always agree on when to vote. Between votes :meth:`poll` is one comparison.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._last_iteration = 0
+        self._last_time = time.monotonic()
+
+    def restart(self, iteration: int) -> None:
+        """Begin a run at ``iteration``: the first vote falls on the next one."""
+        self._next = iteration + 1
+        self._last_iteration, self._last_time = iteration, time.monotonic()
+
+    def poll(self, iteration: int, requests: int, *, now: bool = False) -> int:
+        """The union of all ranks' request bits, or 0 between votes.
+
+        Args:
+            requests: this rank's bits; on one process they are the result.
+            now: vote at this iteration even if it is not its turn; every rank must say the same.
+        """
+        if world_size() == 1:
+            return requests
+        if iteration < self._next and not now:
+            return 0
+        elapsed = time.monotonic() - self._last_time
+        steps = max(iteration - self._last_iteration, 1)
+        period = max(1, min(1000, int(_VOTE_PERIOD_S * steps / max(elapsed, 1e-6))))
+        rows = gather_floats([float(requests), float(period)])
+        self._last_iteration, self._last_time = iteration, time.monotonic()
+        self._next = iteration + int(min(row[1] for row in rows))
+        union = 0
+        for row in rows:
+            union |= int(row[0])
+        return union

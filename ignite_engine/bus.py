@@ -1,0 +1,143 @@
+"""How an event reaches its handlers: the order, and when nothing is due.
+
+Ignite keeps the handlers (``add_event_handler`` and all that belongs to it are untouched); a :class:`Plan` is compiled
+from its list. A plan knows the next count at which any of its filters can say yes, so a quiet iteration costs two
+comparisons however many handlers are attached.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ignite.engine import Engine
+from ignite.engine.events import CallableEventWithFilter
+
+from ignite_engine.events import Phase
+
+NEVER = float("inf")
+Filter = Callable[[Engine, int], bool]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One handler of one event."""
+
+    handler: Callable[..., Any]
+    takes_engine: bool
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    filter: Filter | None
+    phase: int
+
+    def next_due(self, count: int) -> float:
+        """The smallest count above ``count`` at which the filter may say yes."""
+        if self.filter is None:
+            return count + 1
+        cells = _closure(self.filter)
+        if "after_" in cells or "before_" in cells:
+            return NEVER if count + 1 >= cells["before_"] else max(count, cells["after_"]) + 1
+        if "every" in cells:
+            every: int = cells["every"]
+            return (count // every + 1) * every
+        if "once" in cells:
+            return min((once for once in cells["once"] if once > count), default=NEVER)
+        return count + 1
+
+
+class Plan:
+    """The handlers of one event in the order in which they run, and when the next of them is due."""
+
+    def __init__(self, entries: Sequence[Entry], counter: str | None) -> None:
+        self.entries = tuple(sorted(entries, key=lambda entry: entry.phase))  # stable: else by attachment
+        self.counter = counter
+        self.quiet_from: float = NEVER
+        self.due: float = NEVER
+
+    def fire(self, engine: Engine, event: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run what is due at the event's present count."""
+        count = getattr(engine.state, self.counter) if self.counter is not None else 0
+        if self.quiet_from <= count < self.due:
+            return
+        for entry in self.entries:
+            if entry.filter is None or entry.filter(engine, count):
+                try:
+                    extra = {**entry.kwargs, **kwargs} if kwargs else entry.kwargs
+                    if entry.takes_engine:
+                        entry.handler(engine, *args, *entry.args, **extra)
+                    else:
+                        entry.handler(*args, *entry.args, **extra)
+                except Exception as error:
+                    error.add_note(f"Raised by handler {name_of(entry.handler)} on {event_name(event)}.")
+                    raise
+        if self.counter is not None:
+            self.quiet_from, self.due = count, min((entry.next_due(count) for entry in self.entries), default=NEVER)
+            if count + 1 >= self.due:
+                self.quiet_from = NEVER
+            else:
+                # the same count may fire again (an event with a shared counter): only later ones are quiet
+                self.quiet_from = count + 1
+
+
+def compile_plan(
+    handlers: Sequence[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]], counter: str | None
+) -> Plan:
+    """A plan for Ignite's list of ``(handler, args, kwargs)``."""
+    entries = []
+    for function, args, kwargs in handlers:
+        takes_engine = bool(args) and isinstance(args[0], weakref.ref)
+        handler = getattr(function, "bus_handler", function)
+        owner = getattr(handler, "__self__", handler)
+        phase = getattr(handler, "phase", getattr(owner, "phase", Phase.OTHER))
+        entries.append(
+            Entry(
+                handler,
+                takes_engine,
+                args[1:] if takes_engine else args,
+                kwargs,
+                getattr(function, "bus_filter", None),
+                int(phase) if isinstance(phase, int) else Phase.OTHER,
+            )
+        )
+    return Plan(entries, counter)
+
+
+def _closure(function: Filter) -> dict[str, Any]:
+    """The variables of one of Ignite's own filters; empty for a user's filter, which is asked every time."""
+    if not getattr(function, "__qualname__", "").startswith("CallableEventWithFilter."):
+        return {}
+    cells = function.__closure__ or ()  # type: ignore[attr-defined]  # a plain function
+    return {
+        name: cell.cell_contents
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=True)  # type: ignore[attr-defined]
+    }
+
+
+def name_of(handler: Callable[..., Any]) -> str:
+    """What a person calls this handler."""
+    owner = getattr(handler, "__self__", None)
+    if owner is not None and not isinstance(owner, type):
+        return f"{type(owner).__name__}.{handler.__name__}"
+    return getattr(handler, "__qualname__", None) or type(handler).__name__
+
+
+def event_name(event: Any) -> str:
+    """``ITERATION_COMPLETED`` for an event, the string itself for an event that is one."""
+    return str(event.name) if isinstance(event, CallableEventWithFilter) else str(event)
+
+
+def describe_filter(function: Filter | None) -> str:
+    """``(every=3)`` for one of Ignite's filters, empty for none."""
+    if function is None:
+        return ""
+    cells = _closure(function)
+    if not cells:
+        return f"(event_filter={name_of(function)})"
+    said = {name.rstrip("_"): value for name, value in cells.items() if value not in (NEVER, 0)}
+    return (
+        "("
+        + ", ".join(f"{name}={value}" for name, value in sorted(said.items(), key=lambda item: item[0] != "every"))
+        + ")"
+    )

@@ -1,0 +1,70 @@
+"""An engine that evaluates and leaves no trace: modes, weights and random numbers are as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from ignite.metrics import Metric
+from torch import nn
+
+from ignite_engine.device import device_of, to_device
+from ignite_engine.precision import autocast, check_precision
+from ignite_engine.registry import unwrap
+
+PredictFn = Callable[[nn.Module, Any], Any]
+
+
+class _Evaluator(Engine):
+    """An engine that can run again after a run that raised (Ignite's returns None then, without running)."""
+
+    model: nn.Module
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().run(*args, **kwargs)
+        except BaseException:
+            self._internal_run_generator = None
+            raise
+
+
+def create_evaluator(
+    model: nn.Module, predict: PredictFn, metrics: Mapping[str, Metric] | None = None, *, precision: str = "fp32"
+) -> Engine:
+    """An Ignite engine whose ``state.output`` is ``predict(model, batch)``, in eval mode and without gradients.
+
+    Args:
+        model: plain or wrapped; a DDP model runs its own module, so ranks may have different numbers of batches.
+        predict: gets the batch on the model's device; returns what the metrics take, usually ``(y_pred, y)``.
+        metrics: attached under their names; they reduce over ranks by themselves.
+        precision: of the forward pass, ``fp32``, ``bf16`` or ``fp16``.
+    """
+    check_precision(precision)
+    bare = unwrap(model)
+
+    def step(engine: Engine, batch: Any) -> Any:
+        device = device_of(bare)
+        (batch,) = to_device([batch], device)
+        with torch.no_grad(), autocast(precision, device.type):
+            return predict(bare, batch)
+
+    evaluator = _Evaluator(step)
+    evaluator.model = bare
+    for name, metric in (metrics or {}).items():
+        metric.attach(evaluator, name)
+    return evaluator
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` into eval mode, and each of its modules back into the mode it had, on an error too."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,72 @@
+"""Norm and clipping of gradients: dense, sparse and sharded ones together, without a host sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The joint L2 norm of ``gradients``.
+
+    Sparse gradients count by their coalesced values (an index twice in the batch is one row); sharded ones
+    (DTensor) by the whole tensor, which is a collective.
+
+    Returns:
+        Shape ``()``, on the first gradient's device; zero on the CPU when there is none.
+    """
+    if not gradients:
+        return torch.zeros(())
+    dense = [_values(gradient) for gradient in gradients]
+    norms = torch._foreach_norm(dense)  # what torch.nn.utils.get_total_norm calls, without its grouping
+    if any(hasattr(norm, "full_tensor") for norm in norms):
+        norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    device, dtype = norms[0].device, norms[0].dtype
+    if any(norm.device != device or norm.dtype != dtype for norm in norms):
+        norms = [norm.to(device=device, dtype=dtype) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale all gradients so that their joint L2 norm is at most ``max_norm``.
+
+    Args:
+        parameters: those without a gradient are ignored; sparse gradients are coalesced in place.
+        max_norm: in the units of the unscaled loss; call after ``scaler.unscale_``.
+
+    Returns:
+        The norm before clipping, shape ``()``, on the gradients' device (no host sync).
+
+    Raises:
+        ValueError: ``max_norm`` is not positive.
+
+    Source: Pascanu et al. 2013, arXiv 1211.5063, section 3.2.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}.")
+    gradients = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            if gradient.is_sparse and not gradient.is_coalesced():
+                gradient = parameter.grad = gradient.coalesce()
+            gradients.append(gradient)
+    norm = gradient_norm(gradients)
+    if gradients:
+        # as torch.nn.utils.clip_grad_norm_: bit-equal to it
+        coefficient = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+        values = [_values(gradient) for gradient in gradients]
+        if all(value.device == coefficient.device for value in values):
+            torch._foreach_mul_(values, coefficient)
+        else:
+            for value in values:
+                value.mul_(coefficient.to(value.device))
+    return norm
+
+
+def _values(gradient: Tensor) -> Tensor:
+    if not gradient.is_sparse:
+        return gradient
+    return (gradient if gradient.is_coalesced() else gradient.coalesce()).values()

@@ -1,0 +1,75 @@
+"""Autocast and loss scaling: what a precision's name means on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_precision(precision: str) -> str:
+    """Return ``precision`` if it is one of ours.
+
+    Raises:
+        ValueError: it is none of ``fp32``, ``bf16``, ``fp16``.
+    """
+    if precision not in DTYPES:
+        raise ValueError(f"precision must be one of {', '.join(DTYPES)}, got {precision!r}.")
+    return precision
+
+
+def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
+    """The context for a forward pass in ``precision`` on ``device_type`` (``cpu`` or ``cuda``)."""
+    dtype = DTYPES[check_precision(precision)]
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
+
+
+class LossScaler(GradScaler):
+    """torch's GradScaler with one verdict over several optimizers: all step, or none does.
+
+    torch decides for each optimizer by itself, so that an overflow in the sparse one would leave the dense one
+    stepping (and the weights of one update torn apart).
+    """
+
+    def unscale_all(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Unscale the gradients of ``optimizers`` and say whether all of them are finite (one read of the device).
+
+        Call once per update, after the last backward and before clipping. An optimizer without any gradient
+        has no say.
+        """
+        found: list[torch.Tensor] = []
+        for optimizer in optimizers:
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                self.unscale_(optimizer)
+                found.extend(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+        return not found or not any(value.item() for value in found)
+
+    def adjust(self) -> None:
+        """Raise or lower the scale by what :meth:`unscale_all` found; call once, after the step or its skip."""
+        if any(state["found_inf_per_device"] for state in self._per_optimizer_states.values()):
+            self.update()
+
+
+def loss_scaler(precision: str, device_type: str, options: Mapping[str, Any] | None) -> LossScaler | None:
+    """A scaler for ``fp16``, None for the other precisions.
+
+    Args:
+        options: torch's GradScaler arguments (``init_scale``, ``growth_factor``, ``backoff_factor``,
+            ``growth_interval``, ``enabled``).
+
+    Raises:
+        ValueError: options are given for a precision that does not scale.
+    """
+    if precision == "fp16":
+        return LossScaler(device_type, **(options or {}))
+    if options:
+        raise ValueError(
+            f"grad_scaler options have no effect with precision {precision!r}: leave them out or use fp16."
+        )
+    return None

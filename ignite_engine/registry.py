@@ -1,0 +1,188 @@
+"""What a checkpoint holds: every object with a state, by its stable name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can be saved: its state is made of tensors, numbers, strings, lists, tuples and dicts."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class Registry:
+    """Names and their objects; and, after a resume, the loaded states that no object has claimed yet."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Stateful] = {}
+        self.shared: set[str] = set()
+        self.unsaved: list[str] = []
+        self.waiting: dict[str, Any] = {}
+        self.resumed_from: str | None = None
+
+    def register(self, name: str, obj: Any, *, shared: bool = False) -> None:
+        """Put ``obj`` into every checkpoint under ``name``; load it at once if a resumed checkpoint has it.
+
+        Args:
+            shared: its state is the same on every rank, so one copy is saved.
+
+        Raises:
+            TypeError: it has no ``state_dict`` and ``load_state_dict``.
+            ValueError: another object has this name.
+        """
+        if not isinstance(obj, Stateful):
+            raise TypeError(
+                f"register({name!r}) needs an object with state_dict and load_state_dict, got {type(obj).__name__}."
+            )
+        if self.objects.get(name, obj) is not obj:
+            raise ValueError(
+                f"The name {name!r} is taken by a {type(self.objects[name]).__name__}: give this one its own name."
+            )
+        self.objects[name] = obj
+        if shared:
+            self.shared.add(name)
+        if name in self.waiting:
+            obj.load_state_dict(self.waiting.pop(name))
+
+    def adopt(self, obj: Any, args: tuple[Any, ...]) -> None:
+        """Register an object that was attached without ``register``, under its ``name`` or that of its class.
+
+        One whose name is taken stays out and is named in the exactness report, unless it has a ``name`` of its own:
+        then two of a kind were given the same, which is an error.
+        """
+        if any(known is obj for known in self.objects.values()) or isinstance(obj, (nn.Module, Optimizer)):
+            return
+        own = getattr(obj, "name", None)
+        if isinstance(own, str):
+            self.register(own, obj)
+            return
+        kind = type(obj)
+        label = "/".join(
+            [kind.__module__.split(".")[0], kind.__name__, *(str(arg) for arg in args if isinstance(arg, str))]
+        )
+        if label in self.objects:
+            self.unsaved.append(label)
+        else:
+            self.register(label, obj)
+
+    def kind(self, name: str, obj: Any) -> str:
+        """What a person calls the object."""
+        inner = getattr(obj, "model", None) if isinstance(obj, ModelState) else getattr(obj, "optimizer", None)
+        return type(inner if inner is not None else obj).__name__ if name not in ("data", "rng") else name
+
+    def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """States of the shared objects, and of this rank's own."""
+        shared = {name: obj.state_dict() for name, obj in self.objects.items() if name in self.shared}
+        local = {name: obj.state_dict() for name, obj in self.objects.items() if name not in self.shared}
+        return shared, local
+
+    def load(self, states: Mapping[str, Any], *, source: str, ignore: Iterable[str] = ()) -> None:
+        """Load every state whose object is registered; the others wait for theirs."""
+        left_out = set(ignore)
+        unknown = left_out - set(states)
+        if unknown:
+            raise ValueError(f"resume(ignore=...) names {sorted(unknown)}, but {source} holds {sorted(states)}.")
+        self.resumed_from = source
+        self.waiting = {name: state for name, state in states.items() if name not in left_out}
+        for name in [name for name in self.waiting if name in self.objects]:
+            self.objects[name].load_state_dict(self.waiting.pop(name))
+        fresh = sorted(set(self.objects) - set(states))
+        if fresh:
+            logger.warning("%s holds no state of %s: they start fresh.", source, ", ".join(fresh))
+
+    def check_all_claimed(self) -> None:
+        """Refuse to go on while a loaded state has no object.
+
+        Raises:
+            ValueError: names both sides and the remedy.
+        """
+        if self.waiting:
+            raise ValueError(
+                f"{self.resumed_from} holds {sorted(self.waiting)}, for which nothing is registered "
+                f"(registered: {sorted(self.objects)}): attach what is missing, or leave it out with "
+                f"resume(ignore={sorted(self.waiting)})."
+            )
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what torch.compile puts into it; :func:`unwrap` sees to DDP."""
+    return name.replace("_orig_mod.", "")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own model inside DDP and torch.compile."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and hasattr(model, "no_sync"):
+            inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+class ModelState:
+    """A model's state under names that don't depend on its wrapping."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {clean_name(name): value for name, value in unwrap(self.model).state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        model = unwrap(self.model)
+        own = {clean_name(name): name for name in model.state_dict()}
+        model.load_state_dict({own.get(name, name): value for name, value in state.items()})
+
+
+class OptimizerState:
+    """An optimizer's state keyed by parameter names instead of positions; sparse optimizers too."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self.optimizer, self.model = optimizer, model
+
+    def _names(self) -> list[str]:
+        """Names in the order of the optimizer's own numbering."""
+        known = {id(parameter): clean_name(name) for name, parameter in unwrap(self.model).named_parameters()}
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [known.get(id(parameter), f"unnamed.{index}") for index, parameter in enumerate(parameters)]
+
+    def state_dict(self) -> dict[str, Any]:
+        state, names = self.optimizer.state_dict(), self._names()
+        groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
+        return {"state": {names[index]: value for index, value in state["state"].items()}, "param_groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load by name.
+
+        Raises:
+            ValueError: the groups hold other parameters than those saved.
+        """
+        index_of = {name: index for index, name in enumerate(self._names())}
+        saved = [set(group["params"]) for group in state["param_groups"]]
+        names = iter(self._names())
+        here = [{next(names) for _ in group["params"]} for group in self.optimizer.param_groups]
+        if saved != here:
+            different = sorted(set().union(*saved) ^ set().union(*here))[:5]
+            raise ValueError(
+                f"The optimizer's {len(here)} parameter groups are not the {len(saved)} saved ones "
+                f"(in one only: {different or 'none, they are grouped otherwise'}): build the same groups, "
+                "or leave the optimizer out with resume(ignore=['optimizer'])."
+            )
+        ours = iter(index_of[name] for name in self._names())
+        groups = []
+        for group, own in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
+            groups.append({**group, "params": [next(ours) for _ in own["params"]]})
+        numbered = {index_of[name]: value for name, value in state["state"].items()}
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})

@@ -1,0 +1,81 @@
+"""Capture, restore and isolate every global random number generator of this process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def capture() -> dict[str, Any]:
+    """State of the generators of Python, NumPy, torch and every CUDA device that is in use.
+
+    Returns:
+        Plain numbers and tensors, loadable with ``weights_only=True``. Reads CUDA generators only if CUDA is
+        initialised; that copy is 16 bytes a device.
+    """
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": (version, torch.tensor(internal, dtype=torch.int64), gauss),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put back what :func:`capture` returned. CUDA devices that are not here any more are left alone."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(device_state, device)
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Whatever the body draws, the generators outside go on as if it had not run."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def mix(*numbers: int) -> int:
+    """A well spread 64-bit seed from several integers: equal inputs give equal seeds on every machine.
+
+    Source: the SplitMix64 finaliser, Steele, Lea and Flood 2014.
+    """
+    value = 0
+    for number in numbers:
+        value = (value + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+        value ^= value >> 31
+    return value
+
+
+def seed_host(seed: int) -> None:
+    """Seed Python, NumPy and torch's CPU generator with one 64-bit number; CUDA is not touched."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    # torch.manual_seed also visits every accelerator: 188 µs against 3 µs
+    torch.default_generator.manual_seed(seed)

@@ -1,0 +1,195 @@
+"""A run's folder: resolved config, environment, summary, and one log file per rank. Knows no trainer."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from ignite_engine.registry import clean_name, unwrap
+
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "WORLD_SIZE")
+logger = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """Names and writes what lies in a run's folder; each file is replaced as a whole or not at all.
+
+    Every rank may make one; only rank 0 is to call the ``write_`` methods.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.environment = self.path / "environment.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.logs = self.path / "logs"
+
+    def write_config(self, values: Mapping[str, Any]) -> list[str]:
+        """Store the resolved config.
+
+        Returns:
+            For each key that differs from the config stored before ``key: before -> now``; empty at the first start.
+        """
+        before = self._stored_config()
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.config, yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
+        return [] if before is None else config_differences(before, values)
+
+    def write_environment(self, world_size: int) -> None:
+        """Store what the run ran with: versions, machine, devices, command line."""
+        packages = {each.name: each.version for each in importlib.metadata.distributions()}
+        devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        values = {
+            "command": sys.argv,
+            "working_directory": str(Path.cwd()),
+            "python": sys.version,
+            "platform": platform.platform(),
+            "processor": platform.processor() or platform.machine(),
+            "cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "devices": devices,
+            "cuda": torch.version.cuda,
+            "world_size": world_size,
+            "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+        }
+        write_whole(self.environment, json.dumps(values, indent=1) + "\n")
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """Store how the run ended; NaN and infinities become null, so that every JSON reader takes it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.summary, json.dumps(_finite(values), indent=1) + "\n")
+
+    @contextmanager
+    def logging_to(self, rank: int, *, console: bool = True) -> Iterator[None]:
+        """Within it all that is logged goes to ``logs/rank_N.log``, and rank 0's also to stderr, as a message alone."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        root, level = logging.getLogger(), logging.getLogger().level
+        file = logging.FileHandler(self.logs / f"rank_{rank}.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handlers: list[logging.Handler] = [file]
+        if rank == 0 and console:
+            shown = logging.StreamHandler(sys.stderr)
+            shown.setFormatter(logging.Formatter("%(message)s"))
+            # the loop's own announcements (Engine run starting ...) are for the file
+            shown.addFilter(lambda record: record.levelno > logging.INFO or not record.name.startswith("ignite."))
+            handlers.append(shown)
+        root.setLevel(min(level, logging.INFO) if level else logging.INFO)
+        for handler in handlers:
+            handler.setLevel(logging.INFO)
+            root.addHandler(handler)
+        logging.captureWarnings(True)
+        try:
+            yield
+        finally:
+            logging.captureWarnings(False)
+            root.setLevel(level)
+            for handler in handlers:
+                root.removeHandler(handler)
+                handler.close()
+
+    def _stored_config(self) -> dict[str, Any] | None:
+        try:
+            values = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except yaml.YAMLError as error:
+            logger.warning(
+                "%s cannot be compared with this run's config: %s", self.config, " ".join(str(error).split())
+            )
+            return None
+        return values if isinstance(values, dict) else None
+
+
+class PhaseTimes:
+    """Seconds of each named phase of the start-up, in order; each is logged when it ends."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def log(self) -> None:
+        """One line: all phases and their sum."""
+        told = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
+        logger.info("Start-up took %.2f s: %s.", sum(self.seconds.values()), told)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader, or a kill at any moment, finds the old or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def config_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """``optimizer.lr: 0.001 -> 0.002`` for each dotted key whose value is another one, or that only one side has."""
+    old, new = _flat(before), _flat(now)
+    return [
+        f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, _NOT_SET) != new.get(key, _NOT_SET)
+    ]
+
+
+_NOT_SET = object()
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """SHA-256 over name and bytes of each parameter and saved buffer, by sorted name, the same however it is wrapped.
+
+    A collective where parameters are sharded (DTensor).
+    """
+    state = {clean_name(name): value for name, value in unwrap(model).state_dict().items()}
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        value = state[name]
+        if not isinstance(value, torch.Tensor):  # extra state
+            continue
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        digest.update(name.encode() + b"\0")
+        digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and value - value != 0.0:
+        return None
+    return value

@@ -1,0 +1,83 @@
+"""What handlers may read about a run: :class:`TrainingState`, and the values on their way to the loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ignite.engine import State
+
+COUNTERS = ("micro_batches", "optimizer_steps", "skipped_steps", "evaluations", "checkpoints", "windows")
+
+
+class Metrics(dict[str, Any]):
+    """``state.metrics``: a dict that remembers which values are new since they were last published.
+
+    Producers assign floats; the Trainer fires ``METRICS_READY`` when :attr:`fresh` is not empty and clears it after.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        super().__init__(values or {})
+        self.fresh: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.fresh[key] = value
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+
+class TrainingState(State):
+    """Ignite's ``State`` with the counters and the outcome of a training run. Each field has one writer.
+
+    Ignite's own, written by the Trainer: ``iteration`` (updates so far), ``epoch`` (1-based), ``epoch_length``
+    (iterations), ``max_epochs``, ``max_iters``, ``batch``, ``output``, ``dataloader``, ``times`` (seconds), ``seed``.
+    """
+
+    metrics: Metrics
+    """Newest value of everything measured, by name. Writers: the producers (Evaluation, MetricLogger, ...)."""
+    micro_batches: int
+    """Micro-batches back-propagated. Writer: Update."""
+    optimizer_steps: int
+    """Steps that changed the weights. Writer: Update."""
+    skipped_steps: int
+    """Iterations without a step: overflow, or nothing with weight in the group. Writer: Update."""
+    evaluations: int
+    """Evaluations completed. Writer: Evaluation."""
+    checkpoints: int
+    """Checkpoints committed. Writer: Checkpoint."""
+    windows: int
+    """Windows of a streamed source begun. Writer: the windowed loader."""
+    padding: int
+    """Micro-batches at the end of this iteration's group that repeat one with weight zero, because this rank's data
+    ran out before its peers'. Writer: Trainer."""
+    group_total: int
+    """Micro-batches with weight in this iteration's group over all ranks; 0: not grouped by a Trainer. Writer: Trainer."""
+    status: str
+    """``created``, ``running``, ``completed``, ``interrupted`` or ``failed``. Writer: Trainer."""
+    reason: str | None
+    """Why the run ended as it did: ``max_epochs``, ``SIGINT``, ``ValueError: ...``. Writer: Trainer."""
+    stopping: bool
+    """All ranks have agreed to stop at this edge. Writer: Trainer."""
+    last: bool
+    """This edge is the run's last. Writer: Trainer."""
+    save_requested: bool
+    """All ranks have agreed to save at this edge (SIGUSR1). Writer: Trainer."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.metrics = Metrics(self.metrics)
+        for name in COUNTERS:
+            setattr(self, name, 0)
+        self.padding = 0
+        self.group_total = 0
+        self.status = "created"
+        self.reason = None
+        self.stopping = self.last = self.save_requested = False

@@ -1,0 +1,495 @@
+"""The Trainer: an Ignite ``Engine`` whose iteration is one optimizer step.
+
+The whole loop, as this module runs it (``docs/the_loop.md`` has every event)::
+
+    STARTED
+    while not done:
+        EPOCH_STARTED
+        for group in the pass over the data:         GET_BATCH_STARTED, GET_BATCH_COMPLETED
+            ITERATION_STARTED
+            state.output = update(trainer, group)
+            ITERATION_COMPLETED
+            edge: METRICS_READY if there is news, RESUME_POINT, stop if all ranks agreed
+        EPOCH_COMPLETED
+        edge
+    COMPLETED
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+from ignite.engine import Engine, Events
+from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSingleEpochException
+from torch import nn
+
+from ignite_engine import agreement, rng
+from ignite_engine.bus import Plan, compile_plan
+from ignite_engine.data import DataSource, resumable
+from ignite_engine.describing import describe
+from ignite_engine.evaluator import create_evaluator
+from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
+from ignite_engine.interruption import Interrupted, StopRequested
+from ignite_engine.position import RunPosition
+from ignite_engine.registry import Registry, Stateful
+from ignite_engine.state import TrainingState
+
+__all__ = ["Trainer", "create_evaluator"]
+
+_STOP, _SAVE = 1, 2
+
+
+class Trainer(Engine):
+    """An Ignite engine that trains: accumulation, exact resume, agreed stops, and a bus that is free where quiet.
+
+    Args:
+        update: an :class:`~ignite_engine.Update`, or any ``update(engine, batch)``, whose return value (a number, a
+            tensor or a mapping) becomes ``state.output``.
+        accumulation_steps: batches of the loader in one iteration; the last group of an epoch may be shorter.
+            None: no grouping, ``state.batch`` is the loader's batch.
+
+    Raises:
+        ValueError: ``accumulation_steps`` is below 1.
+    """
+
+    state: TrainingState
+
+    def __init__(self, update: Callable[[Engine, Any], Any], accumulation_steps: int | None = None) -> None:
+        if accumulation_steps is not None and accumulation_steps < 1:
+            raise ValueError(
+                f"accumulation_steps must be at least 1, or None for no grouping, got {accumulation_steps}."
+            )
+        self._plans: dict[str, Plan] = {}
+        super().__init__(update)
+        self.update = update
+        self.accumulation_steps = accumulation_steps
+        self.state = TrainingState()
+        self.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
+        self.registry = Registry()
+        self.position = RunPosition(self)
+        self.registry.register("trainer", self.position)
+        self.registry.register("data", self.position.data)
+        self.registry.register("rng", self.position.rng)
+        for name, obj, shared in getattr(update, "stateful", lambda: ())():
+            self.registry.register(name, obj, shared=shared)
+        self._vote = agreement.Vote()
+        self._requests = 0
+        self._stop: tuple[str, int | None] | None = None
+        self.failed = False
+        self.was_terminated = False
+        self.fetching = False
+        """The process waits for data: the one place where a signal may break in (``StopRequested``)."""
+        self._at_end: list[Callable[[Trainer], None]] = []
+
+    # -- what users call ------------------------------------------------------------------------------------------
+
+    def register(self, name: str, obj: Any, *, shared: bool = False) -> None:
+        """Save ``obj`` (with ``state_dict`` and ``load_state_dict``) in every checkpoint under ``name``.
+
+        Args:
+            shared: its state is the same on every rank (a model, an optimizer): one copy is saved.
+        """
+        self.registry.register(name, obj, shared=shared)
+
+    def describe(self) -> str:
+        """The bus (who runs when, in order) and what a checkpoint holds, as text."""
+        return describe(self)
+
+    def exactness(self) -> list[str]:
+        """Why a run resumed from a checkpoint made now would not be bit for bit; empty: it would be."""
+        reasons = [f"{name} is attached but not saved" for name in self.registry.unsaved]
+        source = self.position.source
+        if source is not None and not source.exact:
+            reasons.append(f"{type(source.data).__name__} keeps no state: its batches are replayed")
+        return reasons
+
+    def request_stop(self, reason: str, signal: int | None = None) -> None:
+        """Ask for a stop at the next edge on which all ranks agree; safe in a signal handler.
+
+        Args:
+            reason: becomes ``state.reason``.
+            signal: ``run()`` then raises :class:`Interrupted` with it; None: ``run()`` returns.
+        """
+        if self._stop is None:
+            self._stop = (reason, signal)
+        self._requests |= _STOP
+
+    def request_save(self) -> None:
+        """Ask for a checkpoint at the next edge on which all ranks agree; safe in a signal handler."""
+        self._requests |= _SAVE
+
+    def call_at_end(self, callback: Callable[[Trainer], None]) -> None:
+        """Call ``callback(trainer)`` when this ``run()`` ends in whatever way, an exception included."""
+        self._at_end.append(callback)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank has been asked to stop; the others may not know yet."""
+        return bool(self._requests & _STOP)
+
+    def run(
+        self,
+        data: Iterable[Any] | None = None,
+        max_epochs: int | None = None,
+        max_iters: int | None = None,
+        epoch_length: int | None = None,
+    ) -> TrainingState:
+        """Train; the arguments are Ignite's, in updates: ``epoch_length`` and ``max_iters`` count iterations.
+
+        Raises:
+            Interrupted: a signal stopped the run, which is saved on every rank.
+            ValueError: a resumed checkpoint holds names that nothing claims, or the data is unusable.
+
+        An exception of a handler or of the update leaves as it was raised, with the handler named in a note; the
+        next ``run()`` then starts anew.
+        """
+        if self._internal_run_generator is None:
+            self._prepare(data, max_epochs, max_iters, epoch_length)
+        state = self.state
+        try:
+            if self.position.resumed and self._is_done(state):
+                self._only_complete(data)
+            else:
+                super().run(data, max_epochs, max_iters, epoch_length)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            for callback in self._at_end:
+                callback(self)
+            self._at_end.clear()
+        if state.status == "interrupted" and self._stop is not None and self._stop[1] is not None:
+            agreement.wait_for_all()
+            raise Interrupted(self._stop[1])
+        return state
+
+    def _prepare(
+        self, data: Iterable[Any] | None, max_epochs: int | None, max_iters: int | None, epoch_length: int | None
+    ) -> None:
+        state = self.state
+        if self.failed:
+            self._begin_anew()
+        self.position.claim(max_epochs, max_iters, epoch_length)
+        if data is not None:
+            if not isinstance(data, Iterable):
+                raise TypeError("Argument data should be iterable")
+            self._take_data(data)
+        elif self.accumulation_steps is not None:
+            raise ValueError("accumulation_steps needs data to group: give run() a loader.")
+        self.position.measured = epoch_length is None and data is not None and self.position.iterations is None
+        if self.position.measured:
+            state.epoch_length = None
+        state.status, state.reason = "running", None
+        state.stopping = state.last = False
+        self.was_terminated = bool(self.should_terminate)
+        self._requests, self._stop = 0, None
+        if isinstance(model := getattr(self.update, "model", None), nn.Module):
+            model.train()
+
+    def set_data(self, data: Iterable[Any]) -> None:
+        """Go on with other data from its beginning; the epoch's length stays as it is."""
+        self._take_data(data, anew=True)
+        self.state.dataloader = self.position.source.data if self.position.source else data  # type: ignore[assignment]
+        self._setup_dataloader_iter()
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def _internal_run_as_gen(self) -> Generator[Any, None, TrainingState]:
+        state = self.state
+        self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
+        self._init_timers(state)
+        started = time.time()
+        try:
+            try:
+                self.position.begin()
+                self._vote.restart(state.iteration)
+                self._fire_event(Events.STARTED)
+                self.registry.check_all_claimed()
+                self._publish()
+                self.position.restore_rng()
+                yield from self._maybe_terminate_or_interrupt()
+                while not self._is_done(state) and not self.should_terminate:
+                    yield from self._one_epoch()
+            except _EngineTerminateException:
+                self._last_edge()
+                self._fire_event(Events.TERMINATE)
+            except _EngineTerminateSingleEpochException:
+                raise RuntimeError(
+                    "terminate_epoch() was called on STARTED or EPOCH_STARTED, where no epoch runs yet: "
+                    "call it on an event of an iteration."
+                ) from None
+            self._complete(time.time() - started)
+        except BaseException as error:
+            self._dataloader_iter = None
+            self._handle_exception(error)
+        self._dataloader_iter = None
+        return state
+
+    def _one_epoch(self) -> Generator[Any, None, None]:
+        state, started = self.state, time.time()
+        state.epoch += 1
+        self._fire_event(Events.EPOCH_STARTED)
+        yield from self._maybe_terminate_or_interrupt()
+        if self._dataloader_iter is None:
+            self._setup_engine()
+        yield from self._run_once_on_dataset_as_gen()
+        state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
+        if self.should_terminate_single_epoch != "skip_epoch_completed":
+            self._fire_event(Events.EPOCH_COMPLETED)
+            state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
+        self.should_terminate_single_epoch = False
+        self.position.end_epoch()
+        self._edge(last=bool(self.should_terminate) or self._is_done(state))
+        yield from self._maybe_terminate_or_interrupt()
+
+    def _run_once_on_dataset_as_gen(self) -> Generator[Any, None, float]:
+        state, position, started = self.state, self.position, time.time()
+        try:
+            while (group := (yield from self._fetch())) is not _END:
+                position.group_fetched(group)
+                state.iteration += 1
+                self._fire_event(Events.ITERATION_STARTED)
+                yield from self._maybe_terminate_or_interrupt()
+
+                state.output = self._process_function(self, state.batch)
+                position.group_consumed()
+                self._fire_event(Events.ITERATION_COMPLETED)
+
+                if position.epoch_iteration == state.epoch_length and not position.measured:
+                    if self.should_terminate:
+                        self._edge(last=True)
+                    yield from self._maybe_terminate_or_interrupt()
+                    break
+                finished = state.iteration == state.max_iters
+                self._edge(last=finished or bool(self.should_terminate))
+                if finished:
+                    self.should_terminate = self.should_terminate or True
+                yield from self._maybe_terminate_or_interrupt()
+        except _EngineTerminateSingleEpochException:
+            self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=position.epoch_iteration)
+            position.end_pass()
+            self._setup_dataloader_iter()
+        except _EngineTerminateException:
+            raise
+        except Exception as error:
+            self._handle_exception(error)
+        return time.time() - started
+
+    def _fetch(self) -> Generator[Any, None, Any]:
+        """The next group, or ``_END`` where the epoch ends with the data."""
+        state, position = self.state, self.position
+        assert self._dataloader_iter is not None
+        has_data, emptied = state.dataloader is not None, False
+        state.batch = None
+        if has_data:
+            self._fire_event(Events.GET_BATCH_STARTED)
+            yield from self._maybe_terminate_or_interrupt()
+        while True:
+            group = self._next(self._dataloader_iter)
+            if group is not _END:
+                break
+            if position.measured and position.epoch_iteration:
+                state.epoch_length = position.epoch_iteration
+            if emptied or (position.measured and position.source_is_fresh):
+                if not self._is_done(state):
+                    warnings.warn(
+                        "The data gives no more batches, but the run is not at its end "
+                        f"(iteration {state.iteration}): give data that can be iterated again.",
+                        stacklevel=2,
+                    )
+                return _END
+            if has_data:
+                self._fire_event(Events.DATALOADER_STOP_ITERATION)
+                yield from self._maybe_terminate_or_interrupt()
+            position.end_pass()
+            if position.measured and position.epoch_iteration:
+                self._setup_dataloader_iter()
+                return _END
+            self._setup_dataloader_iter()
+            emptied = True
+        # set anew here, not at the epoch's end: handlers of EPOCH_COMPLETED read the last output
+        state.batch, state.output = group, None
+        if has_data:
+            self._fire_event(Events.GET_BATCH_COMPLETED)
+            yield from self._maybe_terminate_or_interrupt()
+        return group
+
+    def _next(self, iterator: Iterator[Any]) -> Any:
+        try:
+            self.fetching = True
+            try:
+                return next(iterator, _END)
+            finally:
+                self.fetching = False
+        except StopRequested:
+            # the group was not consumed; on one process nobody waits for this rank
+            if self.position.source is not None:
+                self.position.source.abandon()
+            self._dataloader_iter = None
+            self._edge(last=True)
+            raise _EngineTerminateException() from None
+
+    def _edge(self, *, last: bool) -> None:
+        """The clean edge after an update: publish, save if due, and stop if all ranks agreed to."""
+        state = self.state
+        requests = self._vote.poll(state.iteration, self._requests, now=last)
+        if requests & _STOP:
+            self._agree_on_stop()
+        state.stopping = bool(requests & _STOP)
+        state.save_requested = bool(requests & _SAVE)
+        if requests & _SAVE:
+            self._requests &= ~_SAVE
+        state.last = last or state.stopping
+        self._publish()
+        self._fire_event(TrainingEvents.RESUME_POINT)
+
+    def _last_edge(self) -> None:
+        """``terminate()`` outside an iteration: the edge before it was not known to be the last."""
+        if not self.state.last and self.position.clean:
+            self._edge(last=True)
+
+    def _agree_on_stop(self) -> None:
+        reasons = agreement.gather_objects(self._stop)
+        self._stop = next(reason for reason in reasons if reason is not None)
+        self.state.status, self.state.reason = "interrupted", self._stop[0]
+        self.should_terminate = self.should_terminate or True
+
+    def _publish(self) -> None:
+        metrics = self.state.metrics
+        if metrics.fresh:
+            self._fire_event(TrainingEvents.METRICS_READY)
+            metrics.fresh = {}
+
+    def _complete(self, duration: float) -> None:
+        state = self.state
+        if state.status == "running":
+            state.status = "completed"
+            state.reason = state.reason or self.position.reason_of_end()
+        state.times[Events.COMPLETED.name] = duration
+        if self.should_terminate != "skip_completed":
+            started = time.time()
+            self._fire_event(Events.COMPLETED)
+            self._publish()
+            state.times[Events.COMPLETED.name] = duration + time.time() - started
+
+    def _only_complete(self, data: Any) -> None:
+        """A finished run started again: no iteration, but everything that happens at the start and at the end."""
+        self.state.dataloader = data
+        self.should_terminate = False
+        self._init_timers(self.state)
+        self._fire_event(Events.STARTED)
+        self.registry.check_all_claimed()
+        self._publish()
+        self.position.restore_rng()
+        self._complete(0.0)
+
+    def _fail(self, error: BaseException) -> None:
+        self._internal_run_generator = None
+        self._dataloader_iter = None
+        self.failed = True
+        if isinstance(error, (Interrupted, KeyboardInterrupt)):
+            self.state.status, self.state.reason = "interrupted", f"forced: {error or type(error).__name__}"
+        else:
+            self.state.status, self.state.reason = "failed", f"{type(error).__name__}: {error}"
+
+    def _begin_anew(self) -> None:
+        self.failed = False
+        self.state.max_epochs = self.state.max_iters = self.state.epoch_length = None
+        self.state.metrics.clear()
+        self.state.metrics.fresh = {}
+
+    # -- Ignite's seams -------------------------------------------------------------------------------------------
+
+    def _take_data(self, data: Any, *, anew: bool = False) -> None:
+        source = DataSource(resumable(data), self.accumulation_steps)
+        source.agree_lengths()
+        self.position.take(source, anew=anew)
+
+    def _setup_engine(self) -> None:
+        self._setup_dataloader_iter()
+        self._init_iter = None
+
+    def _setup_dataloader_iter(self) -> None:
+        source = self.position.source
+        if self.state.dataloader is None or source is None:
+            super()._setup_dataloader_iter()
+        elif source.batch:
+            # what making an iterator draws was drawn before the position was saved
+            with rng.isolated():
+                self._dataloader_iter = iter(source)
+        else:
+            self._dataloader_iter = iter(source)
+
+    def _get_data_length(self, data: Iterable[Any]) -> int | None:
+        return self.position.iterations
+
+    def _is_done(self, state: Any) -> bool:  # type: ignore[override]  # a static method there
+        if self.position.measured:  # a pass's length says nothing about the next one's
+            by_epochs = state.max_epochs is not None and state.epoch >= state.max_epochs
+            return by_epochs or (state.max_iters is not None and state.iteration >= state.max_iters)
+        return Engine._is_done(state)
+
+    def hears(self, event: Any) -> bool:
+        """Whether anybody listens to ``event``."""
+        return bool((self._plans.get(event._name_) or self.plan(event)).entries)
+
+    def fire_event(self, event_name: Any) -> None:
+        if getattr(event_name, "_name_", event_name) not in self._plans:
+            self._assert_allowed_event(event_name)
+        self._fire_event(event_name)
+
+    def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
+        self.last_event_name = event_name
+        plan = self._plans.get(event_name if type(event_name) is str else event_name._name_)
+        if plan is None:
+            plan = self.plan(event_name)
+        if plan.entries:
+            plan.fire(self, event_name, event_args, event_kwargs)
+
+    def plan(self, event: Any) -> Plan:
+        """The compiled handlers of ``event``."""
+        key = event if type(event) is str else event._name_
+        if key in self._plans:
+            return self._plans[key]
+        counter = self.state.event_to_attr.get(event)
+        plan = compile_plan(self._event_handlers.get(event, ()), counter)
+        self._plans[key] = plan
+        return plan
+
+    def listened_events(self) -> list[Any]:
+        """The events that somebody listens to, in the order in which they were registered."""
+        return [event for event in self._allowed_events if self._event_handlers.get(event)]
+
+    def _handler_wrapper(self, handler: Callable[..., Any], event_name: Any, event_filter: Callable[..., Any]) -> Any:
+        wrapper = super()._handler_wrapper(handler, event_name, event_filter)
+        wrapper.bus_handler, wrapper.bus_filter = handler, event_filter  # type: ignore[attr-defined]
+        return wrapper
+
+    def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As Ignite's; an object with a state that is attached here is registered for checkpoints by itself."""
+        handle = super().add_event_handler(event_name, handler, *args, **kwargs)
+        self._plans.clear()
+        owner = handler if isinstance(handler, Stateful) else getattr(handler, "__self__", None)
+        if isinstance(owner, Stateful) and not isinstance(owner, Engine):
+            self.registry.adopt(owner, args)
+        return handle
+
+    def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
+        super().remove_event_handler(handler, event_name)
+        self._plans.clear()
+
+    def _handle_exception(self, e: BaseException) -> None:
+        if self._event_handlers.get(Events.EXCEPTION_RAISED):
+            self._fire_event(Events.EXCEPTION_RAISED, e)
+        else:
+            raise e
+
+
+class _End:
+    """No group: the epoch ends."""
+
+
+_END = _End()
