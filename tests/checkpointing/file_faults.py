@@ -26,13 +26,17 @@ class FileOperations:
 
     Args:
         root: what lies elsewhere is neither recorded nor failed.
-        at: number of the operation, from 0, at which ``action`` is called, before the operation is done.
+        at: number of the operation, from 0, at which ``action`` is called, before the operation is done; or the
+            operation and the end of its path, for the first such one.
         action: may raise, or end the process; on a write it comes after the first half of the bytes was written.
     """
 
-    def __init__(self, root: Path, at: int | None = None, action: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, root: Path, at: int | tuple[str, str] | None = None, action: Callable[[], None] | None = None
+    ) -> None:
         self.root = root
         self.seen: list[tuple[str, str]] = []
+        self.acted = 0
         self._at = at
         self._action = action
         self._descriptors: dict[int, Path] = {}
@@ -60,7 +64,8 @@ class FileOperations:
             if name == "rename":
                 relative.append(Path(args[0]).relative_to(self.root))
             self.seen.append((name, " -> ".join(_TOKEN.sub("", str(each)) for each in relative)))
-            if number == self._at and self._action is not None:
+            if self._action is not None and self._is_meant(number):
+                self.acted += 1
                 if name == "write":
                     real(target, memoryview(args[0])[: len(args[0]) // 2])
                 self._action()
@@ -70,6 +75,12 @@ class FileOperations:
             return result
 
         return operation
+
+    def _is_meant(self, number: int) -> bool:
+        if isinstance(self._at, tuple):
+            operation, path = self.seen[number]
+            return self.acted == 0 and operation == self._at[0] and path.endswith(self._at[1])
+        return number == self._at
 
 
 def kill_this_process() -> None:
