@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import count
-from numbers import Number
+from numbers import Real
 from typing import Any
 
 import torch
@@ -129,4 +129,4 @@ _END = object()
 def _number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else None
-    return float(value) if isinstance(value, Number) and not isinstance(value, complex) else None
+    return float(value) if isinstance(value, Real) else None

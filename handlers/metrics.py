@@ -55,8 +55,9 @@ class MetricLogger:
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._write)
         trainer.add_event_handler(Events.COMPLETED, self._write_rest)
         for sink in self.sinks:
-            if hasattr(sink, "state_dict") and isinstance(getattr(sink, "name", None), str):
-                trainer.register(sink.name, sink)
+            name = getattr(sink, "name", None)
+            if hasattr(sink, "state_dict") and isinstance(name, str):
+                trainer.register(name, sink)
 
     def __call__(self, trainer: Trainer) -> None:
         """Publish the interval's means and begin the next interval."""

@@ -81,7 +81,7 @@ class JSONLSink:
         return self._file
 
     def _write_line(self, file: IO[bytes]) -> None:
-        ordered = {key: self._line[key] for key in ("iteration", "epoch") if key in self._line}
+        ordered: dict[str, Any] = {key: self._line[key] for key in ("iteration", "epoch") if key in self._line}
         ordered |= {key: self._line[key] for key in sorted(self._line) if key not in ordered}
         file.seek(self._line_start)
         file.write(json.dumps(ordered).encode() + b"\n")

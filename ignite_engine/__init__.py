@@ -1,4 +1,4 @@
-"""An event-bus training engine on PyTorch-Ignite: exact resume, agreed stops, and less overhead than a hand-written loop."""
+"""An event-bus training engine on PyTorch-Ignite: exact resume, agreed stops, little overhead."""
 
 from ignite_engine.accumulation import Group, accumulation_steps_for, gradient_sync
 from ignite_engine.data import loader

@@ -108,11 +108,8 @@ def _closure(function: Filter) -> dict[str, Any]:
     """The variables of one of Ignite's own filters; empty for a user's filter, which is asked every time."""
     if not getattr(function, "__qualname__", "").startswith("CallableEventWithFilter."):
         return {}
-    cells = function.__closure__ or ()  # type: ignore[attr-defined]  # a plain function
-    return {
-        name: cell.cell_contents
-        for name, cell in zip(function.__code__.co_freevars, cells, strict=True)  # type: ignore[attr-defined]
-    }
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 def name_of(handler: Callable[..., Any]) -> str:

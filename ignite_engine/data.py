@@ -285,15 +285,17 @@ class DataSource:
             assert self.data.batch_size is not None
             self.sampler.pass_number = self.pass_number
             self.sampler.start = min(self.batch * self.data.batch_size, len(self.sampler))
-            self._iterator = iter(self.data)
-            return self._iterator
+            iterator: Iterator[Any] = iter(self.data)
+            self._iterator = iterator
+            return iterator
         target = getattr(self.data, "sampler", self.data)
         if hasattr(target, "set_epoch"):
             target.set_epoch(self.pass_number)
         if self._pending_state is not None:
             self.data.load_state_dict(self._pending_state)
             self._pending_state = None
-            return iter(self.data)
+            iterator = self._iterator = iter(self.data)
+            return iterator
         iterator = self._iterator = iter(self.data)
         if self.batch:
             logger.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,14 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     dense = [_values(gradient) for gradient in gradients]
-    norms = torch._foreach_norm(dense)  # what torch.nn.utils.get_total_norm calls, without its grouping
+    norms: list[Any] = list(torch._foreach_norm(dense))  # as torch.nn.utils.get_total_norm
     if any(hasattr(norm, "full_tensor") for norm in norms):
         norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     device, dtype = norms[0].device, norms[0].dtype
     if any(norm.device != device or norm.dtype != dtype for norm in norms):
         norms = [norm.to(device=device, dtype=dtype) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    joint: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return joint
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:

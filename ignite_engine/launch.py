@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import ignite.distributed as idist
+from ignite.distributed.launcher import Parallel as IgniteParallel
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class Parallel(idist.Parallel):
+class Parallel(IgniteParallel):
     """Launch a function on one process or many: the arguments and the use are those of ``idist.Parallel``.
 
     Beside it, where it spawns the ranks itself (``nproc_per_node``): a free port instead of the fixed 2222, so that

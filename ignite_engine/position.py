@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RunPosition:
-    """The Trainer's counters: what ``state`` does not say, and the parts ``trainer``, ``data``, ``rng`` of a checkpoint.
+    """The Trainer's counters: what ``state`` does not say; the parts ``trainer``, ``data``, ``rng`` of a checkpoint.
 
     ``epochs_completed`` and ``epoch_iteration`` are counted, never derived from ``iteration``: passes over unsized
     data differ in length, and an epoch may have been cut short.

@@ -21,7 +21,8 @@ def capture() -> dict[str, Any]:
         initialised; that copy is 16 bytes a device.
     """
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    numpy: Any = np.random.get_state()
+    name, keys, position, has_gauss, cached = numpy
     state: dict[str, Any] = {
         "python": (version, torch.tensor(internal, dtype=torch.int64), gauss),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),

@@ -59,7 +59,7 @@ class TrainingState(State):
     """Micro-batches at the end of this iteration's group that repeat one with weight zero, because this rank's data
     ran out before its peers'. Writer: Trainer."""
     group_total: int
-    """Micro-batches with weight in this iteration's group over all ranks; 0: not grouped by a Trainer. Writer: Trainer."""
+    """Micro-batches with weight in this iteration's group over all ranks; 0: as many on every rank. Writer: Trainer."""
     status: str
     """``created``, ``running``, ``completed``, ``interrupted`` or ``failed``. Writer: Trainer."""
     reason: str | None

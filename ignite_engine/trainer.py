@@ -192,7 +192,7 @@ class Trainer(Engine):
     def set_data(self, data: Iterable[Any]) -> None:
         """Go on with other data from its beginning; the epoch's length stays as it is."""
         self._take_data(data, anew=True)
-        self.state.dataloader = self.position.source.data if self.position.source else data  # type: ignore[assignment]
+        self.state.dataloader = self.position.source.data if self.position.source else data
         self._setup_dataloader_iter()
 
     # -- the loop -------------------------------------------------------------------------------------------------
