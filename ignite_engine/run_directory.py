@@ -76,19 +76,28 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.summary, json.dumps(_finite(values), indent=1) + "\n")
 
+    def read_summary(self) -> dict[str, Any]:
+        """What was stored last; empty if there is nothing, or nothing readable."""
+        try:
+            values = json.loads(self.summary.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return values if isinstance(values, dict) else {}
+
     @contextmanager
     def logging_to(self, rank: int, *, console: bool = True) -> Iterator[None]:
-        """Within it all that is logged goes to ``logs/rank_N.log``, and rank 0's also to stderr, as a message alone."""
-        self.logs.mkdir(parents=True, exist_ok=True)
+        """Within it all that is logged goes to ``logs/rank_N.log``, and rank 0's also to stderr, as a message alone.
+
+        The folder is made with the first line, so that a run which never began leaves nothing.
+        """
         root, level = logging.getLogger(), logging.getLogger().level
-        file = logging.FileHandler(self.logs / f"rank_{rank}.log", encoding="utf-8")
+        file = _LogFile(self.logs / f"rank_{rank}.log", encoding="utf-8", delay=True)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers: list[logging.Handler] = [file]
         if rank == 0 and console:
             shown = logging.StreamHandler(sys.stderr)
             shown.setFormatter(logging.Formatter("%(message)s"))
-            # the loop's own announcements (Engine run starting ...) are for the file
-            shown.addFilter(lambda record: record.levelno > logging.INFO or not record.name.startswith("ignite."))
+            shown.addFilter(_for_the_console)
             handlers.append(shown)
         root.setLevel(min(level, logging.INFO) if level else logging.INFO)
         for handler in handlers:
@@ -117,10 +126,23 @@ class RunDirectory:
         return values if isinstance(values, dict) else None
 
 
+def _for_the_console(record: logging.LogRecord) -> bool:
+    """Not Ignite's announcements (Engine run starting ...), nor a traceback that Python prints itself."""
+    announcement = record.levelno <= logging.INFO and record.name.startswith("ignite.")
+    return not announcement and getattr(record, "console", True)
+
+
+class _LogFile(logging.FileHandler):
+    def _open(self) -> Any:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
 class PhaseTimes:
-    """Seconds of each named phase of the start-up, in order; each is logged when it ends."""
+    """Seconds of each named phase of the start-up, in order."""
 
     def __init__(self) -> None:
+        self.began = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
     @contextmanager

@@ -1,0 +1,7 @@
+"""The command line: thin over ``recipe.build_run``."""
+
+from __future__ import annotations
+
+from ignite_engine.cli.arguments import main
+
+__all__ = ["main"]

@@ -1,0 +1,122 @@
+"""What the command line takes, and how each ending becomes an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ignite_engine.checkpointing import CheckpointError
+from ignite_engine.cli import commands
+from ignite_engine.config import ConfigError, ConfigWarning
+from ignite_engine.config_file import did_you_mean
+
+USAGE_ERROR = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, with what was perhaps meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"invalid choice: '([^']*)'", message)
+        if unknown and "command" in message:
+            message = (
+                f"got the command {unknown[1]!r}, expected one of these{did_you_mean(unknown[1], commands.COMMANDS)}"
+            )
+        self.exit(USAGE_ERROR, f"error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code: 0 completed, 2 a wrong config or argument (told in one line), 128 + n stopped by signal n. Any
+        other exception leaves as it was raised (Python prints it and exits with 1).
+    """
+    options = parse(arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ConfigWarning)
+        warnings.showwarning = _show_warning
+        try:
+            commands.COMMANDS[options.command](options)
+        except (ConfigError, CheckpointError, FileNotFoundError) as error:
+            if not isinstance(error, ConfigError) and options.command == "train":
+                raise
+            if options.traceback:
+                raise
+            _say(f"error: {error}")
+            return USAGE_ERROR
+        except KeyboardInterrupt:  # before the run listened to signals
+            return 130
+        except BrokenPipeError:  # such as: describe ... | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments by name; ``overrides`` are those that stand anywhere behind the config and are no option."""
+    parser = Parser(
+        prog="ignite-engine", description="Train, evaluate and describe what a config says.", allow_abbrev=False
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
+    described = {
+        "train": "run, or go on with what was interrupted: the command is the same",
+        "evaluate": "print the metrics of the best, or newest, checkpoint as one line of JSON",
+        "describe": "print the schedule, the learning rates and the bus, without running",
+    }
+    for name, text in described.items():
+        command = subparsers.add_parser(
+            name,
+            help=text,
+            description=text,
+            allow_abbrev=False,
+            epilog="section.key=value goes before the file's value.",
+        )
+        command.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+        command.add_argument(
+            "overrides", nargs="*", metavar="section.key=value", help="settings that go before the file's"
+        )
+        command.add_argument("--traceback", action="store_true", help="show the traceback of an error in the task")
+        if name == "describe":
+            continue
+        command.add_argument("--nproc-per-node", type=_count, metavar="N", help="processes to start on this machine")
+        command.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with CUDA, otherwise gloo")
+        if name == "evaluate":
+            command.add_argument("--checkpoint", type=Path, metavar="PATH", help="the checkpoint's directory")
+    options, rest = parser.parse_known_args(arguments)
+    for word in rest:
+        if word.startswith("-"):
+            known = ["--nproc-per-node", "--backend", "--checkpoint", "--traceback", "--help"]
+            parser.error(
+                f"got {word!r}, which is no option of {options.command}{did_you_mean(word.split('=')[0], known)}"
+            )
+    options.overrides += rest
+    return options
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return number
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    if issubclass(category, ConfigWarning):
+        _say(f"warning: {message}")
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, *place[:2]))
+
+
+def _say(line: str) -> None:
+    """One line on stderr, once: under a launcher rank 0 speaks for all."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)

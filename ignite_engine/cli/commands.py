@@ -1,0 +1,79 @@
+"""The commands. Each gets the parsed arguments; ranks are started here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import ignite.distributed as idist
+import torch
+
+from ignite_engine import Parallel, recipe
+from ignite_engine.checkpointing import CheckpointError
+from ignite_engine.config import Config, ConfigError, load_config
+from ignite_engine.run_directory import RunDirectory
+
+
+def train(options: argparse.Namespace) -> None:
+    """Run to the end, or on from where it was left."""
+    _on_ranks(options, _train)
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Print the metrics of a checkpoint as one line of JSON."""
+    _on_ranks(options, _evaluate)
+
+
+def describe(options: argparse.Namespace) -> None:
+    """Print the schedule, the learning rates and the bus."""
+    print(recipe.build_run(load_config(options.config, options.overrides)).describe())
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"train": train, "evaluate": evaluate, "describe": describe}
+
+
+def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Namespace], None]) -> None:
+    """Call ``work`` here, on the ranks of a launcher that started this process, or on ranks that are spawned."""
+    config = load_config(options.config, options.overrides)
+    processes = options.nproc_per_node or config.distributed.nproc_per_node
+    backend = options.backend or config.distributed.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise config.error("distributed.backend", "got 'nccl', but there is no CUDA device; expected gloo.")
+    if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+        if options.nproc_per_node:
+            raise ConfigError("--nproc-per-node: the launcher that started this process says how many; leave it out.")
+        with Parallel(backend=backend) as parallel:
+            parallel.run(_rank_main, work, config, options)
+    elif processes is not None and processes > 1:
+        with Parallel(backend=backend, nproc_per_node=processes) as parallel:
+            parallel.run(_rank_main, work, config, options)
+    else:
+        work(config, options)
+
+
+def _rank_main(local_rank: int, work: Callable[..., None], config: Config, options: argparse.Namespace) -> None:
+    """One rank of several: what the user can mend is told once, and all ranks end with code 2."""
+    try:
+        work(config, options)
+    except (ConfigError, CheckpointError, FileNotFoundError) as error:
+        if options.traceback or not (isinstance(error, ConfigError) or work is _evaluate):
+            raise
+        if idist.get_rank() == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _train(config: Config, options: argparse.Namespace) -> None:
+    with RunDirectory(config.directory).logging_to(idist.get_rank()):
+        recipe.build_run(config).train()
+
+
+def _evaluate(config: Config, options: argparse.Namespace) -> None:
+    checkpoint: Path | None = options.checkpoint
+    result = recipe.build_run(config).evaluate(checkpoint)
+    if idist.get_rank() == 0:
+        print(json.dumps(result))

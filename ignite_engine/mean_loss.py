@@ -1,0 +1,41 @@
+"""The mean loss over a set, for tasks that give no evaluation of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from ignite.metrics import Average, Metric
+from torch import nn
+
+from ignite_engine.task import LossFn
+
+
+def mean_loss(
+    loss_fn: LossFn, weight_fn: Callable[[Any], int | float] | None = None
+) -> tuple[Callable[[nn.Module, Any], Any], Mapping[str, Metric]]:
+    """What ``create_evaluator`` takes to measure ``loss``.
+
+    Args:
+        loss_fn: the training loss.
+        weight_fn: what a batch counts; None: its samples, by the first dimension of its first tensor.
+
+    Returns:
+        ``predict`` and ``metrics``; the mean is exact on any number of ranks.
+    """
+
+    def predict(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+        result = loss_fn(model, batch)
+        loss = result[0] if isinstance(result, tuple) else result
+        weight = float(weight_fn(batch)) if weight_fn is not None else float(_samples(batch))
+        return loss.double() * weight, weight
+
+    return predict, {"loss": Average(lambda output: output[0]) / Average(lambda output: output[1])}
+
+
+def _samples(batch: Any) -> int:
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((_samples(each) for each in inner), 1)

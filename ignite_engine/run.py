@@ -1,0 +1,229 @@
+"""A run that is wired up: train it, evaluate it, describe it. ``recipe.build_run`` makes one."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import ignite.distributed as idist
+
+from ignite_engine.agreement import gather_objects
+from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore
+from ignite_engine.registry import unwrap
+from ignite_engine.run_directory import PhaseTimes, RunDirectory, weights_sha256
+from ignite_engine.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class Saves(Protocol):
+    """What a run asks of its checkpoints."""
+
+    store: CheckpointStore
+
+    def resume(self) -> Path | None: ...
+
+
+class Curve(Protocol):
+    """What a run asks of its learning-rate schedule."""
+
+    def lrs_at(self, step: int) -> list[float]: ...
+
+
+@dataclass
+class Run:
+    """A trainer with everything attached, its data and its folder.
+
+    Attributes:
+        trainer: nothing has run in it yet.
+        loader: of the training set.
+        directory: nothing has been written to it yet.
+        schedule: learning rates by update.
+        total: updates of the whole run, from its first start on.
+        length: ``max_epochs`` or ``max_iters``, as ``trainer.run`` takes it.
+        evaluations: by the name of the validation set; each writes into ``trainer.state.metrics`` when called.
+        tests: the same for the test sets; only ``evaluate`` calls them.
+        startup: seconds of the phases so far.
+        config: the resolved config as plain values.
+        best: the metric by which ``evaluate`` chooses a checkpoint, and ``min`` or ``max``; None: the newest.
+        checkpoint: set before the first call of ``train``.
+        was_finished: at the start of ``train`` the run had already reached its end.
+    """
+
+    trainer: Trainer
+    loader: Iterable[Any]
+    directory: RunDirectory
+    schedule: Curve
+    total: int
+    length: Mapping[str, int]
+    evaluations: Mapping[str, Callable[[Trainer], None]]
+    tests: Mapping[str, Callable[[Trainer], None]]
+    startup: PhaseTimes
+    config: Mapping[str, Any]
+    best: tuple[str, str] | None = None
+    checkpoint: Saves | None = None
+    was_finished: bool = False
+    _metrics_before: Mapping[str, Any] = field(default_factory=dict)
+
+    def train(self) -> dict[str, Any]:
+        """Resume if there is something to resume, run to the end, write the summary; a collective.
+
+        A run that is already at its end is only evaluated.
+
+        Returns:
+            The content of ``summary.json``.
+
+        Raises:
+            Interrupted: a signal stopped it. The summary is written first, as it is when anything else is raised.
+        """
+        assert self.checkpoint is not None
+        trainer, rank = self.trainer, idist.get_rank()
+        resumed: Path | None = None
+        try:
+            with self.startup("directory"):
+                if rank == 0:
+                    self._begin_directory()
+            with self.startup("resume"):
+                resumed = self.checkpoint.resume()
+                if resumed is None and rank == 0:
+                    self._put_aside_old_metrics()
+            self.was_finished = trainer.state.iteration >= self.total
+            self.startup.log()
+            if self.was_finished:
+                logger.info("The run is at its end (iteration %d): it is only evaluated.", trainer.state.iteration)
+                self._metrics_before = self.directory.read_summary().get("metrics", {})
+            self._write_summary("running", resumed)
+            trainer.run(self.loader, **self.length)
+        except BaseException as error:
+            status = trainer.state.status
+            status = status if status in ("interrupted", "failed") else "failed"
+            trainer.state.reason = trainer.state.reason or f"{type(error).__name__}: {error}"
+            if status == "failed":
+                logger.error(
+                    "The run failed: %s: %s", type(error).__name__, error, extra={"console": False}, exc_info=True
+                )
+            self._write_summary(status, resumed)
+            raise
+        return self._write_summary(trainer.state.status, resumed)
+
+    def evaluate(self, checkpoint: Path | None = None) -> dict[str, float | int | str]:
+        """Metrics of every validation and test set with the weights of a checkpoint; a collective, nothing is written.
+
+        Args:
+            checkpoint: its directory; None: the best by the config's metric, or else the newest, if it is valid.
+
+        Raises:
+            CheckpointError: it is damaged, or no checkpoint.
+            FileNotFoundError: there is none.
+        """
+        assert self.checkpoint is not None
+        store = self.checkpoint.store
+        path = gather_objects(self._chosen(store, checkpoint) if idist.get_rank() == 0 else None)[0]
+        if path is None:
+            raise FileNotFoundError(f"{store.directory} holds no valid checkpoint; train first, or give --checkpoint.")
+        loaded = store.load(path, idist.get_rank())
+        self.trainer.registry.objects["model"].load_state_dict(loaded.shared["model"])
+        self.trainer.state.iteration = loaded.manifest.iteration
+        self.trainer.state.metrics.clear()
+        for evaluation in (*self.evaluations.values(), *self.tests.values()):
+            evaluation(self.trainer)
+        return {
+            "checkpoint": str(path),
+            "iteration": loaded.manifest.iteration,
+            **dict(sorted(self.trainer.state.metrics.items())),
+        }
+
+    def describe(self) -> str:
+        """What will run, how the learning rate moves, and the bus, as text."""
+        model = unwrap(self.trainer.update.model)  # type: ignore[attr-defined]  # build_run gave it an Update
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        length = ", ".join(f"{key} {value}" for key, value in self.length.items())
+        head = [
+            f"{self.config['run']['name']}: {type(model).__name__}, {parameters:,} parameters",
+            f"Runs for {self.total} updates ({length})",
+            f"Writes to {self.directory.path}",
+            f"Schedule: {self.schedule}",
+        ]
+        return "\n".join([*head, *lr_curve(self.schedule, self.total), self.trainer.describe()])
+
+    def _begin_directory(self) -> None:
+        differences = self.directory.write_config(self.config)
+        for line in differences:
+            logger.info("Config differs from the run's last start: %s", line)
+        self.directory.write_environment(idist.get_world_size())
+
+    def _put_aside_old_metrics(self) -> None:
+        """Points of a run that left no checkpoint would stand twice."""
+        if self.directory.metrics.exists():
+            aside = self.directory.metrics.with_suffix(".jsonl.old")
+            os.replace(self.directory.metrics, aside)
+            logger.warning(
+                "%s belonged to a run without a checkpoint: it is now %s.", self.directory.metrics, aside.name
+            )
+
+    def _chosen(self, store: CheckpointStore, asked: Path | None) -> Path | None:
+        if asked is not None:
+            return asked
+        if self.best is not None:
+            metric, mode = self.best
+            scored = [each for each in store.checkpoints() if metric in each.manifest.metrics]
+
+            def goodness(each: CheckpointInfo) -> float:
+                score = each.manifest.metrics[metric]
+                return score if mode == "max" else -score
+
+            for each in sorted(scored, key=goodness, reverse=True):
+                if not store.verify(each.path):
+                    return each.path
+        newest = store.latest().checkpoint
+        return newest.path if newest else None
+
+    def _write_summary(self, status: str, resumed: Path | None) -> dict[str, Any]:
+        """Write ``summary.json`` on rank 0 and return its content."""
+        state, update = self.trainer.state, self.trainer.update
+        model = unwrap(update.model)  # type: ignore[attr-defined]  # build_run gave it an Update
+        digest = None
+        if status != "running":
+            with contextlib.suppress(RuntimeError) if status == "failed" else contextlib.nullcontext():
+                digest = weights_sha256(model)
+        summary: dict[str, Any] = {
+            "status": status,
+            "reason": state.reason if status != "running" else None,
+            "iteration": state.iteration,
+            "epoch": state.epoch,
+            "optimizer_steps": state.optimizer_steps,
+            "skipped_steps": state.skipped_steps,
+            "metrics": dict(sorted({**self._metrics_before, **state.metrics}.items())),
+            "weights_sha256": digest,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "world_size": idist.get_world_size(),
+            "resumed_from": resumed.name if resumed else None,
+            "startup_s": dict(self.startup.seconds),
+            "wall_s": time.perf_counter() - self.startup.began,
+            "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+        if idist.get_rank() == 0:
+            self.directory.write_summary(summary)
+        return summary
+
+
+def lr_curve(schedule: Curve, total: int, *, width: int = 60, height: int = 8) -> list[str]:
+    """The learning rate of the first parameter group over ``total`` updates: a few points, and a plot of characters."""
+    steps = sorted({round(share * (total - 1) / 10) for share in range(11)})
+    lines = ["Learning rate by update:", *(f"  {step + 1:>9}  {schedule.lrs_at(step)[0]:.4e}" for step in steps)]
+    columns = [schedule.lrs_at(round(column * (total - 1) / max(width - 1, 1)))[0] for column in range(width)]
+    peak = max(columns)
+    if peak <= 0:
+        return lines
+    for row in range(height, 0, -1):
+        label = f"{peak:.1e}" if row == height else ""
+        cells = "".join("#" if value >= peak * (row - 0.5) / height else " " for value in columns)
+        lines.append(f"  {label:>9} |{cells}".rstrip())
+    return [*lines, f"  {'0':>9} +{'-' * width}"]
