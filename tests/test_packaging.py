@@ -141,7 +141,7 @@ def test_sdist_is_enough_to_build_the_same_wheel(source: Path, wheel: Path, tmp_
 
 
 def test_installed_wheel_trains_a_users_own_task(environment: Path, tmp_path: Path) -> None:
-    """Outside the repository: own task file, own config; the second run of the command only finds it done."""
+    """Outside the repository: own task file, own config, nothing imported from the sources."""
     (tmp_path / "my_task.py").write_text(TASK)
     (tmp_path / "my_config.yaml").write_text(CONFIG)
 
