@@ -48,6 +48,8 @@ class Source:
 
     def place(self, key: str) -> str:
         """The file and line, or the command line, that gave ``key`` or the section it is missing from."""
+        if key not in self.lines and any(name.startswith(f"{key}.") for name in self.overridden):
+            return "command line"
         for name in _ancestors(key):
             if name in self.overridden:
                 return "command line"
@@ -66,7 +68,7 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file{_near_file(path)}.") from None
+        raise ConfigError(f"{path}: there is no such file{_near_file(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: this is a folder, expected a YAML file.") from None
     except UnicodeDecodeError as error:
@@ -200,5 +202,5 @@ def _near_file(path: Path) -> str:
     except OSError:
         near = []
         if not path.parent.is_dir():
-            return f", nor its folder {path.parent}"
-    return f"; did you mean '{path.parent / near[0]}'?" if near else ""
+            return f", nor its folder {path.parent}."
+    return f"; did you mean '{path.parent / near[0]}'?" if near else "."

@@ -12,7 +12,7 @@ from typing import Any
 import ignite.distributed as idist
 import numpy as np
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -236,15 +236,25 @@ def _evaluations(
 
 def _attach(config: Config, task: Task, run: Run, evaluations: Mapping[str, handlers.Evaluation]) -> None:
     trainer, evaluation, logging = run.trainer, config.evaluation, config.logging
+
+    def before_the_first_update(engine: Engine, count: int) -> bool:
+        return engine.state.iteration == 0
+
+    def after_the_last_update(engine: Engine, count: int) -> bool:
+        return engine.state.iteration == run.total
+
+    def already_finished(engine: Engine, count: int) -> bool:
+        return run.was_finished
+
     handlers.LRSchedule(run.schedule).attach(trainer)
     for each in evaluations.values():
         if evaluation.at_start:
-            each.attach(trainer, Events.STARTED(event_filter=lambda engine, count: engine.state.iteration == 0))
+            each.attach(trainer, Events.STARTED(event_filter=before_the_first_update))
         if evaluation.every is not None:
             each.attach(trainer, pace(evaluation.every))
         if evaluation.at_end:  # before the last checkpoint, which it may make the best
-            each.attach(trainer, Events.ITERATION_COMPLETED(event_filter=lambda engine, count: count == run.total))
-        each.attach(trainer, Events.COMPLETED(event_filter=lambda engine, count: run.was_finished))
+            each.attach(trainer, Events.ITERATION_COMPLETED(event_filter=after_the_last_update))
+        each.attach(trainer, Events.COMPLETED(event_filter=already_finished))
     if logging.memory:
         handlers.MemoryLogger().attach(trainer, pace(logging.every))
     if logging.throughput:

@@ -1,0 +1,215 @@
+"""Configs: what is accepted, and the one line that is said about everything else."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from ignite_engine.config import Config, ConfigError, ConfigWarning, config_from_dict, load_config
+
+MINIMAL = "task: tasks.py:build\nrun:\n  max_iterations: 10\n"
+
+
+def written(tmp_path: Path, text: str = MINIMAL) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def complaint(tmp_path: Path, *overrides: str, text: str = MINIMAL) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, text), overrides)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line.replace(str(tmp_path), "DIR")
+
+
+def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path))
+
+    assert (config.name, config.directory, config.folder) == ("run", Path("runs/run"), tmp_path)
+    assert config.optimizer.type is torch.optim.AdamW
+    assert config.optimizer.options == {"lr": 1e-3}
+    assert config.checkpoint.every is not None and config.checkpoint.every.epochs == 1
+
+
+def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
+    text = MINIMAL + 'optimizer: {lr: 1e-3, eps: 1e-9, weight_decay: "1e-2"}\ntask_options: {rate: 5E+2}\n'
+    config = load_config(written(tmp_path, text), ["update.clip_norm=1e0"])
+
+    assert config.optimizer.options == {"lr": 1e-3, "eps": 1e-9, "weight_decay": 1e-2}
+    assert config.task_options == {"rate": 500.0}
+    assert config.update.clip_norm == 1.0
+
+
+def test_overrides_go_before_the_file_and_the_last_one_first(tmp_path: Path) -> None:
+    overrides = ["run.seed=1", "run.seed=2", "task_options.width=8", "evaluation.every={epochs: 2}", "run.name=x"]
+    config = load_config(written(tmp_path, MINIMAL + "evaluation: {every: 500}\n"), overrides)
+
+    assert (config.run.seed, config.task_options, config.directory) == (2, {"width": 8}, Path("runs/x"))
+    assert config.evaluation.every is not None and config.evaluation.every.epochs == 2
+
+
+def test_optimizers_go_by_name_in_any_case_with_their_own_options(tmp_path: Path) -> None:
+    config = load_config(
+        written(tmp_path), ["optimizer={name: sgd, lr: 0.1, momentum: 0.9, nesterov: true, fused: true}"]
+    )
+    options = config.optimizer.options
+
+    assert config.optimizer.type is torch.optim.SGD
+    assert options == {"lr": 0.1, "momentum": 0.9, "nesterov": True, "fused": True}
+    assert load_config(written(tmp_path), ["optimizer.betas=[0.8, 0.9]"]).optimizer.options["betas"] == (0.8, 0.9)
+
+
+def test_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path), ["evaluation.every=7", "optimizer.betas=[0.8, 0.9]", "schedule.warmup=0.1"])
+    values = config.to_dict()
+
+    assert values["evaluation"]["every"] == 7 and values["checkpoint"]["every"] == {"epochs": 1}
+    assert config_from_dict(values).to_dict() == values
+    assert pickle.loads(pickle.dumps(config)).to_dict() == values  # ranks are handed it
+
+
+UNKNOWN = "for a key that is not known; did you mean"
+WRONG = [
+    ("optimizer.lrr=1", "optimizer.lrr: got 1, but AdamW has no option 'lrr'; did you mean 'lr'?"),
+    ("optimizer.lr=fast", "optimizer.lr: got 'fast', expected a number."),
+    ("optimizer.lr=-1", "optimizer.lr: got -1, expected at least 0."),
+    ("optimizer.weight_decay=x", "optimizer.weight_decay: got 'x', expected a number."),
+    ("optimizer.amsgrad=1", "optimizer.amsgrad: got 1, expected true or false."),
+    (
+        "optimizer.betas=[0.9, 2]",
+        "optimizer.betas: got (0.9, 2), but AdamW says: Invalid beta parameter at index 1: 2.",
+    ),
+    ("optimizer.name=adamm", "optimizer.name: got 'adamm', expected an optimizer of torch.optim; did you mean 'Adam'?"),
+    (
+        "optimizer.name=LBFGS",
+        "optimizer.name: got 'LBFGS', which needs a closure; expected an optimizer that steps wi...",
+    ),
+    ("optimizer=adam", "optimizer: got 'adam', expected a mapping of settings."),
+    ("run.seed=1.5", "run.seed: got 1.5, expected a whole number."),
+    ("run.seed.x=1", "run.seed: got the mapping {'x': 1}, expected a whole number."),
+    (
+        "run.max_iterations.x=1",
+        "run.max_iterations.x: run.max_iterations is 10 and has no keys of its own; give run.m...",
+    ),
+    ("data.shuffle=1", "data.shuffle: got 1, expected true or false."),
+    ("data.batch_size=0", "data.batch_size: got 0, expected at least 1."),
+    ("evaluation.evry=2", f"evaluation.evry: got 2 {UNKNOWN} 'every'?"),
+    ("tsak=x", f"tsak: got 'x' {UNKNOWN} 'task'?"),
+    ("task=build", "task: got 'build', expected file.py:function or package.module:function."),
+    (
+        "evaluation.every={minutes: 3}",
+        "evaluation.every: got the unit 'minutes', expected a number of iterations, such...",
+    ),
+    (
+        "evaluation.every={epoch: 3}",
+        "evaluation.every: got the unit 'epoch', expected a number of iterations, such ...",
+    ),
+    (
+        "evaluation.every=0",
+        "evaluation.every: got 0 iterations, expected a number of iterations, such as 500, or {epo...",
+    ),
+    (
+        "evaluation.every=[1]",
+        "evaluation.every: got [1], expected a number of iterations, such as 500, or {epochs: 1}.",
+    ),
+    ("update.precision=fp61", "update.precision: got 'fp61', expected 'fp32', 'bf16' or 'fp16'; did you mean 'fp16'?"),
+    ("update.grad_scaler={init_scal: 3}", f"update.grad_scaler.init_scal: got 3 {UNKNOWN} 'init_scale'?"),
+    (
+        "schedule.warmup=1.5",
+        "schedule.warmup: got 1.5, expected a fraction from 0.0 to 1.0; write steps as a whole nu...",
+    ),
+    ("seed", "seed: got 'seed', expected section.key=value, such as run.seed=1."),
+    (
+        "run.seed={a: 1",
+        "run.seed:1: this is not YAML: while parsing a flow mapping expected ',' or '}', but got '<str...",
+    ),
+]
+
+
+@pytest.mark.parametrize(("override", "line"), WRONG, ids=[override for override, _ in WRONG])
+def test_wrong_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:
+    said = complaint(tmp_path, override)
+
+    assert said.startswith("command line: ")
+    assert said.removeprefix("command line: ").startswith(line.removesuffix("...")) and len(said) < 240
+
+
+def test_two_lengths_of_a_run_are_refused(tmp_path: Path) -> None:
+    line = "DIR/run.yaml:2: run: expected one of max_iterations and max_epochs, got both; set the other to null."
+
+    assert complaint(tmp_path, "run.max_epochs=3") == line
+    assert load_config(written(tmp_path), ["run.max_epochs=3", "run.max_iterations=null"]).run.max_epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "DIR/run.yaml: the file is empty, expected sections such as 'run:' and 'task:'."),
+        ("- a\n", "DIR/run.yaml: got ['a'], expected a mapping of sections such as 'run:' and 'task:'."),
+        ("a: [1\nb: 2\n", "DIR/run.yaml:2: this is not YAML"),
+        ("a: 1\n\tb: 2\n", "DIR/run.yaml:2: this is not YAML"),
+        (MINIMAL + "  seed: 1\n  seed: 2\n", "DIR/run.yaml:5: run.seed: the key is given twice, first on line 4"),
+        (MINIMAL + "run: {}\n", "DIR/run.yaml:4: run: the key is given twice, first on line 2; remove one."),
+        (MINIMAL + "  on: 3\n", "DIR/run.yaml:4: got 'on' as a key, expected text; quote it"),
+        (MINIMAL + "  sede: 3\n", "DIR/run.yaml:4: run.sede: got 3 for a key that is not known; did you mean 'seed'?"),
+        ("run: {max_epochs: 1}\n", "DIR/run.yaml: task: this is missing, expected file.py:function"),
+        ("task: a.py:b\n", "DIR/run.yaml: run: this is missing, expected a section with max_iterations or max_epochs."),
+    ],
+)
+def test_wrong_file_is_one_line_with_its_place(tmp_path: Path, text: str, line: str) -> None:
+    assert complaint(tmp_path, text=text).startswith(line)
+
+
+def test_missing_file_names_a_near_one(tmp_path: Path) -> None:
+    written(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"run\.yml: there is no such file; did you mean '.*run\.yaml'\?$"):
+        load_config(tmp_path / "run.yml")
+    with pytest.raises(ConfigError, match=r"there is no such file, nor its folder"):
+        load_config(tmp_path / "nowhere" / "run.yaml")
+    with pytest.raises(ConfigError, match="this is a folder"):
+        load_config(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="no UTF-8 text"):
+        load_config(tmp_path / "binary.yaml")
+
+
+def test_misspelt_required_key_is_told_before_the_missing_one(tmp_path: Path) -> None:
+    line = complaint(tmp_path, text="tsk: a.py:b\nrun: {max_epochs: 1}\n")
+
+    assert line == "DIR/run.yaml:1: tsk: got 'a.py:b' for a key that is not known; did you mean 'task'? (and 1 more)"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("schedule.decay=3", "schedule.decay"),
+        ("schedule.power=2.0", "schedule.power"),
+        ("schedule.min_ratio=0.1", "schedule.min_ratio"),
+        ("schedule.total=100", "schedule.total"),
+        ("data.prefetch_factor=2", "data.prefetch_factor"),
+        ("data.persistent_workers=true", "data.persistent_workers"),
+        ("update.grad_scaler={init_scale: 8}", "update.grad_scaler"),
+        ("checkpoint.keep_best=2", "checkpoint.keep_best"),
+        ("checkpoint.mode=max", "checkpoint.mode"),
+    ],
+)
+def test_setting_without_effect_warns(tmp_path: Path, override: str, key: str) -> None:
+    with pytest.warns(ConfigWarning, match=rf"command line: {key} has no effect: .*\.$"):
+        load_config(written(tmp_path), [override])
+
+
+def test_settings_with_effect_are_silent(tmp_path: Path) -> None:
+    overrides = ["schedule={name: wsd, decay: 0.2, decay_shape: 1-sqrt, min_ratio: 0.1, total: 5}"]
+    overrides += ["data.num_workers=2", "data.prefetch_factor=2", "checkpoint={best: a, mode: max}"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config(written(tmp_path), overrides)
+
+    assert isinstance(config, Config)
