@@ -1,0 +1,535 @@
+"""LRs are exact numbers; a schedule moves with the optimizer and with nothing else."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from ignite.handlers.param_scheduler import (
+    ConcatScheduler,
+    CosineAnnealingScheduler,
+    LinearCyclicalScheduler,
+    ParamGroupScheduler,
+    ParamScheduler,
+    PiecewiseLinear,
+    ReduceLROnPlateauScheduler,
+    create_lr_scheduler_with_warmup,
+)
+from ignite.handlers.param_scheduler import LRScheduler as IgniteTorchScheduler
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim import lr_scheduler as torch_schedulers
+
+from ignite_engine import Trainer, Update
+from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
+from ignite_engine.handlers.lr_schedule import (
+    LRSchedule,
+    Schedule,
+    constant,
+    warmup_constant,
+    warmup_cosine,
+    warmup_inverse_sqrt,
+    warmup_linear,
+    warmup_polynomial,
+    warmup_wsd,
+)
+
+BASE = 0.5
+
+
+def sgd(lr: Any = BASE, groups: int = 1) -> Optimizer:
+    return SGD([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(groups)], lr=lr, foreach=False)
+
+
+def factors(schedule: Schedule, steps: int) -> list[float]:
+    return [schedule.factor_at(step) for step in range(steps)]
+
+
+def run(
+    handler: LRSchedule, steps: int, skipped: tuple[int, ...] = (), publish: tuple[int, ...] = (), load: Any = None
+) -> tuple[list[list[float]], list[dict[str, float]]]:
+    """LRs with which each iteration's update was made, and what stood in ``state.metrics`` where it was published.
+
+    A bare Ignite engine with our events: the update really steps the optimizer, but for the ``skipped`` iterations.
+    """
+    optimizer = handler._optimizer
+    used: list[list[float]] = []
+    published: list[dict[str, float]] = []
+
+    def update(engine: Engine, batch: Any) -> None:
+        used.append([float(group["lr"]) for group in optimizer.param_groups])
+        if engine.state.iteration in skipped:
+            engine.fire_event(TrainingEvents.OPTIMIZER_STEP_SKIPPED)
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        engine.fire_event(TrainingEvents.OPTIMIZER_STEP_COMPLETED)
+
+    engine = Engine(update)
+    engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
+    handler.attach(engine)
+    if load is not None:
+        load()
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def _(engine: Engine) -> None:
+        engine.state.metrics = {}
+        if engine.state.iteration in publish:
+            engine.fire_event(TrainingEvents.METRICS_READY)
+        published.append(dict(engine.state.metrics))
+
+    if steps:
+        engine.run(range(steps))
+    return used, published
+
+
+def used_lrs(handler: LRSchedule, steps: int, **options: Any) -> list[list[float]]:
+    return run(handler, steps, **options)[0]
+
+
+# --- the curves -------------------------------------------------------------------------------------------------------
+
+
+def test_warmup_rises_by_equal_steps_from_the_first_update_and_reaches_the_base_with_its_last() -> None:
+    assert factors(warmup_constant(sgd(), 4), 7) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
+    assert factors(constant(sgd()), 3) == [1.0, 1.0, 1.0]
+    assert factors(warmup_constant(sgd(), 0), 2) == [1.0, 1.0]
+
+
+def test_linear_has_exact_values_and_stays_at_its_end() -> None:
+    assert factors(warmup_linear(sgd(), 2, total=6), 9) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]
+    assert factors(warmup_linear(sgd(), 0, total=4, min_ratio=0.5), 6) == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+
+
+def test_cosine_has_exact_values_and_stays_at_its_end() -> None:
+    expected = [
+        0.5,
+        1.0,
+        1.0,
+        0.1 + 0.9 * (0.5 + math.sqrt(0.125)),
+        0.55,
+        0.1 + 0.9 * (0.5 - math.sqrt(0.125)),
+        0.1,
+        0.1,
+    ]
+    assert factors(warmup_cosine(sgd(), 2, total=6, min_ratio=0.1), 8) == pytest.approx(expected, rel=1e-14)
+    assert factors(warmup_cosine(sgd(), 2, total=6), 1_000_000)[-1] == 0.0
+
+
+def test_polynomial_has_exact_values_and_stays_at_its_end() -> None:
+    assert factors(warmup_polynomial(sgd(), 1, total=5), 7) == [1.0, 1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
+    straight, line = warmup_polynomial(sgd(), 2, total=9, power=1.0), warmup_linear(sgd(), 2, total=9)
+    assert factors(straight, 12) == factors(line, 12)
+
+
+def test_inverse_sqrt_falls_with_the_root_of_the_updates_and_is_held_at_total() -> None:
+    assert factors(warmup_inverse_sqrt(sgd(), 4), 16) == pytest.approx(
+        [0.25, 0.5, 0.75, 1.0] + [math.sqrt(4 / updates) for updates in range(5, 17)], rel=1e-15
+    )
+    assert factors(warmup_inverse_sqrt(sgd(), 4, total=15), 40)[15:] == [0.5] * 25
+    assert warmup_inverse_sqrt(sgd()).factor_at(3) == 0.5
+    assert warmup_inverse_sqrt(sgd(), 4, min_ratio=0.75).factor_at(10_000) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("shape", "min_ratio", "decayed"),
+    [
+        ("linear", 0.0, [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("linear", 0.2, [1.0, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", 0.0, [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]),
+        ("1-sqrt", 0.0, [1.0, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0.0]),
+        ("exponential", 0.0625, [1.0, 0.5, 0.25, 0.125, 0.0625]),
+    ],
+)
+def test_wsd_is_stable_until_its_decay_of_the_given_shape(shape: str, min_ratio: float, decayed: list[float]) -> None:
+    schedule = warmup_wsd(sgd(), 2, total=10, decay=4, decay_shape=shape, min_ratio=min_ratio)
+    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, *decayed, decayed[-1]]
+    assert factors(schedule, 12) == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("total", [7, 100, 1000])
+def test_a_fraction_of_total_is_the_same_as_its_number_of_updates(total: int) -> None:
+    warmup, decay = round(0.1 * total), round(0.3 * total)
+    for make in (warmup_linear, warmup_cosine, warmup_polynomial, warmup_inverse_sqrt, warmup_constant):
+        assert factors(make(sgd(), 0.1, total=total), 99) == factors(make(sgd(), warmup, total=total), 99)
+    by_fraction, by_updates = (warmup_wsd(sgd(), w, total=total, decay=d) for w, d in ((0.1, 0.3), (warmup, decay)))
+    assert factors(by_fraction, total + 3) == factors(by_updates, total + 3)
+
+
+@pytest.mark.parametrize("make", [warmup_linear, warmup_cosine, warmup_polynomial, warmup_inverse_sqrt, warmup_wsd])
+def test_no_schedule_leaves_the_range_of_its_ratios_or_moves_past_its_end(make: Callable[..., Schedule]) -> None:
+    values = factors(make(sgd(), 3, total=20, min_ratio=0.1), 60)
+    assert all(0.1 <= value <= 1.0 for value in values[3:])
+    assert values[20:] == [values[20]] * 40
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda o: warmup_cosine(o, -1, total=10), "warmup must be at least 0 and at most total=10 updates, got -1."),
+        (lambda o: warmup_cosine(o, 11, total=10), "warmup must be at least 0 and at most total=10 updates, got 11."),
+        (lambda o: warmup_cosine(o, 1.5, total=10), "warmup must be updates (int) or a fraction in [0, 1] (float)"),
+        (lambda o: warmup_cosine(o, math.nan, total=10), "warmup must be updates (int) or a fraction"),
+        (lambda o: warmup_cosine(o, True, total=10), "warmup must be a number of updates or a fraction of total"),
+        (lambda o: warmup_cosine(o, "10", total=10), "warmup must be a number of updates or a fraction of total"),
+        (lambda o: warmup_cosine(o, total=0), "total must be the number of updates of the run"),
+        (lambda o: warmup_cosine(o, total=10.0), "total must be the number of updates of the run"),
+        (lambda o: warmup_linear(o, total=10, min_ratio=1.1), "min_ratio must be a ratio of the base LR in [0, 1]"),
+        (lambda o: warmup_inverse_sqrt(o, 2, min_ratio=-0.1), "min_ratio must be a ratio of the base LR in [0, 1]"),
+        (lambda o: warmup_polynomial(o, total=10, power=0), "power must be a positive number, got 0"),
+        (lambda o: warmup_constant(o, 0.1), "warmup=0.1 is a fraction of total: give total too"),
+        (lambda o: warmup_inverse_sqrt(o, 0.1), "warmup=0.1 is a fraction of total: give total too"),
+        (lambda o: warmup_wsd(o, 6, total=10, decay=5), "must fit in total=10; shorten one of them."),
+        (lambda o: warmup_wsd(o, total=10, decay=0), "decay must be at least 1 update, got 0"),
+        (lambda o: warmup_wsd(o, total=10, decay_shape="log"), "decay_shape must be one of linear, cosine, 1-sqrt"),
+        (lambda o: warmup_wsd(o, total=10, decay_shape="exponential"), "give a min_ratio above 0"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_expected(make: Callable[[Optimizer], Schedule], words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make(sgd())
+    assert words in str(error.value)
+    assert str(error.value).endswith(".")
+
+
+# --- setting the LR ---------------------------------------------------------------------------------------------------
+
+
+def test_the_curve_can_be_asked_for_without_touching_the_optimizer() -> None:
+    optimizer = SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.5, 2.0)], lr=1.0)
+    schedule = warmup_linear(optimizer, 2, total=6)
+    assert [schedule.lrs_at(step) for step in (0, 1, 4, 99)] == [[0.25, 1.0], [0.5, 2.0], [0.25, 1.0], [0.0, 0.0]]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
+    assert repr(schedule) == "warmup_linear(warmup=2, total=6, min_ratio=0.0)"
+
+
+def test_every_group_is_scheduled_from_its_own_base() -> None:
+    optimizer = SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.5, 2.0)], lr=1.0)
+    schedule = warmup_linear(optimizer, 2, total=6)
+    assert used_lrs(LRSchedule(schedule), 8) == [schedule.lrs_at(step) for step in range(8)]
+
+
+def test_a_tensor_lr_is_filled_in_place() -> None:
+    optimizer = sgd(torch.tensor(0.5, dtype=torch.float64))
+    held = optimizer.param_groups[0]["lr"]
+    assert used_lrs(LRSchedule(warmup_linear(optimizer, 2, total=6)), 7) == [
+        [0.25], [0.5], [0.5], [0.375], [0.25], [0.125], [0.0]
+    ]  # fmt: skip
+    assert optimizer.param_groups[0]["lr"] is held
+
+
+def test_a_group_added_later_is_scheduled_from_the_lr_it_came_with() -> None:
+    optimizer = sgd()
+    schedule = warmup_linear(optimizer, 2, total=6)
+    schedule.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 4.0})
+    schedule.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == schedule.lrs_at(3) == [0.375, 3.0]
+
+
+# --- moving with the optimizer ----------------------------------------------------------------------------------------
+
+
+def test_update_k_is_made_with_the_lr_of_step_k() -> None:
+    optimizer = sgd()
+    schedule = warmup_cosine(optimizer, 3, total=10)
+    assert used_lrs(LRSchedule(schedule), 12) == [schedule.lrs_at(step) for step in range(12)]
+    assert schedule.lrs_at(0) == [BASE / 3]
+
+
+def test_schedule_waits_for_skipped_steps() -> None:
+    used = used_lrs(LRSchedule(warmup_constant(sgd(), 4)), 7, skipped=(1, 4, 5))
+    assert used == [[0.125], [0.125], [0.25], [0.375], [0.375], [0.375], [0.5]]
+
+
+def torch_scheduler_makers() -> dict[str, Callable[[Optimizer], Any]]:
+    s = torch_schedulers
+    return {
+        "LambdaLR": lambda o: s.LambdaLR(o, lambda step: 1 / (1 + step)),
+        "MultiplicativeLR": lambda o: s.MultiplicativeLR(o, lambda step: 0.9),
+        "StepLR": lambda o: s.StepLR(o, 3),
+        "MultiStepLR": lambda o: s.MultiStepLR(o, [2, 5]),
+        "ConstantLR": lambda o: s.ConstantLR(o, 0.5, 4),
+        "LinearLR": lambda o: s.LinearLR(o, 0.1, 1.0, 5),
+        "ExponentialLR": lambda o: s.ExponentialLR(o, 0.9),
+        "PolynomialLR": lambda o: s.PolynomialLR(o, 8, 2.0),
+        "CosineAnnealingLR": lambda o: s.CosineAnnealingLR(o, 8),
+        "CosineAnnealingWarmRestarts": lambda o: s.CosineAnnealingWarmRestarts(o, 3, 2),
+        "CyclicLR": lambda o: s.CyclicLR(o, 0.1, 1.0, 4, cycle_momentum=False),
+        "OneCycleLR": lambda o: s.OneCycleLR(o, 1.0, 20, cycle_momentum=False),
+        "SequentialLR": lambda o: s.SequentialLR(
+            o, [s.LinearLR(o, 0.1, 1.0, 4), s.CosineAnnealingLR(o, 8)], milestones=[4]
+        ),
+        "ChainedScheduler": lambda o: s.ChainedScheduler([s.ConstantLR(o, 0.1, 3), s.ExponentialLR(o, 0.9)]),
+    }
+
+
+def bare_torch_lrs(make: Callable[[Optimizer], Any], steps: int) -> list[list[float]]:
+    optimizer = sgd(groups=2)
+    scheduler, lrs = make(optimizer), []
+    for _ in range(steps):
+        lrs.append([float(group["lr"]) for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return lrs
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["torch", "in Ignite's LRScheduler"])
+@pytest.mark.parametrize("name", torch_scheduler_makers())
+def test_torch_schedulers_give_the_lrs_of_a_hand_written_loop(name: str, wrapped: bool) -> None:
+    make = torch_scheduler_makers()[name]
+    scheduler = make(sgd(groups=2))
+    if wrapped:
+        scheduler = IgniteTorchScheduler(scheduler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns when the schedule moves before the optimizer
+        assert used_lrs(LRSchedule(scheduler), 12) == bare_torch_lrs(make, 12)
+
+
+def linear_cyclical(optimizer: Optimizer) -> ParamScheduler:
+    return LinearCyclicalScheduler(optimizer, "lr", 1.0, 0.0, 6, cycle_mult=2.0)
+
+
+def cosine_annealing(optimizer: Optimizer) -> ParamScheduler:
+    return CosineAnnealingScheduler(optimizer, "lr", 0.0, 1.0, 5, start_value_mult=0.5)
+
+
+def piecewise(optimizer: Optimizer) -> ParamScheduler:
+    return PiecewiseLinear(optimizer, "lr", milestones_values=[(2, 0.5), (4, 0.45), (5, 0.3), (9, 0.1)])
+
+
+def warmed_up(optimizer: Optimizer) -> ParamScheduler:
+    return create_lr_scheduler_with_warmup(
+        CosineAnnealingScheduler(optimizer, "lr", 0.5, 0.0, 9), warmup_start_value=0.0, warmup_duration=4
+    )
+
+
+def warmed_up_torch(optimizer: Optimizer) -> ParamScheduler:
+    exponential = torch_schedulers.ExponentialLR(optimizer, 0.9)
+    return create_lr_scheduler_with_warmup(exponential, warmup_start_value=0.0, warmup_duration=4)
+
+
+IGNITE = {
+    "linear": (
+        linear_cyclical,
+        lambda n: LinearCyclicalScheduler.simulate_values(
+            n, param_name="lr", start_value=1.0, end_value=0.0, cycle_size=6, cycle_mult=2.0
+        ),
+    ),
+    "cosine": (
+        cosine_annealing,
+        lambda n: CosineAnnealingScheduler.simulate_values(
+            n, param_name="lr", start_value=0.0, end_value=1.0, cycle_size=5, start_value_mult=0.5
+        ),
+    ),
+    "piecewise": (
+        piecewise,
+        lambda n: PiecewiseLinear.simulate_values(
+            n, param_name="lr", milestones_values=[(2, 0.5), (4, 0.45), (5, 0.3), (9, 0.1)]
+        ),
+    ),
+    "warmed up": (
+        warmed_up,
+        lambda n: ConcatScheduler.simulate_values(n, *_parts(warmed_up(sgd()))),
+    ),
+    "warmed up torch": (
+        warmed_up_torch,
+        lambda n: ConcatScheduler.simulate_values(n, *_parts(warmed_up_torch(sgd()))),
+    ),
+}
+
+
+def _parts(scheduler: Any) -> tuple[Any, Any]:
+    return scheduler.schedulers, scheduler.durations
+
+
+@pytest.mark.parametrize("name", IGNITE)
+def test_ignite_schedulers_give_the_values_that_ignite_simulates_one_per_applied_step(name: str) -> None:
+    make, simulate = IGNITE[name]
+    simulated = [value for _, value in simulate(12)]
+    assert [lr for (lr,) in used_lrs(LRSchedule(make(sgd())), 12)] == simulated
+    skipping = [lr for (lr,) in used_lrs(LRSchedule(make(sgd())), 14, skipped=(1, 6))]
+    assert skipping == [simulated[0], *simulated[:5], *simulated[4:]]
+
+
+def test_ignite_schedulers_of_single_groups_are_moved_together() -> None:
+    optimizer = sgd(groups=2)
+    both = ParamGroupScheduler(
+        [LinearCyclicalScheduler(optimizer, "lr", 1.0, end, 4, param_group_index=i) for i, end in enumerate((0.0, 2.0))]
+    )
+    assert used_lrs(LRSchedule(both), 4) == [[1.0, 1.0], [0.5, 1.5], [0.0, 2.0], [0.5, 1.5]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda o: torch_schedulers.ReduceLROnPlateau(o), lambda o: ReduceLROnPlateauScheduler(o, "loss")],
+    ids=["torch", "ignite"],
+)
+def test_a_schedule_that_needs_a_metric_is_refused_in_one_line(make: Callable[[Optimizer], Any]) -> None:
+    with pytest.raises(ValueError, match=r"^ReduceLROnPlateau(Scheduler)? follows a metric, .*\.$"):
+        LRSchedule(make(sgd()))
+
+
+def test_what_is_no_scheduler_is_refused_with_the_remedy() -> None:
+    with pytest.raises(TypeError, match=r"got SGD; make one with warmup_cosine\("):
+        LRSchedule(sgd())
+
+
+def test_a_schedule_over_another_optimizer_is_refused() -> None:
+    engine = Engine(lambda engine, batch: None)
+    engine.update = type("U", (), {"optimizers": {"dense": sgd()}})()  # type: ignore[attr-defined]  # what a Trainer has
+    with pytest.raises(ValueError, match=r"'lr_schedule' is not over one of the trainer's optimizers \(dense\)"):
+        LRSchedule(constant(sgd())).attach(engine)
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+def through_a_file(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def load_both(optimizer: Optimizer, handler: LRSchedule, saved: Any, optimizer_first: bool) -> None:
+    if optimizer_first:
+        optimizer.load_state_dict(saved["optimizer"])
+    handler.load_state_dict(saved["schedule"])
+    if not optimizer_first:
+        optimizer.load_state_dict(saved["optimizer"])
+
+
+RESUMABLE: dict[str, Callable[[Optimizer], Any]] = {
+    "ours": lambda o: warmup_wsd(o, 3, total=12, decay=4),
+    **torch_scheduler_makers(),
+    **{f"ignite {name}": make for name, (make, _) in IGNITE.items()},
+}
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False])
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_resumed_at_any_step_the_lrs_go_on_exactly(name: str, optimizer_first: bool) -> None:
+    make, total = RESUMABLE[name], 11
+    whole = used_lrs(LRSchedule(make(sgd())), total)
+    for cut in (0, 1, 4, 7):
+        handler = LRSchedule(make(sgd()))
+        before = used_lrs(handler, cut)
+        saved = through_a_file({"schedule": handler.state_dict(), "optimizer": handler._optimizer.state_dict()})
+
+        optimizer = sgd()
+        resumed = LRSchedule(make(optimizer))
+        load = partial(load_both, optimizer, resumed, saved, optimizer_first)
+        after = used_lrs(resumed, total - cut, load=load)
+        assert before + after == whole
+
+
+def test_a_schedule_made_over_an_already_loaded_optimizer_keeps_its_base_lrs() -> None:
+    handler = LRSchedule(warmup_linear(sgd(), 2, total=10))
+    whole = used_lrs(LRSchedule(warmup_linear(sgd(), 2, total=10)), 10)
+    before = used_lrs(handler, 6)
+    optimizer = sgd()
+    optimizer.load_state_dict(handler._optimizer.state_dict())  # its lr is that of step 6 now
+    resumed = LRSchedule(warmup_linear(optimizer, 2, total=10))
+    assert before + used_lrs(resumed, 4, load=lambda: resumed.load_state_dict(handler.state_dict())) == whole
+
+
+def test_an_optimizer_loaded_without_the_schedule_does_not_keep_its_old_lr() -> None:
+    old = sgd(9.0)
+    optimizer = sgd()
+    schedule = warmup_linear(optimizer, 2, total=10)
+    used = used_lrs(LRSchedule(schedule), 2, load=lambda: optimizer.load_state_dict(old.state_dict()))
+    assert used == [schedule.lrs_at(0), schedule.lrs_at(1)]
+
+
+def test_a_state_with_other_groups_is_refused() -> None:
+    state = LRSchedule(constant(sgd(groups=3))).state_dict()
+    with pytest.raises(ValueError, match="has 3 parameter groups and the optimizer has 1; build the same"):
+        LRSchedule(constant(sgd())).load_state_dict(state)
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_lr_is_that_of_the_update_just_made_and_nothing_is_written_on_quiet_iterations() -> None:
+    used, published = run(LRSchedule(warmup_constant(sgd(), 8)), 6, publish=(1, 4))
+    assert published == [{"lr": used[0][0]}, {}, {}, {"lr": used[3][0]}, {}, {}]
+    assert used[3] == [0.25]
+
+
+def test_with_several_groups_each_is_written_under_its_name_or_index() -> None:
+    optimizer = SGD(
+        [
+            {"params": [nn.Parameter(torch.ones(1))], "lr": 0.5, "name": "decay"},
+            {"params": [nn.Parameter(torch.ones(1))]},
+        ],
+        lr=2.0,
+    )
+    _, published = run(LRSchedule(warmup_constant(optimizer, 2)), 1, publish=(1,))
+    assert published == [{"lr": 0.25, "lr/decay": 0.25, "lr/1": 1.0}]
+
+
+def test_a_schedule_with_a_name_of_its_own_writes_under_it() -> None:
+    _, published = run(LRSchedule(warmup_constant(sgd(), 2), name="sparse"), 1, publish=(1,))
+    assert published == [{"lr/sparse": 0.25}]
+
+
+# --- in a Trainer -----------------------------------------------------------------------------------------------------
+
+
+def real_trainer(steps: int, weights: list[int]) -> tuple[Trainer, Schedule, list[float]]:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=BASE)
+    used: list[float] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        used.append(optimizer.param_groups[0]["lr"])
+        loss: torch.Tensor = model(batch[1]).mean()
+        return loss
+
+    trainer = Trainer(Update(model, optimizer, loss_fn, weight_fn=lambda batch: weights[batch[0]]))
+    schedule = warmup_linear(optimizer, 2, total=steps)
+    LRSchedule(schedule).attach(trainer)
+    return trainer, schedule, used
+
+
+def test_in_a_trainer_an_update_without_weight_moves_nothing() -> None:
+    trainer, schedule, used = real_trainer(5, [1, 1, 0, 1, 0, 1])
+    trainer.run([(index, torch.ones(3, 2)) for index in range(6)], max_epochs=1)
+    assert used == [schedule.lrs_at(step)[0] for step in range(4)]  # a skipped update runs no forward
+    assert (trainer.state.skipped_steps, schedule.steps) == (2, 4)
+
+
+def test_in_a_trainer_its_state_is_one_copy_for_all_ranks_and_takes_up_the_lr() -> None:
+    trainer, schedule, _ = real_trainer(10, [1] * 6)
+    trainer.run([(index, torch.ones(3, 2)) for index in range(6)], max_epochs=1)
+    shared, own = trainer.registry.capture()
+    assert "lr_schedule" in shared and "lr_schedule" not in own
+    again, resumed, used = real_trainer(10, [1] * 6)
+    again.registry.load(through_a_file({**shared, **own}), source="here")
+    again.run([(index, torch.ones(3, 2)) for index in range(6)], max_epochs=2)
+    assert used == [resumed.lrs_at(step)[0] for step in range(6, 12)]
+    assert resumed.lrs_at(7) == schedule.lrs_at(7)
+
+
+def test_a_schedule_that_never_moves_is_a_warning() -> None:
+    trainer = Trainer(lambda engine, batch: None)  # a user's own update that fires nothing
+    LRSchedule(constant(sgd())).attach(trainer)
+    with pytest.warns(UserWarning, match="did not move in 3 iterations: the update fired no OPTIMIZER_STEP_COMPLETED"):
+        trainer.run([0, 1, 2], max_epochs=1)
+
+
+def test_two_schedules_need_two_names() -> None:
+    trainer, schedule, _ = real_trainer(5, [1])
+    with pytest.raises(ValueError, match="'lr_schedule' is taken"):
+        LRSchedule(schedule).attach(trainer)
