@@ -1,0 +1,133 @@
+"""What MemoryLogger writes is what the process and the device really hold, the worst over the ranks."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from ignite.engine import Events
+from torch import nn
+
+from ignite_engine import Trainer, Update
+from ignite_engine.events import TrainingEvents
+from ignite_engine.handlers.memory import MIB, MemoryLogger
+
+BALLAST_MIB = 96
+
+
+def trainer_on(device: str, step: Any = None) -> Trainer:
+    """A trainer of a tiny model whose loss function may do something besides."""
+    model = nn.Linear(4, 1).to(device)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if step is not None:
+            step()
+        loss: torch.Tensor = model(batch).pow(2).mean()
+        return loss
+
+    return Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
+
+
+def published(trainer: Trainer) -> list[dict[str, float]]:
+    """The memory values of each METRICS_READY to come."""
+    seen: list[dict[str, float]] = []
+
+    def note(trainer: Trainer) -> None:
+        seen.append({k: v for k, v in trainer.state.metrics.fresh.items() if k.startswith("memory/")})
+
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, note)
+    return seen
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    return [torch.ones(2, 4) for _ in range(count)]
+
+
+def test_on_the_cpu_the_host_memory_is_written_and_nothing_else() -> None:
+    trainer = trainer_on("cpu")
+    seen = published(trainer)
+    MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(batches(5), max_epochs=1)
+    assert [sorted(values) for values in seen] == [["memory/host_peak_mib", "memory/host_rss_mib"]] * 2
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    assert seen[-1]["memory/host_rss_mib"] == pytest.approx(pages * resource.getpagesize() / MIB, rel=0.05)
+
+
+def test_memory_that_was_given_back_stays_in_the_peak() -> None:
+    # the peak of the process so far is exceeded for certain, whatever ran before in it
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    headroom = int(status["VmHWM"].split()[0]) / 1024 - int(status["VmRSS"].split()[0]) / 1024
+    ballast = headroom + BALLAST_MIB
+
+    def allocate_and_free() -> None:
+        torch.ones(int(ballast * MIB), dtype=torch.uint8)
+
+    trainer = trainer_on("cpu", allocate_and_free)
+    seen = published(trainer)
+    MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(batches(1), max_epochs=1)
+    assert seen[0]["memory/host_peak_mib"] > seen[0]["memory/host_rss_mib"] + 0.9 * ballast - headroom
+
+
+def test_it_is_before_the_loggers_of_the_same_iteration_and_saves_no_state() -> None:
+    trainer = trainer_on("cpu")
+    saved = set(trainer.registry.objects)
+    seen = published(trainer)
+    MemoryLogger().attach(trainer)
+    trainer.run(batches(100), max_epochs=1)
+    assert len(seen) == 2  # every 50 iterations
+    assert set(trainer.registry.objects) == saved
+
+
+def test_a_users_own_update_is_measured_too() -> None:
+    trainer = Trainer(lambda engine, batch: None)
+    seen = published(trainer)
+    MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run([0], max_epochs=1)
+    assert seen[0]["memory/host_rss_mib"] > 0
+
+
+def _one_of_two_ranks(rank: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    ballast = torch.ones(BALLAST_MIB * MIB * rank, dtype=torch.uint8)  # rank 1 holds more
+    trainer = trainer_on("cpu")
+    seen = published(trainer)
+    MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(batches(1), max_epochs=1)
+    own = torch.tensor(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MIB)
+    torch.save({"seen": seen, "own": own, "held": ballast.numel()}, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_on_two_ranks_the_worst_is_written_with_its_rank(tmp_path: Path) -> None:
+    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert second["own"] > first["own"] + 0.5 * BALLAST_MIB
+    for values in (first["seen"][0], second["seen"][0]):
+        assert values["memory/peak_rank"] == 1.0
+        assert values["memory/host_rss_mib"] == pytest.approx(float(second["own"]), rel=0.1)
+    assert first["seen"] == second["seen"]
+
+
+@pytest.mark.cuda
+def test_on_cuda_the_peak_is_that_of_the_interval() -> None:
+    sizes = iter([64, 256, 8])
+
+    def allocate_and_free() -> None:
+        torch.empty(next(sizes) * MIB, dtype=torch.uint8, device="cuda")
+
+    trainer = trainer_on("cuda", allocate_and_free)
+    seen = published(trainer)
+    MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(batches(3), max_epochs=1)
+    peaks = [values["memory/peak_mib"] - values["memory/allocated_mib"] for values in seen]
+    assert peaks == pytest.approx([64, 256, 8], abs=4)
+    assert all(values["memory/reserved_mib"] >= 256 for values in seen[1:])
+    assert all(values["memory/retries"] == values["memory/ooms"] == 0 for values in seen)
