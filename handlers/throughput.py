@@ -1,0 +1,135 @@
+"""How fast training goes, and where an iteration's time goes, by the host's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any
+
+from ignite.engine import Engine, Events
+
+from ignite_engine.agreement import gather_floats
+from ignite_engine.events import Phase, TrainingEvents
+
+
+class Throughput:
+    """Rates and mean times since it last wrote; a few clock reads an iteration, no host sync.
+
+    Args:
+        tokens_fn: ``tokens_fn(batch) -> int`` counts the tokens of a micro-batch as the loader gave it, on the host.
+        samples_fn: the same for samples; without it the first dimension of the first tensor or array in the
+            micro-batch. A batch without one counts none, and ``samples_per_s`` is not written.
+
+    An iteration counts from GET_BATCH_STARTED to ITERATION_COMPLETED (or to the evaluation that begins there), so
+    evaluations, checkpoints and other handlers between iterations are in no rate. Written at the event:
+
+    - ``throughput/steps_per_s`` (iterations), ``throughput/samples_per_s``, ``throughput/tokens_per_s`` (with
+      ``tokens_fn``): over all ranks, by the time of the slowest;
+    - ``throughput/data_wait_share``: the part of the iterations' time spent waiting for the loader, 0 to 1;
+    - ``time/step_ms``, ``time/data_wait_ms``, and where the update fires the optimizer's events
+      ``time/forward_backward_ms`` (to OPTIMIZER_STEP_STARTED) and ``time/optimizer_ms`` (clip and step): means per
+      iteration and over ranks. On CUDA these say when the host had queued the work, not when the device had done it.
+
+    Ranks meet in one collective at the event, never between. No state is saved.
+    """
+
+    phase = Phase.MEASURE
+
+    def __init__(
+        self, tokens_fn: Callable[[Any], int] | None = None, *, samples_fn: Callable[[Any], int] | None = None
+    ) -> None:
+        self.tokens_fn = tokens_fn
+        self.samples_fn = samples_fn if samples_fn is not None else _samples
+        self._restart()
+        self._started: float | None = None
+        self._batch_ready = self._step_started = 0.0
+
+    def attach(self, trainer: Engine, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
+        trainer.add_event_handler(Events.STARTED, self._forget_iteration)
+        trainer.add_event_handler(Events.GET_BATCH_STARTED, self._start_wait)
+        trainer.add_event_handler(Events.GET_BATCH_COMPLETED, self._end_wait)
+        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._start_step)
+        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self._end_step)
+        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_SKIPPED, self._end_step)
+        # whichever comes first: an evaluation runs before all else in ITERATION_COMPLETED
+        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._end_iteration)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._end_iteration)
+        trainer.add_event_handler(event, self)
+
+    def __call__(self, trainer: Engine) -> None:
+        sums = (self._steps, self._total_s, self._wait_s, self._compute_s, self._step_s, self._samples, self._tokens)
+        rows = gather_floats([float(value) for value in sums])
+        self._restart()
+        steps, total, wait, compute, step, samples, tokens = (sum(column) for column in zip(*rows))
+        slowest = max(row[1] for row in rows)
+        if not steps or not slowest:
+            return
+        metrics = trainer.state.metrics
+        metrics["throughput/steps_per_s"] = steps / len(rows) / slowest
+        if samples:
+            metrics["throughput/samples_per_s"] = samples / slowest
+        if tokens:
+            metrics["throughput/tokens_per_s"] = tokens / slowest
+        metrics["throughput/data_wait_share"] = wait / total
+        metrics["time/step_ms"] = 1e3 * total / steps
+        metrics["time/data_wait_ms"] = 1e3 * wait / steps
+        if compute:
+            metrics["time/forward_backward_ms"] = 1e3 * compute / steps
+            metrics["time/optimizer_ms"] = 1e3 * step / steps
+
+    def _restart(self) -> None:
+        self._steps = self._samples = self._tokens = 0
+        self._total_s = self._wait_s = self._compute_s = self._step_s = 0.0
+
+    def _forget_iteration(self, trainer: Engine) -> None:
+        self._started = None
+
+    def _start_wait(self, trainer: Engine) -> None:
+        if self._started is None:  # fired again when the loader was exhausted and starts anew: still the same wait
+            self._started = perf_counter()
+
+    def _end_wait(self, trainer: Engine) -> None:
+        self._batch_ready = perf_counter()
+        if self._started is not None:
+            self._wait_s += self._batch_ready - self._started
+
+    def _start_step(self, trainer: Engine) -> None:
+        self._step_started = perf_counter()
+        self._compute_s += self._step_started - self._batch_ready
+
+    def _end_step(self, trainer: Engine) -> None:
+        if self._step_started:
+            self._step_s += perf_counter() - self._step_started
+            self._step_started = 0.0
+
+    def _end_iteration(self, trainer: Engine) -> None:
+        if self._started is None:
+            return
+        self._total_s += perf_counter() - self._started
+        self._started = None
+        self._steps += 1
+        state: Any = trainer.state
+        micro_batches = state.batch if getattr(trainer, "accumulation_steps", None) is not None else (state.batch,)
+        if getattr(state, "padding", 0):  # repeats with weight zero are no samples
+            micro_batches = micro_batches[: -state.padding]
+        for micro_batch in micro_batches:
+            self._samples += self.samples_fn(micro_batch)
+            if self.tokens_fn is not None:
+                self._tokens += self.tokens_fn(micro_batch)
+
+
+def _samples(batch: Any) -> int:
+    """First dimension of the first tensor or array in ``batch``, which may nest mappings, lists and tuples."""
+    return _first_dimension(batch) or 0
+
+
+def _first_dimension(batch: Any) -> int | None:
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else None
+    children = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    for child in children:
+        size = _first_dimension(child)
+        if size is not None:
+            return size
+    return None

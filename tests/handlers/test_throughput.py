@@ -1,0 +1,194 @@
+"""Rates count what the update consumed, over the time that iterations took and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from ignite.engine import Events
+from torch import nn
+
+from ignite_engine import Trainer, Update
+from ignite_engine.events import TrainingEvents
+from ignite_engine.handlers.throughput import Throughput
+
+COMPUTE_S, WAIT_S, ELSEWHERE_S, STEP_S = 0.02, 0.01, 0.1, 0.005
+SLACK_S = 0.04  # what a busy machine may add to an epoch outside of the sleeps; well below what is told apart
+
+
+class Slept:
+    """Sleeps for something, and knows for how long it really did."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def __call__(self, what: str, seconds: float) -> None:
+        started = time.perf_counter()
+        time.sleep(seconds)
+        self.seconds[what] += time.perf_counter() - started
+
+
+class SlowStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.slept("step", STEP_S)
+        return super().step(closure)
+
+    slept = Slept()
+
+
+class SlowData:
+    """Batches of 4 samples of 3 tokens, the last of an epoch of 2; each takes a while to come."""
+
+    def __init__(self, count: int, slept: Slept | None = None) -> None:
+        self.count = count
+        self.slept = slept or Slept()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in range(self.count):
+            self.slept("wait", WAIT_S)
+            yield {"length": 3, "inputs": [torch.ones(2 if index == self.count - 1 else 4, 3)]}
+
+
+def slow_trainer(accumulation_steps: int | None = None, slept: Slept | None = None) -> Trainer:
+    model = nn.Linear(3, 1)
+    sleep = slept or Slept()
+
+    def loss_fn(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        sleep("compute", COMPUTE_S)
+        loss: torch.Tensor = model(batch["inputs"][0]).pow(2).mean()
+        return loss
+
+    optimizer = SlowStep(model.parameters(), lr=0.1)
+    optimizer.slept = sleep
+    return Trainer(Update(model, optimizer, loss_fn), accumulation_steps)
+
+
+def published(trainer: Trainer) -> list[dict[str, float]]:
+    seen: list[dict[str, float]] = []
+    trainer.add_event_handler(
+        TrainingEvents.METRICS_READY, lambda trainer: seen.append(dict(trainer.state.metrics.fresh))
+    )
+    return seen
+
+
+def count_tokens(batch: dict[str, Any]) -> int:
+    return int(batch["inputs"][0].numel())
+
+
+def test_samples_tokens_and_times_are_those_of_the_micro_batches() -> None:
+    slept = Slept()
+    trainer = slow_trainer(accumulation_steps=2, slept=slept)
+    slow_trainer().run(SlowData(2), max_epochs=1)  # what is slow once in a process
+    seen = published(trainer)
+    Throughput(count_tokens).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(SlowData(5, slept), max_epochs=1)  # 3 iterations of 2, 2 and 1 micro-batches: 18 samples, 54 tokens
+    (values,) = seen
+    seconds = 3 / values["throughput/steps_per_s"]
+    assert values["throughput/samples_per_s"] * seconds == pytest.approx(18, rel=1e-12)
+    assert values["throughput/tokens_per_s"] * seconds == pytest.approx(54, rel=1e-12)
+    assert values["time/step_ms"] == pytest.approx(1e3 * seconds / 3, rel=1e-12)
+    parts = {"wait": "time/data_wait_ms", "compute": "time/forward_backward_ms", "step": "time/optimizer_ms"}
+    for part, key in parts.items():
+        assert slept.seconds[part] <= 3e-3 * values[key] < slept.seconds[part] + SLACK_S
+    assert values["throughput/data_wait_share"] == pytest.approx(values["time/data_wait_ms"] / values["time/step_ms"])
+    assert sum(values[key] for key in parts.values()) <= values["time/step_ms"]
+    assert seconds < sum(slept.seconds.values()) + SLACK_S
+
+
+@pytest.mark.parametrize("update", ["ours", "the user's"])
+def test_evaluations_and_handlers_between_iterations_are_in_no_rate(update: str) -> None:
+    trainer = slow_trainer() if update == "ours" else Trainer(lambda engine, batch: time.sleep(COMPUTE_S))
+    seen = published(trainer)
+
+    def evaluate(trainer: Trainer) -> None:
+        trainer.fire_event(TrainingEvents.EVALUATION_STARTED)
+        time.sleep(ELSEWHERE_S)
+        trainer.fire_event(TrainingEvents.EVALUATION_COMPLETED)
+
+    evaluate.phase = 0  # type: ignore[attr-defined]  # as an Evaluation has it: before the measurements
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), evaluate)
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: time.sleep(ELSEWHERE_S))  # a checkpoint
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(ELSEWHERE_S))
+    Throughput().attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(SlowData(4), max_epochs=1)
+    assert 4e-3 * seen[0]["time/step_ms"] < 4 * (COMPUTE_S + WAIT_S + STEP_S) + 2 * SLACK_S  # and not 1 s more
+    assert seen[0]["throughput/steps_per_s"] == pytest.approx(1e3 / seen[0]["time/step_ms"])
+
+
+def test_every_interval_begins_anew_and_an_event_without_iterations_writes_nothing() -> None:
+    trainer = slow_trainer()
+    seen = published(trainer)
+    throughput = Throughput()
+    throughput.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.add_event_handler(Events.COMPLETED, throughput)  # just after the last interval was written
+    trainer.run(SlowData(4), max_epochs=1)
+    samples = [values["throughput/samples_per_s"] / values["throughput/steps_per_s"] * 2 for values in seen]
+    assert samples == pytest.approx([8, 6])
+
+
+def test_without_tokens_and_without_arrays_these_rates_are_left_out() -> None:
+    trainer = Trainer(lambda engine, batch: None)
+    seen = published(trainer)
+    Throughput().attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(["a", "b"], max_epochs=1)
+    assert set(seen[0]) == {
+        "throughput/steps_per_s", "throughput/data_wait_share", "time/step_ms", "time/data_wait_ms"
+    }  # fmt: skip
+
+
+def test_samples_can_be_counted_by_the_user() -> None:
+    trainer = Trainer(lambda engine, batch: None)
+    seen = published(trainer)
+    Throughput(samples_fn=len).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(["abc", "de"], max_epochs=1)
+    assert seen[0]["throughput/samples_per_s"] / seen[0]["throughput/steps_per_s"] == pytest.approx(2.5)
+
+
+def test_it_does_not_listen_to_backward_and_saves_nothing() -> None:
+    trainer = slow_trainer()
+    saved = set(trainer.registry.objects)
+    Throughput(count_tokens).attach(trainer)
+    assert not trainer.hears(TrainingEvents.BACKWARD_COMPLETED)
+    assert set(trainer.registry.objects) == saved
+
+
+def test_nothing_is_written_between_its_events() -> None:
+    trainer = slow_trainer()
+    seen = published(trainer)
+    Throughput().attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    trainer.run(SlowData(5), max_epochs=1)
+    assert len(seen) == 1
+
+
+def _one_of_two_ranks(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    slept = Slept()
+    # rank 1 is the slow one, and ends first: of its second group one micro-batch is a repetition with weight zero
+    trainer = Trainer(lambda engine, batch: slept("compute", 0.02 + 0.2 * rank), accumulation_steps=2)
+    seen = published(trainer)
+    Throughput(lambda batch: 10).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run([torch.ones(4 + 2 * rank, 1)] * (4 - rank), max_epochs=1)
+    assert trainer.state.padding == rank
+    torch.save(seen, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_on_two_ranks_work_is_summed_over_the_time_of_the_slower(tmp_path: Path) -> None:
+    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert first == second
+    values = first[0]
+    assert 2 / values["throughput/steps_per_s"] == pytest.approx(0.44, abs=0.2)  # without rank 1 it is 0.04 s
+    assert values["throughput/samples_per_s"] / values["throughput/steps_per_s"] == pytest.approx((16 + 18) / 2)
+    assert values["throughput/tokens_per_s"] / values["throughput/steps_per_s"] == pytest.approx((40 + 30) / 2)
+    assert 1 / values["throughput/steps_per_s"] - 1e-3 * values["time/step_ms"] == pytest.approx(0.1, abs=0.05)
