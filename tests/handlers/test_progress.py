@@ -1,0 +1,148 @@
+"""Progress: one line on a terminal, few lines elsewhere, rank 0 only."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from ignite.engine import Events
+
+from ignite_engine import Trainer
+from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.handlers import progress as module
+from ignite_engine.handlers.progress import Progress
+
+
+@contextmanager
+def terminal(columns: int) -> Iterator[Callable[[], str]]:
+    """stderr is a real terminal for a while; the value reads what was drawn on it."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    os.set_blocking(master, False)
+
+    def drawn() -> str:
+        try:
+            return os.read(master, 1_000_000).decode()
+        except BlockingIOError:
+            return ""
+
+    before = sys.stderr  # not in a fixture: pytest sets it anew before the test itself
+    with os.fdopen(slave, "w") as stream:
+        sys.stderr = stream
+        try:
+            yield drawn
+        finally:
+            sys.stderr = before
+    os.close(master)
+
+
+def trainer_of(seconds: float = 0.0) -> Trainer:
+    trainer = Trainer(lambda engine, batch: time.sleep(seconds))
+    Progress().attach(trainer)
+    return trainer
+
+
+def test_on_a_terminal_one_line_is_redrawn_at_most_ten_times_a_second() -> None:
+    with terminal(100) as drawn:
+        started = time.perf_counter()
+        trainer_of(0.01).run(range(20), max_epochs=2)
+        elapsed = time.perf_counter() - started
+        text = drawn().replace("\r\n", "\n")  # as a terminal translates it
+    assert text.count("\n") == 1 and text.endswith("\n")  # one line, left standing at the end
+    drawings = text.split("\r")[1:]
+    assert 3 <= len(drawings) <= elapsed / 0.1 + 1
+    assert "epoch 2/2  iteration 40/40 [########################] 100%" in drawings[-1]
+    assert all(re.search(r"ETA \d+:\d\d", drawing) for drawing in drawings)
+
+
+def test_on_a_terminal_no_line_is_wider_than_it() -> None:
+    with terminal(20) as drawn:
+        trainer_of().run(range(3), max_epochs=1)
+        drawings = [drawing.replace("\x1b[K", "").strip() for drawing in drawn().split("\r")]
+    assert max(len(drawing) for drawing in drawings) == 19
+
+
+def test_on_a_terminal_the_line_is_cleared_before_the_loggers_print() -> None:
+    trainer = trainer_of(0.11)
+    printed: list[str] = []
+
+    def log(trainer: Trainer) -> None:
+        printed.append(drawn())
+
+    log.phase = Phase.LOG  # type: ignore[attr-defined]  # where sinks are
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, log)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.state.metrics.update(loss=0.123456))
+    with terminal(100) as drawn:
+        trainer.run(range(3), max_epochs=1)
+        rest = drawn()
+    assert "iteration 2/3" in printed[0] and printed[0].endswith("\r\x1b[K")
+    assert "loss 0.1235" in rest
+
+
+def test_elsewhere_each_tenth_of_the_run_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer_of().run(range(125), max_epochs=2)
+    lines = capsys.readouterr().err.splitlines()
+    assert [int(line.split("iteration ")[1].split("/")[0]) for line in lines] == list(range(25, 251, 25))
+    assert lines[-1].startswith("epoch 2/2  iteration 250/250 100%  elapsed 0:0")
+    assert not any(sign in line for line in lines for sign in "\r\x1b#")
+
+
+def test_elsewhere_a_line_comes_after_a_while_however_slow_the_run_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert module.LINE_S == 30.0
+    monkeypatch.setattr(module, "LINE_S", 0.05)
+    trainer = trainer_of(0.02)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=12), trainer.terminate)
+    trainer.run(range(1000), max_epochs=1)
+    assert 3 <= len(capsys.readouterr().err.splitlines()) <= 6  # 12 iterations are less than a tenth
+
+
+def test_data_without_a_length_is_counted_without_a_total(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer_of().run(iter(range(7)), max_epochs=1)
+    assert re.fullmatch(r"epoch 1/1  iteration 7/7 100%  elapsed 0:00  ETA 0:00\n", capsys.readouterr().err)
+
+
+def test_the_time_left_is_at_the_pace_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
+    handler, trainer = Progress(), Trainer(lambda engine, batch: None)
+    handler.attach(trainer)
+    trainer.state.iteration, trainer.state.max_iters = 9_000, 10_000  # as a resume leaves them
+    handler._start(trainer)
+    trainer.state.iteration = 9_010
+    handler._show(trainer, handler._started_at + 40.0)
+    assert "elapsed 0:40  ETA 1:06:00" in capsys.readouterr().err  # 990 iterations at 4 s
+
+
+def test_it_attaches_to_any_event(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(lambda engine, batch: None)
+    Progress().attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(range(5), max_epochs=3)
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def _one_of_two_ranks(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with open(f"{folder}/{rank}.txt", "w") as stream, redirect_stderr(stream), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own would be on stderr too
+        trainer_of().run([0, 1], max_epochs=1)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_only_rank_0_shows_it(tmp_path: Path) -> None:
+    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    assert "iteration 2/2" in (tmp_path / "0.txt").read_text()
+    assert (tmp_path / "1.txt").read_text() == ""
