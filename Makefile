@@ -54,7 +54,7 @@ format: $(STAMP)  ## rewrite the files as check wants them
 	$(BIN)/ruff format .
 
 bench: $(STAMP)  ## measure against the hand-written loop
-	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python -m benchmarks.overhead $(ARGS)
 
 clean:  ## remove .venv, builds and caches; runs stay
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
