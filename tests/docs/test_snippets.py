@@ -1,0 +1,220 @@
+"""What README.md and docs/ show is true: snippets run, configs load, links lead somewhere, tables are complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from pydantic import BaseModel
+
+import ignite_engine
+from ignite_engine import TrainingEvents, TrainingState, handlers
+from ignite_engine.cli.commands import COMMANDS
+from ignite_engine.config import Config, Every, load_config
+from ignite_engine.events import EVENT_COUNTERS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+README_LINES = 150
+LEAST_CONFIG = {"task": "task.py:build", "run": {"max_epochs": 1}}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its page, the line of its first line, its language and its text."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def starts_processes(self) -> bool:
+        return 'if __name__ == "__main__":' in self.text
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """All fenced blocks of a page; an unclosed one is an error."""
+    blocks: list[Block] = []
+    language, start, lines = None, 0, []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        fence = re.match(r"\s*```(.*)", line)
+        if fence is None:
+            lines.append(line)
+        elif language is None:
+            language, start, lines = fence[1].strip(), number + 1, []
+        else:
+            blocks.append(Block(page, start, language, textwrap.dedent("\n".join(lines)) + "\n"))
+            language = None
+    assert language is None, f"{page}:{start - 1}: this block is never closed."
+    return blocks
+
+
+def blocks(language: str) -> list[Block]:
+    return [block for page in PAGES for block in blocks_of(page) if block.language == language]
+
+
+def prose_of(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^\s*```.*?^\s*```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+PYTHON = blocks("python")
+RUN_HERE = sorted({block.page for block in PYTHON if not block.starts_processes})
+SCRIPTS = [block for block in PYTHON if block.starts_processes]
+
+
+def test_there_are_snippets_of_every_kind() -> None:
+    assert ROOT / "README.md" in RUN_HERE
+    assert len(RUN_HERE) >= 3 and SCRIPTS and blocks("yaml")
+
+
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
+def test_python_blocks_of_a_page_run_one_after_the_other(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": "snippet"}
+    for block in blocks_of(page):
+        if block.language == "python" and not block.starts_processes:
+            # line numbers of a traceback are those of the page
+            exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+def test_scripts_that_start_processes_run_and_resume(block: Block, tmp_path: Path) -> None:
+    assert 'backend="gloo"' in block.text and "nproc_per_node=2" in block.text
+    (tmp_path / "script.py").write_text(block.text)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    for _ in range(2):  # started again it finds its checkpoint, which says that it is at its end
+        result = subprocess.run(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert result.returncode == 0, result.stderr
+    assert list(tmp_path.rglob("manifest.json"))
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_yaml_blocks_are_valid_configs_or_sections_of_one(block: Block, tmp_path: Path) -> None:
+    values = yaml.safe_load(block.text)
+    whole = values if "task" in values else {**LEAST_CONFIG, **values}
+    path = tmp_path / "config.yaml"
+    path.write_text(block.text if "task" in values else yaml.safe_dump(whole))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config(path)
+    assert set(values) <= set(config.to_dict())
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_to_a_file(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
+    local = [target.split("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
+    missing = [target for target in local if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_readme_is_short_and_lines_fit() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_commands_that_are_shown_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    shown = [(page, *found) for page in ALL_PAGES for found in _commands(page.read_text())]
+    assert {"train", "test"} <= {name for _, program, name in shown if program == "make"}
+    for page, program, name in shown:
+        assert name in (targets if program == "make" else COMMANDS), f"{page.name}: {program} {name}"
+
+
+def _commands(text: str) -> Iterator[tuple[str, str]]:
+    for match in re.finditer(r"(?:^|`)(make|python -m ignite_engine|ignite-engine) ([a-z]+)", text, re.MULTILINE):
+        yield match[1], match[2]
+
+
+def test_readme_names_every_event_with_its_counter() -> None:
+    counters = {}
+    for line in (ROOT / "README.md").read_text().splitlines():
+        cells = [re.findall(r"`(\w+)`", cell) for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[0] and cells[0][0].isupper():
+            names, counted = cells[0], cells[2]
+            counters |= dict(zip(names, counted if len(counted) == len(names) else counted * len(names)))
+    assert counters == {event.name: counter for event, counter in EVENT_COUNTERS.items()}
+
+
+def test_the_loop_page_names_every_event() -> None:
+    text = (DOCS / "the_loop.md").read_text()
+    assert [event.name for event in TrainingEvents if event.name not in text] == []
+
+
+def test_the_handlers_page_names_all_that_is_exported_and_only_keys_that_exist() -> None:
+    text = (DOCS / "handlers.md").read_text()
+    assert [name for name in handlers.__all__ if not re.search(rf"\b{name}\b", text)] == []
+    state = TrainingState()
+    fields = set(re.findall(r"`state\.(\w+)", "".join(page.read_text() for page in PAGES)))
+    assert [name for name in fields if not hasattr(state, name)] == []
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel) and inner is not Every:
+            yield from keys_of(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def test_the_configuration_page_names_every_key_and_no_other() -> None:
+    text = (DOCS / "configuration.md").read_text()
+    named = set(re.findall(r"^\| `([a-z_.]+)` \|", text, flags=re.MULTILINE))
+    assert named == set(keys_of(Config))
+
+
+def test_the_configuration_page_gives_the_defaults() -> None:
+    """The third cell begins with the default as YAML writes it; a key that must be given says so in words."""
+    text = (DOCS / "configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z_.]+)` \| [^|]* \| `([^|`]+)`", text, flags=re.MULTILINE))
+    config = Config.model_validate(LEAST_CONFIG)
+    assert len(rows) > 20
+    for key, written in rows.items():
+        value: object = config.model_dump(mode="json")
+        for part in key.split("."):
+            assert isinstance(value, dict)
+            value = value[part]
+        assert yaml.safe_load(written) == value, key
+
+
+def test_features_name_tests_that_exist() -> None:
+    rows = re.findall(r"^\| (\w+) \| (.+?) \| (.+?) \|$", (DOCS / "features.md").read_text(), flags=re.MULTILINE)
+    rows = [row for row in rows if row[0] != "id"]
+    assert rows
+    for row, _, cell in rows:
+        named = re.findall(r"`([\w/.]+\.py)::(\w+)`", cell)
+        assert named, row
+        for path, name in named:
+            assert re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), flags=re.MULTILINE), f"{row}: {name}"
+
+
+def test_the_changelog_has_the_version() -> None:
+    assert f"## {ignite_engine.__version__}" in (ROOT / "CHANGELOG.md").read_text()
