@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
+
+_NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 class CheckpointError(Exception):
@@ -11,10 +14,12 @@ class CheckpointError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """The error's first line; a bare type name where it has none."""
+    """The error's first line; a bare type name where it has none. Where there was no room: how much is free."""
     if isinstance(error, OSError) and error.strerror:
-        where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{where}"
+        where = [str(error.filename)] if error.filename else []
+        if where and error.errno in _NO_ROOM:
+            where.append(free_space(Path(where[0])))
+        return f"{error.strerror} ({', '.join(where)})" if where else error.strerror
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ignite_engine.checkpointing import directory as names
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing.commit import Commit
-from ignite_engine.checkpointing.errors import free_space
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, plain_metrics, read_manifest
 from ignite_engine.checkpointing.parts import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
@@ -248,6 +247,6 @@ class CheckpointStore:
 
     def _not_saved(self, iteration: int, causes: str) -> str:
         return (
-            f"The checkpoint of iteration {iteration} was not saved in {self.directory} "
-            f"({free_space(self.directory)}): {causes}; earlier checkpoints stand."
+            f"The checkpoint of iteration {iteration} was not saved in {self.directory}: {causes}; "
+            "earlier checkpoints stand."
         )

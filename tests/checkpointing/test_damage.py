@@ -143,6 +143,16 @@ def test_prune_never_deletes_the_last_valid_one(tmp_path: Path, damage: Callable
     assert holds(store, tmp_path / "iteration_00000300", 300)
 
 
+@pytest.mark.parametrize("damage", [truncate, remove_a_file, break_the_manifest])
+def test_a_damaged_one_is_not_counted_among_the_last(tmp_path: Path, damage: Callable[[Path], str]) -> None:
+    for iteration in (100, 200, 300):
+        save(CheckpointStore(tmp_path), iteration)
+    damage(tmp_path / "iteration_00000200")
+    assert CheckpointStore(tmp_path).apply(Retention(keep_last=2)) == []
+    save(CheckpointStore(tmp_path), 400)
+    assert [each.name for each in CheckpointStore(tmp_path).apply(Retention(keep_last=2))] == ["iteration_00000100"]
+
+
 def test_a_store_that_verified_a_file_sees_when_it_changes(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 100)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention
+from ignite_engine.checkpointing.filesystem import write_file
 from tests.checkpointing.file_faults import (
     FileOperations,
     can_mount,
@@ -72,9 +75,9 @@ def test_full_disk_is_one_line_and_the_checkpoint_before_stands(
 ) -> None:
     code, message = in_child(lambda: fill(tmp_path))
     assert code == 0
-    assert message.startswith(f"The checkpoint of iteration 200 was not saved in {tmp_path} (")
-    assert "MiB free): " in message
-    assert f"{cause} ({tmp_path}/.tmp-iteration_00000200-" in message and "/shared.pt)" in message
+    start = f"The checkpoint of iteration 200 was not saved in {tmp_path}: {cause} ({tmp_path}/.tmp-iteration_00000200-"
+    assert message.startswith(start)
+    assert re.search(r"/shared\.pt, \d+\.\d MiB free\); earlier checkpoints stand\.$", message)
 
 
 def read_only_file_system(directory: Path) -> str:
@@ -205,6 +208,18 @@ def test_an_error_while_annotating_leaves_the_old_manifest(tmp_path: Path) -> No
         assert fault.raised == 1
         assert store.checkpoints()[0].manifest.labels == ["old"]
         assert sorted(each.name for each in path.iterdir()) == ["manifest.json", "rank_0.pt", "shared.pt"]
+
+
+def test_a_write_error_that_the_writer_hides_is_raised_all_the_same(tmp_path: Path) -> None:
+    def hide_errors(file: IO[bytes]) -> None:
+        for _ in range(3):
+            with contextlib.suppress(OSError):
+                file.write(bytes(2_000_000))
+
+    fault = Fault(OSError(errno.EIO, "I/O error"))
+    with FileOperations(tmp_path, at=1, action=fault), pytest.raises(OSError, match="I/O error") as failed:
+        write_file(tmp_path / "file", hide_errors)
+    assert fault.raised == 1 and failed.value.filename == str(tmp_path / "file")
 
 
 @pytest.mark.parametrize("value", [Path("runs"), torch.nn.Linear(1, 1), torch.Generator(), frozenset((1,))])

@@ -79,6 +79,13 @@ def test_checkpoints_with_broken_weights_never_evict_the_last_healthy_one(tmp_pa
     assert [why for _, why in skipped] == ["its weights are not finite"] * 2
 
 
+def test_the_newest_healthy_one_is_part_of_what_retention_names(tmp_path: Path) -> None:
+    for iteration in (100, 200, 300):
+        save(CheckpointStore(tmp_path), iteration, healthy=iteration < 300)
+    kept = Retention(keep_last=1).kept(CheckpointStore(tmp_path).checkpoints())
+    assert [each.iteration for each in kept] == [200, 300]
+
+
 def test_a_broken_state_does_not_take_the_place_of_a_healthy_one_of_the_same_iteration(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     healthy = save(store, 100)

@@ -6,12 +6,13 @@ import hashlib
 import json
 from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 
-from ignite_engine.checkpointing import CheckpointStore, Retention, all_finite
+from ignite_engine.checkpointing import CheckpointStore, Retention, all_finite, verification
+from ignite_engine.checkpointing.filesystem import FileRecord, hash_file
 from tests.checkpointing.states import holds, local_parts, save, shared_parts
 
 VALUES: dict[str, Any] = {
@@ -149,10 +150,12 @@ def test_keys_unknown_to_this_release_are_ignored_within_a_format_version(tmp_pa
 
 def test_a_verified_checkpoint_is_not_read_again_by_a_prune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    from ignite_engine.checkpointing import verification
 
-    real = verification.hash_file
-    monkeypatch.setattr(verification, "hash_file", lambda file: (read.append(file.name), real(file))[1])
+    def counting(file: IO[bytes]) -> FileRecord:
+        read.append(Path(file.name).parent.name)
+        return hash_file(file)
+
+    monkeypatch.setattr(verification, "hash_file", counting)
     store = CheckpointStore(tmp_path)
     for iteration in range(1, 5):
         save(store, iteration)
@@ -160,7 +163,7 @@ def test_a_verified_checkpoint_is_not_read_again_by_a_prune(tmp_path: Path, monk
     assert read == []
     save(store, 5)
     CheckpointStore(tmp_path).apply(Retention(keep_last=1))  # a new process knows nothing
-    assert [Path(str(name)).parent.name for name in read] == ["iteration_00000005"] * 2
+    assert read == ["iteration_00000005"] * 2
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
