@@ -89,6 +89,10 @@ class Update:
         parameters = self._clear_gradients()
         if scales is None:
             return self._skip(state, {"loss": torch.zeros((), device=self.device)})
+        if 0.0 in scales and not self._wrapped and any(scales):
+            # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
+            micro_batches = [each for each, scale in zip(micro_batches, scales, strict=True) if scale]
+            scales = [scale for scale in scales if scale]
         if len(micro_batches) == 1:
             output = self._forward_backward(state, micro_batches, scales)
         else:
