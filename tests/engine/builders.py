@@ -1,0 +1,95 @@
+"""Tiny models and trainers, each run of which is a function of its arguments alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ignite_engine import Trainer, TrainingEvents, Update, loader
+
+
+class Numbers(Dataset[Any]):
+    """``count`` samples ``(inputs, target)`` that are functions of their index; remembers which were loaded."""
+
+    def __init__(self, count: int, features: int = 3, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self.inputs = torch.randn(count, features, generator=generator, dtype=dtype)
+        self.targets = torch.randn(count, 1, generator=generator, dtype=dtype)
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded.append(index)
+        return self.inputs[index], self.targets[index]
+
+
+class Passes:
+    """Data without a length: each pass gives the next of ``counts`` batches, the counts in turn."""
+
+    def __init__(self, *counts: int) -> None:
+        self.counts, self.passes = counts, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        number, self.passes = self.passes, self.passes + 1
+        for index in range(self.counts[number % len(self.counts)]):
+            yield torch.tensor([100.0 * (number + 1) + index])
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    inputs, targets = batch
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def linear(features: int = 3, dtype: torch.dtype = torch.float32, *, dropout: bool = False) -> nn.Module:
+    torch.manual_seed(7)
+    layers = [nn.Linear(features, 4, dtype=dtype), nn.Tanh(), nn.Linear(4, 1, dtype=dtype)]
+    if dropout:
+        layers.insert(2, nn.Dropout(0.5))
+    return nn.Sequential(*layers)
+
+
+def trainer_of(
+    model: nn.Module | None = None, accumulation_steps: int | None = None, lr: float = 0.1, **options: Any
+) -> Trainer:
+    model = linear() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return Trainer(Update(model, optimizer, mse, **options), accumulation_steps)
+
+
+def one(model: nn.Module) -> Tensor:
+    """All weights in one vector."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def weights(trainer: Trainer) -> Tensor:
+    return one(trainer.update.model).clone()  # type: ignore[attr-defined]  # an Update
+
+
+def events_of(engine: Engine, events: Sequence[Any] = tuple(Events)) -> list[tuple[str, int, int]]:
+    """Gets ``(event, epoch, iteration)`` for every event that ``engine`` fires from now on."""
+    seen: list[tuple[str, int, int]] = []
+
+    def record(name: str) -> Any:
+        def handler(*_: Any) -> None:
+            seen.append((name, engine.state.epoch, engine.state.iteration))
+
+        return handler
+
+    for event in events:
+        if event.name not in ("EXCEPTION_RAISED",):
+            engine.add_event_handler(event, record(event.name))
+    return seen
+
+
+def numbers_loader(count: int = 12, batch_size: int = 2, **options: Any) -> Any:
+    return loader(Numbers(count), batch_size, **options)
+
+
+OURS = tuple(TrainingEvents)

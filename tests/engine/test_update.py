@@ -1,0 +1,384 @@
+"""One update: what N micro-batches make together, and what happens where nothing may be stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ignite_engine import Trainer, TrainingEvents, Update
+from ignite_engine.precision import LossScaler
+from tests.engine.builders import Numbers, linear, mse, one, trainer_of, weights
+
+
+def batches_of(data: Numbers, sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append((data.inputs[start : start + size], data.targets[start : start + size]))
+        start += size
+    return pieces
+
+
+def trained(sizes: list[int], steps: int | None, **options: Any) -> tuple[Tensor, Any]:
+    trainer = trainer_of(linear(dtype=torch.float64), steps, **options)
+    state = trainer.run(batches_of(Numbers(64, dtype=torch.float64), sizes), max_epochs=1)
+    return weights(trainer), state
+
+
+def test_four_micro_batches_of_8_equal_one_batch_of_32() -> None:
+    small, state = trained([8] * 8, 4, clip_norm=0.5)
+    big, reference = trained([32] * 2, None, clip_norm=0.5)
+
+    torch.testing.assert_close(small, big, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(state.output["loss"], reference.output["loss"], rtol=1e-13, atol=0)
+    torch.testing.assert_close(state.output["grad_norm"], reference.output["grad_norm"], rtol=1e-12, atol=0)
+    assert (state.iteration, state.optimizer_steps, state.micro_batches) == (2, 2, 8)
+    assert not torch.equal(big, one(linear(dtype=torch.float64)))
+
+
+def test_ragged_micro_batches_weigh_what_weight_fn_says() -> None:
+    def samples(batch: Any) -> int:
+        return len(batch[0])
+
+    ragged, state = trained([1, 7, 16, 8], 4, weight_fn=samples)
+    unweighted, _ = trained([1, 7, 16, 8], 4)
+    big, reference = trained([32], None)
+
+    torch.testing.assert_close(ragged, big, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(state.output["loss"], reference.output["loss"], rtol=1e-13, atol=0)
+    assert (unweighted - big).abs().max() > 1e-4
+
+
+def test_short_last_group_is_divided_by_its_own_size() -> None:
+    # 6 micro-batches by 4: the last group of the epoch holds 2
+    grouped, state = trained([8] * 6, 4)
+    big, _ = trained([32, 16], None)
+
+    torch.testing.assert_close(grouped, big, rtol=1e-13, atol=1e-14)
+    assert state.iteration == 2
+
+
+def test_extra_outputs_are_averaged_as_the_loss() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = mse(model, batch)
+        return loss, {"samples": torch.tensor(float(len(batch[0]))), "twice": 2 * loss.detach()}
+
+    model = linear()
+    update = Update(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, weight_fn=lambda b: len(b[0]), log_grad_norm=True
+    )
+    state = Trainer(update, accumulation_steps=2).run(batches_of(Numbers(8), [2, 6]))
+
+    assert state.output["samples"].item() == 2 * 0.25 + 6 * 0.75
+    torch.testing.assert_close(state.output["twice"], 2 * state.output["loss"])
+    assert set(state.output) == {"loss", "grad_norm", "samples", "twice"}
+    assert not any(value.requires_grad for value in state.output.values())
+
+
+def test_group_without_weight_is_skipped() -> None:
+    trainer = trainer_of(linear(), 2, weight_fn=lambda batch: float(batch[0].sum() > 1e6))
+    before, skipped = weights(trainer), []
+    trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_SKIPPED, lambda: skipped.append(trainer.state.iteration))
+    state = trainer.run(batches_of(Numbers(16), [4] * 4))
+
+    assert torch.equal(weights(trainer), before)
+    assert (state.iteration, state.optimizer_steps, state.skipped_steps, skipped) == (2, 0, 2, [1, 2])
+
+
+def test_micro_batch_without_weight_cannot_spoil_its_group() -> None:
+    """The mean over no token at all is 0 / 0, which times a weight of zero is still NaN."""
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        losses = (model(torch.ones(len(batch), 3, dtype=torch.float64)).squeeze(1) - batch).pow(2)
+        counts = (batch != -1).to(losses.dtype)
+        return (losses * counts).sum() / counts.sum()
+
+    def run(batches: list[Tensor]) -> tuple[Tensor, Any]:
+        model = linear(dtype=torch.float64)
+        update = Update(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, weight_fn=lambda batch: (batch != -1).sum()
+        )
+        state = Trainer(update, accumulation_steps=2).run(batches)
+        return one(model).clone(), state.output["loss"]
+
+    tokens, masked = torch.tensor([0, 1, -1, 1]), torch.tensor([-1, -1])
+    with_masked, loss = run([tokens, masked])
+    alone, loss_alone = run([tokens])
+
+    assert torch.equal(with_masked, alone) and torch.equal(loss, loss_alone)
+    assert torch.isfinite(alone).all()
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_weight_out_of_range_is_refused(weight: float) -> None:
+    trainer = trainer_of(linear(), 2, weight_fn=lambda batch: weight)
+
+    with pytest.raises(ValueError, match="weight_fn must return a finite number of at least 0"):
+        trainer.run(batches_of(Numbers(4), [2, 2]))
+
+
+# -- several optimizers -----------------------------------------------------------------------------------------------
+
+
+class Bag(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(10, 4, sparse=sparse, dtype=torch.float64)
+        self.head = nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens).mean(1))
+
+
+def bag_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return 50 * model(tokens).pow(2).mean()
+
+
+# index 4 stands twice in a sample and again in the other micro-batch
+TOKENS = [torch.tensor([[4, 4, 1], [2, 4, 3]]), torch.tensor([[4, 5, 5], [1, 1, 1]])]
+
+
+def test_sparse_and_dense_gradients_are_clipped_by_their_joint_norm() -> None:
+    model, dense = Bag(sparse=True), Bag(sparse=False)
+    update = Update(
+        model,
+        {
+            "sparse": torch.optim.SparseAdam(list(model.embedding.parameters()), lr=0.01),
+            "dense": torch.optim.AdamW(model.head.parameters(), lr=0.01),
+        },
+        bag_loss,
+        clip_norm=0.1,
+    )
+    trainer = Trainer(update, accumulation_steps=2)
+    state = trainer.run(TOKENS)
+    (sum(bag_loss(dense, tokens) for tokens in TOKENS) / 2).backward()  # type: ignore[union-attr]
+    norm = torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.1)
+
+    assert norm > 1.0
+    torch.testing.assert_close(state.output["grad_norm"], norm, rtol=1e-12, atol=0)
+    gradient = model.embedding.weight.grad
+    assert gradient is not None and gradient.is_sparse
+    torch.testing.assert_close(gradient.to_dense(), dense.embedding.weight.grad, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(model.head.weight.grad, dense.head.weight.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_all_optimizers_step() -> None:
+    model, before = Bag(sparse=True), Bag(sparse=True)
+    optimizers = {
+        "sparse": torch.optim.SparseAdam(list(model.embedding.parameters()), lr=0.01),
+        "dense": torch.optim.AdamW(model.head.parameters(), lr=0.01),
+    }
+    Trainer(Update(model, optimizers, bag_loss)).run(TOKENS)
+
+    changed = (model.embedding.weight != before.embedding.weight).any(1)
+    assert changed.tolist() == [index in (1, 2, 3, 4, 5) for index in range(10)]
+    assert not torch.equal(model.head.weight, before.head.weight)
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.left, self.right = nn.Linear(2, 1), nn.Linear(2, 1)
+
+
+def two_part_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    left, right = batch
+    return (model.left(left).float() + model.right(right).float()).mean()  # type: ignore[operator]
+
+
+def fp16_trainer(**options: Any) -> tuple[Trainer, dict[str, torch.optim.Optimizer]]:
+    model = TwoParts()
+    optimizers: dict[str, torch.optim.Optimizer] = {
+        "left": torch.optim.SGD(model.left.parameters(), lr=0.1),
+        "right": torch.optim.AdamW(model.right.parameters(), lr=0.1),
+    }
+    return Trainer(Update(model, optimizers, two_part_loss, precision="fp16", **options)), optimizers
+
+
+def test_overflow_in_one_optimizer_stops_all_of_them() -> None:
+    from ignite_engine.handlers import LRSchedule, warmup_linear
+
+    trainer, optimizers = fp16_trainer(grad_scaler={"init_scale": 256.0, "growth_interval": 2})
+    LRSchedule(warmup_linear(optimizers["left"], warmup=10, total=100)).attach(trainer)
+    fine, huge = torch.ones(1, 2), torch.full((1, 2), 3e4)
+    seen: list[Any] = []
+
+    def look(engine: Trainer) -> None:
+        scaler: LossScaler = engine.update.scaler  # type: ignore[attr-defined]
+        seen.append((weights(engine), optimizers["left"].param_groups[0]["lr"], scaler.get_scale()))
+
+    trainer.add_event_handler(Events.STARTED | Events.ITERATION_COMPLETED, look)
+    fired: list[str] = []
+    for event in (TrainingEvents.OPTIMIZER_STEP_COMPLETED, TrainingEvents.OPTIMIZER_STEP_SKIPPED):
+        trainer.add_event_handler(event, lambda *, name=event.name: fired.append(name))
+    # the input of the right part times the scale is beyond fp16, the left one's gradient is fine
+    state = trainer.run([(fine, fine), (fine, huge), (fine, fine)])
+
+    (start, lr_0, _), (first, lr_1, scale_1), (second, lr_2, scale_2), (third, lr_3, scale_3) = seen
+    assert fired == ["OPTIMIZER_STEP_COMPLETED", "OPTIMIZER_STEP_SKIPPED", "OPTIMIZER_STEP_COMPLETED"]
+    assert not torch.equal(start, first) and torch.equal(first, second) and not torch.equal(second, third)
+    assert lr_0 < lr_1 == lr_2 < lr_3
+    assert (scale_1, scale_2, scale_3) == (256.0, 128.0, 128.0)
+    assert (state.iteration, state.optimizer_steps, state.skipped_steps) == (3, 2, 1)
+    assert optimizers["right"].state_dict()["state"][0]["step"] == 2
+
+
+def test_scaler_takes_all_its_options_and_is_in_the_checkpoint() -> None:
+    options = {"init_scale": 64.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 1}
+    trainer, _ = fp16_trainer(grad_scaler=options)
+    fine = torch.ones(1, 2)
+    trainer.run([(fine, fine)] * 2)
+    saved = trainer.registry.capture()[0]["scaler"]
+    other, _ = fp16_trainer()
+    other.registry.load({"scaler": saved}, source="memory")
+
+    assert saved["scale"] == 64.0 * 3 * 3
+    assert (saved["growth_factor"], saved["backoff_factor"], saved["growth_interval"]) == (3.0, 0.25, 1)
+    assert other.registry.capture()[0]["scaler"] == saved
+
+
+def test_clipping_sees_unscaled_gradients() -> None:
+    trainer, _ = fp16_trainer(grad_scaler={"init_scale": 1024.0}, clip_norm=1e3)
+    state = trainer.run([(torch.ones(1, 2), torch.ones(1, 2))])
+
+    assert state.output["grad_norm"].item() == pytest.approx(6**0.5, rel=1e-3)
+
+
+def test_options_of_a_scaler_that_is_not_there_are_refused() -> None:
+    model = linear()
+
+    with pytest.raises(ValueError, match="no effect with precision 'bf16'"):
+        Update(model, torch.optim.SGD(model.parameters()), mse, precision="bf16", grad_scaler={"init_scale": 2.0})
+    with pytest.raises(ValueError, match="precision must be one of fp32, bf16, fp16, got 'half'"):
+        Update(model, torch.optim.SGD(model.parameters()), mse, precision="half")
+
+
+class CastsOf(TorchDispatchMode):
+    """Counts the casts of a model's weights to bf16."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.weights = {parameter.data_ptr() for parameter in model.parameters()}
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.weights:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def bf16_run(listen: bool, steps: int | None = 4) -> tuple[Tensor, int, list[Any]]:
+    trainer = trainer_of(linear(), steps, precision="bf16", clip_norm=1.0)
+    heard: list[Any] = []
+    if listen:
+        trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED, heard.append)
+    with CastsOf(trainer.update.model) as casts:  # type: ignore[attr-defined]
+        trainer.run(batches_of(Numbers(32), [4] * 8), max_epochs=3)
+    return weights(trainer), casts.count, heard
+
+
+def test_weights_are_cast_once_a_group_with_the_same_bits() -> None:
+    shared, shared_casts, _ = bf16_run(listen=False)
+    each, each_casts, _ = bf16_run(listen=True)
+
+    # 2 groups of 4 micro-batches in each of 3 epochs, 4 weights
+    assert shared_casts == 2 * 3 * 4 and each_casts == 4 * shared_casts
+    assert torch.equal(shared, each)
+
+
+def test_listener_between_micro_batches_gets_its_own_cast() -> None:
+    """A handler of BACKWARD_COMPLETED may change weights, or compute; no autocast context is open around it."""
+    trainer = trainer_of(linear(), 4, precision="bf16")
+    inside: list[bool] = []
+    trainer.add_event_handler(
+        TrainingEvents.BACKWARD_COMPLETED, lambda: inside.append(torch.is_autocast_enabled("cpu"))
+    )
+    trainer.run(batches_of(Numbers(32), [4] * 8))
+
+    assert inside == [False] * 8
+
+
+def test_loss_fn_that_writes_to_a_weight_is_refused() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        loss = mse(model, batch)
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)
+        return loss
+
+    model = linear()
+    update = Update(model, torch.optim.SGD(model.parameters()), loss_fn, precision="bf16")
+
+    with pytest.raises(ValueError, match="loss_fn changed a weight in place"):
+        Trainer(update, accumulation_steps=2).run(batches_of(Numbers(8), [4, 4]))
+
+
+# -- shape of the whole -----------------------------------------------------------------------------------------------
+
+
+def test_events_of_one_update_come_in_order() -> None:
+    trainer = trainer_of(linear(), 2, clip_norm=1e-6)
+    fired: list[Any] = []
+
+    def norm() -> float:
+        return sum(float(p.grad.norm() ** 2) for p in trainer.update.model.parameters()) ** 0.5  # type: ignore
+
+    for event in (TrainingEvents.BACKWARD_COMPLETED, TrainingEvents.OPTIMIZER_STEP_COMPLETED):
+        trainer.add_event_handler(event, lambda *, name=event.name: fired.append(name))
+    trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, lambda: fired.append(norm() > 1e-3))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: fired.append(norm() < 2e-6))
+    trainer.run(batches_of(Numbers(8), [4, 4]))
+
+    # STARTED sees the gradients unclipped, the end of the iteration sees them clipped
+    assert fired == ["BACKWARD_COMPLETED", "BACKWARD_COMPLETED", True, "OPTIMIZER_STEP_COMPLETED", True]
+
+
+def test_update_works_in_a_plain_ignite_engine() -> None:
+    model, reference = linear(), trainer_of(linear())
+    engine = Engine(Update(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), mse))
+    data = batches_of(Numbers(16), [4] * 4)
+    state = engine.run(data, max_epochs=2)
+    reference.run(data, max_epochs=2)
+
+    assert torch.equal(one(model), weights(reference))
+    assert state.optimizer_steps == 8  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("result", [0.5, torch.tensor(0.5), {"loss": 0.5, "accuracy": 1.0}])
+def test_users_own_update_may_return_a_number_a_tensor_or_a_mapping(result: Any, tmp_path: Any) -> None:
+    from ignite_engine.handlers import MetricLogger
+
+    batches: list[Any] = []
+
+    def update(engine: Engine, batch: Any) -> Any:
+        batches.append(batch)
+        return result
+
+    trainer = Trainer(update, accumulation_steps=2)
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    state = trainer.run([1, 2, 3, 4])
+
+    assert batches == [[1, 2], [3, 4]] and state.output is result
+    assert state.metrics["loss"] == 0.5
+    assert ("accuracy" in state.metrics) == isinstance(result, dict)
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters())
+
+    with pytest.raises(ValueError, match="clip_norm must be positive, or None for no clipping, got 0"):
+        Update(model, optimizer, mse, clip_norm=0)
+    with pytest.raises(ValueError, match="at least one optimizer"):
+        Update(model, {}, mse)
+    with pytest.raises(ValueError, match="accumulation_steps must be at least 1, or None for no grouping, got 0"):
+        Trainer(Update(model, optimizer, mse), accumulation_steps=0)
