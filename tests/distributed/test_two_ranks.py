@@ -1,0 +1,62 @@
+"""Two gloo ranks from the command line: stopped together, resumed to the same bits, one reduction per step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ignite_engine.checkpointing import CheckpointStore
+from tests.faults.processes import group_is_gone, interrupt, lines, start, summary, train, wait_until, write_config
+
+pytestmark = pytest.mark.distributed
+
+TWO_RANKS = ("--nproc-per-node", "2", "--backend", "gloo")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    config = write_config(folder, task_options={"count_reductions": True})
+    train(config, *TWO_RANKS)
+    counts = [json.loads((folder / f"reductions_{rank}.json").read_text()) for rank in range(2)]
+    return {"digest": summary(folder)["weights_sha256"], "lines": lines(folder), "counts": counts}
+
+
+def test_one_reduction_per_step(uninterrupted: dict[str, Any]) -> None:
+    # 103 samples on two ranks: 52 and 51, 13 batches of 4 each, 4 groups an epoch (the last of one batch), 6 epochs
+    assert uninterrupted["counts"] == [{"reductions": 24, "optimizer_steps": 24, "micro_batches": 78}] * 2
+    assert uninterrupted["lines"][-1]["iteration"] == 24
+
+
+def rank_pids(folder: Path) -> dict[int, int]:
+    found = {int(path.stem.split("_")[1]): int(path.read_text() or 0) for path in folder.glob("pid_*")}
+    return found if len(found) == 2 and all(found.values()) else {}
+
+
+@pytest.mark.parametrize("how", ["ctrl-c to the group", "SIGTERM to rank 1", "SIGTERM to the parent"])
+def test_both_ranks_stop_at_one_iteration(tmp_path: Path, uninterrupted: dict[str, Any], how: str) -> None:
+    config = write_config(tmp_path, task_options={"slow_step_s": 0.05, "count_reductions": True})
+    process = start(config, *TWO_RANKS)
+    wait_until(lambda: len(lines(tmp_path)) >= 2 and rank_pids(tmp_path), process)
+    if how == "ctrl-c to the group":
+        code, expected = interrupt(process)[0], 130
+    else:
+        os.kill(rank_pids(tmp_path)[1] if how == "SIGTERM to rank 1" else process.pid, signal.SIGTERM)
+        code, expected = process.wait(timeout=60), 143
+    assert code == expected, (tmp_path / "output.txt").read_text()
+    assert group_is_gone(process.pid), "an orphan is left"
+    stopped_at = summary(tmp_path)["iteration"]
+    counts = [json.loads((tmp_path / f"reductions_{rank}.json").read_text()) for rank in range(2)]
+    assert counts[0] == counts[1] and counts[0]["optimizer_steps"] == stopped_at < 24
+    newest = CheckpointStore(tmp_path / "run" / "checkpoints").latest()
+    assert newest.checkpoint is not None and newest.checkpoint.iteration == stopped_at and not newest.skipped
+    (tmp_path / "fast").touch()
+    train(config, *TWO_RANKS)
+    assert summary(tmp_path)["status"] == "completed"
+    assert summary(tmp_path)["weights_sha256"] == uninterrupted["digest"]
+    assert lines(tmp_path) == uninterrupted["lines"]

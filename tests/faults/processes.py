@@ -1,0 +1,99 @@
+"""Real runs in real processes: start one, wait for what it does, signal it, read what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+CONFIG: dict[str, Any] = {
+    "task": f"{HERE / 'task.py'}:build",
+    "run": {"max_epochs": 6, "seed": 3, "threads": 1},
+    "data": {"batch_size": 4, "num_workers": 0},
+    "optimizer": {"name": "AdamW", "lr": 0.01},
+    "schedule": {"name": "cosine", "warmup": 3},
+    "update": {"precision": "bf16", "accumulation_steps": 4, "clip_norm": 1.0},
+    "evaluation": {"every": {"epochs": 1}},
+    "checkpoint": {"every": 5},
+    "logging": {"every": 2, "console": False, "progress": False, "memory": False, "throughput": False},
+}
+
+
+def write_config(folder: Path, **sections: Any) -> Path:
+    """A config in ``folder`` whose run directory is ``folder/run``; ``sections`` override values of CONFIG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {name: dict(value) if isinstance(value, dict) else value for name, value in CONFIG.items()}
+    for name, values in sections.items():
+        config[name] = {**config.get(name, {}), **values}
+    config["run"]["directory"] = str(folder / "run")
+    config["task_options"] = {"directory": str(folder), **config.get("task_options", {})}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
+    """``train`` in a session of its own, so that a signal to its group is a terminal's Ctrl-C."""
+    command = [sys.executable, "-m", "ignite_engine", "train", str(config), *arguments]
+    output = (config.parent / "output.txt").open("a")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=output,
+        text=True,
+        start_new_session=True,
+        env=environment,
+        cwd=HERE.parent.parent,
+    )
+
+
+def train(config: Path, *arguments: str) -> None:
+    """Run to the end."""
+    process = start(config, *arguments)
+    assert process.wait(timeout=120) == 0, (config.parent / "output.txt").read_text()
+
+
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 60.0) -> Any:
+    """Poll until ``condition()`` is true; the process must be alive all the while."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert process.poll() is None, f"the run ended early with {process.returncode}"
+        assert time.monotonic() < deadline, "what the test waits for did not happen"
+        time.sleep(0.02)
+    return found
+
+
+def interrupt(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[int, float]:
+    """Signal the whole group as a terminal does; exit code and seconds until the process was gone."""
+    began = time.monotonic()
+    os.killpg(process.pid, number)
+    return process.wait(timeout=60), time.monotonic() - began
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
+    return result
+
+
+def group_is_gone(leader: int) -> bool:
+    """No process of the group is left."""
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:
+        return True
+    return False

@@ -1,0 +1,112 @@
+"""Ctrl-C at the worst places: saved at a clean edge, gone on with by the same command, ending with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ignite_engine.checkpointing import CheckpointStore
+from tests.faults.processes import group_is_gone, interrupt, lines, start, summary, train, wait_until, write_config
+
+pytestmark = pytest.mark.faults
+
+# far below the 20 s that the blocked loader takes, and far above what a loaded machine needs to exit
+WAITS_S = 12.0
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train(write_config(folder))
+    assert summary(folder)["status"] == "completed"
+    return {"digest": summary(folder)["weights_sha256"], "lines": lines(folder)}
+
+
+def assert_goes_on_to_the_same_end(config: Path, uninterrupted: dict[str, Any]) -> None:
+    folder = config.parent
+    stopped_at = summary(folder)["iteration"]
+    assert summary(folder)["status"] == "interrupted"
+    newest = CheckpointStore(folder / "run" / "checkpoints").latest()
+    assert newest.checkpoint is not None and newest.skipped == []
+    assert newest.checkpoint.iteration == stopped_at < uninterrupted["lines"][-1]["iteration"]
+    (folder / "fast").touch()
+    train(config)
+    assert summary(folder)["status"] == "completed"
+    assert summary(folder)["weights_sha256"] == uninterrupted["digest"]
+    assert lines(folder) == uninterrupted["lines"]
+
+
+def test_interrupted_while_training(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    config = write_config(tmp_path, task_options={"slow_step_s": 0.03})
+    process = start(config)
+    wait_until(lambda: len(lines(tmp_path)) >= 2, process)
+    code, seconds = interrupt(process)
+    assert code == 130 and seconds < WAITS_S
+    assert_goes_on_to_the_same_end(config, uninterrupted)
+
+
+def test_interrupted_while_evaluating(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    config = write_config(tmp_path, task_options={"slow_evaluation_s": 1.0})
+    process = start(config)
+    wait_until((tmp_path / "evaluating").exists, process)
+    code, seconds = interrupt(process)
+    assert code == 130 and seconds < WAITS_S
+    assert not any("val/accuracy" in line for line in lines(tmp_path)), "the evaluation was not broken off"
+    assert_goes_on_to_the_same_end(config, uninterrupted)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_interrupted_while_the_loader_waits(tmp_path: Path, uninterrupted: dict[str, Any], workers: int) -> None:
+    config = write_config(tmp_path, task_options={"block_at": 77}, data={"num_workers": workers})
+    process = start(config)
+    wait_until((tmp_path / "blocked").exists, process)
+    time.sleep(1.0)  # the other worker's batches are used up meanwhile
+    code, seconds = interrupt(process)
+    assert code == 130 and seconds < WAITS_S
+    assert group_is_gone(process.pid)
+    assert_goes_on_to_the_same_end(config, uninterrupted)
+
+
+def test_second_signal_forces_the_end(tmp_path: Path) -> None:
+    config = write_config(tmp_path, task_options={"slow_step_s": 15.0})
+    process = start(config)
+    wait_until((tmp_path / "stepping").exists, process)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.7)
+    code, seconds = interrupt(process)
+    assert code == 130 and seconds < WAITS_S
+
+
+def test_killed_run_goes_on_from_its_newest_checkpoint(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    config = write_config(tmp_path, task_options={"slow_step_s": 0.03})
+    process = start(config)
+    wait_until(lambda: len(lines(tmp_path)) >= 5, process)
+    assert interrupt(process, signal.SIGKILL)[0] == -signal.SIGKILL
+    (tmp_path / "fast").touch()
+    train(config)
+    assert summary(tmp_path)["weights_sha256"] == uninterrupted["digest"]
+    assert lines(tmp_path) == uninterrupted["lines"]
+
+
+def test_finished_run_started_again_only_evaluates(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    config = write_config(tmp_path)
+    train(config)
+    train(config)
+    assert summary(tmp_path)["status"] == "completed"
+    assert summary(tmp_path)["weights_sha256"] == uninterrupted["digest"]
+    assert [line["iteration"] for line in lines(tmp_path)] == [line["iteration"] for line in uninterrupted["lines"]]
+    assert "val/accuracy" in summary(tmp_path)["metrics"]
+
+
+def test_seed_decides_the_digest_and_workers_do_not(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    other_seed = write_config(tmp_path / "seed", run={"seed": 4})
+    train(other_seed)
+    assert summary(tmp_path / "seed")["weights_sha256"] != uninterrupted["digest"]
+    workers = write_config(tmp_path / "workers", data={"num_workers": 2})
+    train(workers)
+    assert summary(tmp_path / "workers")["weights_sha256"] == uninterrupted["digest"]
