@@ -6,7 +6,7 @@ import inspect
 import os
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ignite.distributed as idist
@@ -73,8 +73,6 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         trainer = Trainer(update, accumulation_steps=config.update.accumulation_steps)
         schedule = _schedule(config, optimizer, total)
         directory = RunDirectory(config.directory)
-        evaluations = _evaluations(config, task, model, task.val_sets)
-        tests = _evaluations(config, task, model, task.test_sets)
         length = {"max_iters": config.run.max_iterations, "max_epochs": config.run.max_epochs}
         run = Run(
             trainer,
@@ -83,13 +81,12 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             schedule,
             total,
             {key: value for key, value in length.items() if value is not None},
-            evaluations,
-            tests,
+            lambda: _evaluations(config, task, model, {**task.val_sets, **task.test_sets}),
             startup,
             config.to_dict(),
             (config.checkpoint.best, config.checkpoint.mode) if config.checkpoint.best else None,
         )
-        _attach(config, task, run, evaluations)
+        _attach(config, task, run, _evaluations(config, task, model, task.val_sets))
     return run
 
 
@@ -221,20 +218,20 @@ def _schedule(config: Config, optimizer: Optimizer, total: int) -> handlers.Sche
 
 def _evaluations(
     config: Config, task: Task, model: nn.Module, sets: Mapping[str, Dataset[Any]]
-) -> dict[str, handlers.Evaluation]:
+) -> list[handlers.Evaluation]:
     precision = config.evaluation.precision or config.update.precision
-    made = {}
+    made = []
     for name, dataset in sets.items():
         predict, metrics = (
             (task.predict, task.metrics) if task.predict is not None else mean_loss(task.loss_fn, task.weight_fn)
         )
         evaluator = create_evaluator(model, predict, metrics, precision=precision)
         data = _loader(config, task, dataset, training=False)
-        made[name] = handlers.Evaluation(evaluator, data, name=name, limit=config.evaluation.limit)
+        made.append(handlers.Evaluation(evaluator, data, name=name, limit=config.evaluation.limit))
     return made
 
 
-def _attach(config: Config, task: Task, run: Run, evaluations: Mapping[str, handlers.Evaluation]) -> None:
+def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers.Evaluation]) -> None:
     trainer, evaluation, logging = run.trainer, config.evaluation, config.logging
 
     def before_the_first_update(engine: Engine, count: int) -> bool:
@@ -247,7 +244,7 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Mapping[str, hand
         return run.was_finished
 
     handlers.LRSchedule(run.schedule).attach(trainer)
-    for each in evaluations.values():
+    for each in evaluations:
         if evaluation.at_start:
             each.attach(trainer, Events.STARTED(event_filter=before_the_first_update))
         if evaluation.every is not None:

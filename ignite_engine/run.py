@@ -48,8 +48,7 @@ class Run:
         schedule: learning rates by update.
         total: updates of the whole run, from its first start on.
         length: ``max_epochs`` or ``max_iters``, as ``trainer.run`` takes it.
-        evaluations: by the name of the validation set; each writes into ``trainer.state.metrics`` when called.
-        tests: the same for the test sets; only ``evaluate`` calls them.
+        evaluations: makes one for each validation and test set; each writes into ``trainer.state.metrics`` when called.
         startup: seconds of the phases so far.
         config: the resolved config as plain values.
         best: the metric by which ``evaluate`` chooses a checkpoint, and ``min`` or ``max``; None: the newest.
@@ -63,8 +62,7 @@ class Run:
     schedule: Curve
     total: int
     length: Mapping[str, int]
-    evaluations: Mapping[str, Callable[[Trainer], None]]
-    tests: Mapping[str, Callable[[Trainer], None]]
+    evaluations: Callable[[], Iterable[Callable[[Trainer], None]]]
     startup: PhaseTimes
     config: Mapping[str, Any]
     best: tuple[str, str] | None = None
@@ -98,6 +96,8 @@ class Run:
             self.startup.log()
             if self.was_finished:
                 logger.info("The run is at its end (iteration %d): it is only evaluated.", trainer.state.iteration)
+                position = trainer.position  # a run may end within an epoch
+                trainer.state.epoch = position.epochs_completed + int(position.epoch_iteration > 0)
                 self._metrics_before = self.directory.read_summary().get("metrics", {})
             self._write_summary("running", resumed)
             trainer.run(self.loader, **self.length)
@@ -132,7 +132,7 @@ class Run:
         self.trainer.registry.objects["model"].load_state_dict(loaded.shared["model"])
         self.trainer.state.iteration = loaded.manifest.iteration
         self.trainer.state.metrics.clear()
-        for evaluation in (*self.evaluations.values(), *self.tests.values()):
+        for evaluation in self.evaluations():
             evaluation(self.trainer)
         return {
             "checkpoint": str(path),

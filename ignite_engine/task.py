@@ -113,7 +113,8 @@ def _find_file(where: str, folder: Path | None) -> Path:
     names = sorted({path.name for each in tried if each.parent.is_dir() for path in each.parent.glob("*.py")})
     near = difflib.get_close_matches(Path(where).name, names, n=1)
     hint = f"; did you mean '{Path(where).with_name(near[0])}'?" if near else "."
-    places = "" if Path(where).is_absolute() else f" in {folders[0]}, the folders above it or {Path.cwd()}"
+    here = "" if Path.cwd() in folders[:-1] else f" or {Path.cwd()}"
+    places = "" if Path(where).is_absolute() else f" in {folders[0]}, the folders above it{here}"
     raise TaskError(f"got {where!r}, but there is no such file{places}{hint}")
 
 

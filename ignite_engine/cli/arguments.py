@@ -28,7 +28,8 @@ class Parser(argparse.ArgumentParser):
             message = (
                 f"got the command {unknown[1]!r}, expected one of these{did_you_mean(unknown[1], commands.COMMANDS)}"
             )
-        self.exit(USAGE_ERROR, f"error: {message}\n")
+        # overrides need not be there, which argparse cannot say
+        self.exit(USAGE_ERROR, f"error: {message.replace(', section.key=value', '')}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

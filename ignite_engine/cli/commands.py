@@ -68,6 +68,10 @@ def _rank_main(local_rank: int, work: Callable[..., None], config: Config, optio
 
 
 def _train(config: Config, options: argparse.Namespace) -> None:
+    above = next(each for each in (config.directory, *config.directory.absolute().parents) if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        problem = "may not be written to" if above.is_dir() else "is no folder"
+        raise config.error("run.directory", f"got '{config.directory}', but {above} {problem}.")
     with RunDirectory(config.directory).logging_to(idist.get_rank()):
         recipe.build_run(config).train()
 

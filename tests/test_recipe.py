@@ -1,0 +1,315 @@
+"""Runs built from configs: what is wired up, what lies in the folder, and that a run goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from ignite.engine import Events
+from ignite.metrics import MeanAbsoluteError
+
+from ignite_engine import Task, recipe
+from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
+from ignite_engine.run import Run
+from ignite_engine.run_directory import config_differences, weights_sha256
+
+SAMPLES = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
+
+
+def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch[0]) - 1).square().mean()
+
+
+def make_task(**parts: Any) -> Task:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    return Task(**{"model": model, "loss_fn": loss_fn, "train_set": SAMPLES, "val_sets": {"val": SAMPLES}, **parts})
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., Run]:
+    """A run over ``make_task``, made under the run's seed as the recipe makes a config's task."""
+
+    def make(sections: Mapping[str, Any] | None = None, folder: str = "run", **parts: Any) -> Run:
+        values: dict[str, Any] = {"task": "unused.py:build", "data": {"batch_size": 4}, "logging": {"progress": False}}
+        values["run"] = {"directory": str(tmp_path / folder), "max_iterations": 8}
+        for name, section in (sections or {}).items():
+            values[name] = {**values.get(name, {}), **section}
+        config = config_from_dict(values)
+        recipe.seed_all(config.run.seed)
+        return recipe.build_run(config, make_task(**parts))
+
+    return make
+
+
+def lines_of(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.directory.metrics.read_text().splitlines()]
+
+
+def test_building_writes_nothing(build: Callable[..., Run]) -> None:
+    run = build()
+    run.describe()
+
+    assert not run.directory.path.exists()
+
+
+def recipe_config(run: Run) -> dict[str, Any]:
+    values = yaml.safe_load(run.directory.config.read_text())
+    assert isinstance(values, dict)
+    return values
+
+
+def test_run_folder_tells_the_run(build: Callable[..., Run]) -> None:
+    run = build({"logging": {"every": 2}, "evaluation": {"every": 4}})
+    summary = run.train()
+
+    assert json.loads(run.directory.summary.read_text()) == summary
+    assert (summary["status"], summary["reason"], summary["iteration"], summary["epoch"]) == (
+        "completed",
+        "max_iters",
+        8,
+        2,
+    )
+    assert summary["parameters"] == 17 and summary["world_size"] == 1 and summary["resumed_from"] is None
+    assert set(summary["startup_s"]) >= {"task", "model", "data", "trainer", "resume"}
+    assert summary["weights_sha256"] == weights_sha256(run.trainer.update.model)  # type: ignore[attr-defined]
+    assert [line["iteration"] for line in lines_of(run)] == [2, 4, 6, 8]
+    assert [line["iteration"] for line in lines_of(run) if "val/loss" in line] == [4, 8]
+    assert summary["metrics"]["val/loss"] == lines_of(run)[-1]["val/loss"]
+    environment = json.loads(run.directory.environment.read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert config_from_dict(recipe_config(run)).to_dict() == run.config
+
+
+def test_digest_is_of_sorted_names_and_bytes_whatever_the_wrapping() -> None:
+    model = torch.nn.BatchNorm1d(3)
+    expected = hashlib.sha256()
+    for name in sorted(model.state_dict()):
+        expected.update(name.encode() + b"\0" + model.state_dict()[name].numpy().tobytes())
+
+    assert weights_sha256(model) == expected.hexdigest()
+    assert weights_sha256(torch.compile(model)) == expected.hexdigest()  # type: ignore[arg-type]  # is a module
+
+
+def test_same_seed_same_digest_and_another_seed_another(build: Callable[..., Run]) -> None:
+    digests = [build({"run": {"seed": seed}}, f"run{n}").train()["weights_sha256"] for n, seed in enumerate((0, 0, 1))]
+
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_run_cut_short_goes_on_to_the_same_end(build: Callable[..., Run]) -> None:
+    sections = {"logging": {"every": 2}, "evaluation": {"every": 3}, "schedule": {"name": "cosine", "warmup": 2}}
+    whole = build(sections, "whole")
+    expected = whole.train()
+    cut = build(sections, "cut")
+
+    def stop(trainer: Any) -> None:
+        trainer.request_stop("enough")
+
+    cut.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), stop)
+    interrupted = cut.train()
+    on = build(sections, "cut")
+    resumed = on.train()
+
+    assert (interrupted["status"], interrupted["reason"], interrupted["iteration"]) == ("interrupted", "enough", 5)
+    assert (resumed["status"], resumed["resumed_from"]) == ("completed", "iteration_00000005")
+    assert resumed["weights_sha256"] == expected["weights_sha256"] != interrupted["weights_sha256"]
+    timed = ("memory/", "time/", "throughput/")
+
+    def exact(run: Run) -> list[dict[str, Any]]:
+        return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines_of(run)]
+
+    assert exact(on) == exact(whole)
+
+
+def test_finished_run_is_only_evaluated(build: Callable[..., Run]) -> None:
+    first = build({"logging": {"every": 4}})
+    before = first.train()
+    lines = lines_of(first)
+    again = build({"logging": {"every": 4}})
+    updates: list[int] = []
+    again.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: updates.append(engine.state.iteration))
+    after = again.train()
+
+    assert updates == [] and again.trainer.state.evaluations > first.trainer.state.evaluations
+    assert (after["status"], after["iteration"]) == ("completed", 8)
+    assert after["weights_sha256"] == before["weights_sha256"]
+    assert after["metrics"] == before["metrics"]
+    assert lines_of(again) == lines
+
+
+def test_finished_run_goes_on_when_it_is_made_longer(
+    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    build().train()
+    caplog.set_level(logging.INFO)
+    summary = build({"run": {"max_iterations": 11}}).train()
+
+    assert (summary["status"], summary["iteration"]) == ("completed", 11)
+    assert "Config differs from the run's last start: run.max_iterations: 8 -> 11" in caplog.messages
+
+
+def test_failure_is_summed_up_and_raised_as_it_was(build: Callable[..., Run]) -> None:
+    run = build()
+
+    def fail(engine: Any) -> None:
+        raise KeyError("lost")
+
+    run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), fail)
+    with pytest.raises(KeyError, match="lost"):
+        run.train()
+
+    summary = json.loads(run.directory.summary.read_text())
+    assert (summary["status"], summary["reason"], summary["iteration"]) == ("failed", "KeyError: 'lost'", 3)
+
+
+def test_points_of_a_run_without_a_checkpoint_do_not_stand_twice(build: Callable[..., Run]) -> None:
+    run = build({"logging": {"every": 4}, "evaluation": {"every": 4}})
+    run.directory.path.mkdir()
+    run.directory.metrics.write_text('{"iteration": 4, "loss": 1.0}\n')
+    run.train()
+
+    assert [line["iteration"] for line in lines_of(run)] == [4, 8]
+    assert run.directory.metrics.with_suffix(".jsonl.old").exists()
+
+
+def test_last_update_is_evaluated_before_the_best_is_chosen(build: Callable[..., Run]) -> None:
+    run = build({"evaluation": {"every": None, "at_start": True}, "checkpoint": {"every": None, "best": "val/loss"}})
+    run.train()
+    assert run.checkpoint is not None
+
+    assert "val/loss" in run.checkpoint.store.checkpoints()[-1].manifest.metrics
+    assert run.trainer.state.evaluations == 2
+
+
+def test_evaluate_takes_the_best_checkpoint_or_the_one_asked_for(build: Callable[..., Run]) -> None:
+    sections = {
+        "evaluation": {"every": 2},
+        "checkpoint": {"every": 2, "best": "val/loss", "keep_last": 9},
+        "optimizer": {"name": "SGD", "lr": 0.5},
+    }
+    trained = build(sections)
+    trained.train()
+    assert trained.checkpoint is not None
+    saved = {each.iteration: each for each in trained.checkpoint.store.checkpoints()}
+    best = min(saved, key=lambda iteration: saved[iteration].manifest.metrics["val/loss"])
+
+    chosen = build(sections, test_sets={"test": SAMPLES}).evaluate()
+    asked = build(sections).evaluate(saved[2].path)
+
+    assert chosen["iteration"] == best
+    assert chosen["val/loss"] == chosen["test/loss"] == saved[best].manifest.metrics["val/loss"]
+    assert (asked["iteration"], asked["val/loss"]) == (2, saved[2].manifest.metrics["val/loss"])
+    assert build(sections).trainer.state.metrics == {}
+
+
+def test_mean_loss_counts_every_sample_once(build: Callable[..., Run]) -> None:
+    """Batches of 5 leave one of 4: a mean of batch means would be another number."""
+    run = build({"data": {"eval_batch_size": 5}})
+    run.train()
+    found = run.evaluate()["val/loss"]
+    model = run.trainer.update.model.eval()  # type: ignore[attr-defined]
+    with torch.no_grad():
+        expected = loss_fn(model, [SAMPLES.tensors[0]])
+
+    assert found == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
+    model = torch.nn.Linear(2, 1)
+    groups = [{"params": [model.weight], "name": "matrix"}, {"params": [model.bias], "weight_decay": 0.0}]
+    run = build(
+        {
+            "run": {"max_iterations": None, "max_epochs": 3},
+            "optimizer": {"name": "adamw", "lr": 0.1, "weight_decay": 0.5, "betas": [0.8, 0.9]},
+            "schedule": {"name": "wsd", "warmup": 2, "decay": 3, "decay_shape": "cosine", "min_ratio": 0.1},
+            "update": {
+                "accumulation_steps": 4,
+                "clip_norm": 2.0,
+                "precision": "fp16",
+                "grad_scaler": {"init_scale": 8},
+            },
+        },
+        model=model,
+        parameter_groups=groups,
+    )
+    update: Any = run.trainer.update
+    optimizer = update.optimizers["optimizer"]
+
+    assert run.total == 3 * 2  # 6 batches of 4 samples, in groups of 4 and 2
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert (update.clip_norm, update.precision, update.scaler.get_scale()) == (2.0, "fp16", 8.0)
+    assert [run.schedule.lrs_at(step)[0] for step in (0, 1, 2)] == pytest.approx([0.05, 0.1, 0.1])
+    assert run.train()["iteration"] == 6
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts", "line"),
+    [
+        ({"checkpoint": {"best": "val/los"}}, {}, "checkpoint.best: got 'val/los', .*; did you mean 'val/loss'"),
+        ({"checkpoint": {"best": "tset/acc"}}, {}, "checkpoint.best: got 'tset/acc', expected a metric of this run"),
+        (
+            {"schedule": {"name": "wsd", "warmup": 6, "decay": 6}},
+            {},
+            "schedule: warmup .6 updates. and decay .6. must fit",
+        ),
+        ({"optimizer": {"name": "Muon"}}, {}, "optimizer: Muon says: .*2D"),
+        ({"data": {"batch_size": 99, "drop_last": True}}, {}, "data.batch_size: got 99, but a rank has 24 samples"),
+        ({}, {"train_set": iter(())}, "task: the data 'train_set' is a tuple_iterator, expected __len__"),
+        ({}, {"test_sets": {"val": SAMPLES}}, "task: a set cannot be in val_sets and in test_sets: val"),
+    ],
+)
+def test_config_that_does_not_fit_the_task_is_one_line(
+    build: Callable[..., Run], sections: Mapping[str, Any], parts: Mapping[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError, match=line) as caught:
+        build(sections, **parts)
+
+    assert "\n" not in str(caught.value)
+
+
+def test_evaluation_of_no_set_warns(build: Callable[..., Run]) -> None:
+    with pytest.warns(ConfigWarning, match="evaluation has no effect: the task has no val_sets"):
+        build({"evaluation": {"every": 2}}, val_sets={})
+
+
+def test_metrics_of_the_task_are_logged_under_their_set(build: Callable[..., Run]) -> None:
+    run = build(
+        predict=lambda model, batch: (model(batch[0])[:, 0], batch[0][:, 0]),
+        metrics={"mae": MeanAbsoluteError()},
+        val_sets={"val": SAMPLES, "other": SAMPLES},
+    )
+    metrics = run.train()["metrics"]
+
+    assert metrics["val/mae"] == metrics["other/mae"] > 0
+
+
+def test_users_handlers_are_attached_last_and_tokens_are_counted(build: Callable[..., Run]) -> None:
+    class Counter:
+        seen = 0
+
+        def attach(self, trainer: Any) -> None:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, self)
+
+        def __call__(self, trainer: Any) -> None:
+            Counter.seen += 1
+
+    run = build({"logging": {"every": 4}}, handlers=[Counter()], tokens_fn=lambda batch: batch[0].numel())
+    metrics = run.train()["metrics"]
+
+    assert Counter.seen == 8
+    assert metrics["throughput/tokens_per_s"] == pytest.approx(2 * metrics["throughput/samples_per_s"])
+
+
+def test_differences_of_configs_are_named_by_key() -> None:
+    before = {"optimizer": {"lr": 0.1, "betas": [1, 2]}, "task_options": {}}
+    now = {"optimizer": {"lr": 0.2, "betas": [1, 2], "eps": 1}, "task_options": {}}
+
+    assert config_differences(before, now) == ["optimizer.eps: not set -> 1", "optimizer.lr: 0.1 -> 0.2"]
