@@ -258,7 +258,7 @@ class LRSchedule:
         """The scheduler's own state; the LRs set now and the LRs of the last update, per group, as floats."""
         lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         used = [float(lr) for lr in self._used]
-        return {"scheduler": self.scheduler.state_dict(), "primed": self._primed, "lrs": lrs, "used": used}
+        return {"scheduler": self.scheduler.state_dict(), "lrs": lrs, "used": used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         groups = self._optimizer.param_groups
@@ -268,7 +268,7 @@ class LRSchedule:
                 f"the optimizer has {len(groups)}; build the same groups, or resume(ignore=[{self.name!r}])."
             )
         self.scheduler.load_state_dict(state["scheduler"])
-        self._primed, self._used = state["primed"], state["used"]
+        self._primed, self._used = True, list(state["used"])
         for group, lr in zip(groups, state["lrs"]):
             _set_lr(group, lr)
 

@@ -247,6 +247,16 @@ def test_update_k_is_made_with_the_lr_of_step_k() -> None:
     assert schedule.lrs_at(0) == [BASE / 3]
 
 
+@pytest.mark.parametrize("make", [lambda o: warmup_constant(o, 4), lambda o: warmed_up(o)], ids=["ours", "ignite"])
+def test_the_lr_of_the_first_update_stands_as_soon_as_the_schedule_is_attached(make: Callable[[Any], Any]) -> None:
+    optimizer = sgd()
+    handler = LRSchedule(make(optimizer))
+    used_lrs(handler, 0)
+    first = optimizer.param_groups[0]["lr"]
+    assert first != BASE
+    assert used_lrs(LRSchedule(make(sgd())), 1) == [[first]]
+
+
 def test_schedule_waits_for_skipped_steps() -> None:
     used = used_lrs(LRSchedule(warmup_constant(sgd(), 4)), 7, skipped=(1, 4, 5))
     assert used == [[0.125], [0.125], [0.25], [0.375], [0.375], [0.375], [0.5]]
@@ -434,6 +444,16 @@ def test_resumed_at_any_step_the_lrs_go_on_exactly(name: str, optimizer_first: b
         assert before + after == whole
 
 
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_the_lrs_go_on_exactly_even_where_the_optimizer_starts_fresh(name: str) -> None:
+    make = RESUMABLE[name]
+    handler = LRSchedule(make(sgd()))
+    before = used_lrs(handler, 6)
+    resumed = LRSchedule(make(sgd()))
+    resumed.load_state_dict(through_a_file(handler.state_dict()))  # before it is attached, too
+    assert before + used_lrs(resumed, 5) == used_lrs(LRSchedule(make(sgd())), 11)
+
+
 def test_a_schedule_made_over_an_already_loaded_optimizer_keeps_its_base_lrs() -> None:
     handler = LRSchedule(warmup_linear(sgd(), 2, total=10))
     whole = used_lrs(LRSchedule(warmup_linear(sgd(), 2, total=10)), 10)
@@ -465,6 +485,12 @@ def test_lr_is_that_of_the_update_just_made_and_nothing_is_written_on_quiet_iter
     used, published = run(LRSchedule(warmup_constant(sgd(), 8)), 6, publish=(1, 4))
     assert published == [{"lr": used[0][0]}, {}, {}, {"lr": used[3][0]}, {}, {}]
     assert used[3] == [0.25]
+
+
+def test_the_lr_written_for_a_torch_scheduler_is_that_of_the_update_too() -> None:
+    scheduler = torch_schedulers.ExponentialLR(sgd(torch.tensor(BASE, dtype=torch.float64)), 0.5)
+    _, published = run(LRSchedule(scheduler), 4, publish=(1, 3))
+    assert published == [{"lr": 0.5}, {}, {"lr": 0.125}, {}]
 
 
 def test_with_several_groups_each_is_written_under_its_name_or_index() -> None:

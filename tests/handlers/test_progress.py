@@ -31,13 +31,13 @@ def terminal(columns: int) -> Iterator[Callable[[], str]]:
     """stderr is a real terminal for a while; the value reads what was drawn on it."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    os.set_blocking(master, False)
 
     def drawn() -> str:
-        try:
-            return os.read(master, 1_000_000).decode()
-        except BlockingIOError:
-            return ""
+        os.write(slave, b"\0")  # the kernel hands it over when it likes: read up to this mark
+        text = b""
+        while not text.endswith(b"\0"):
+            text += os.read(master, 65536)
+        return text[:-1].decode()
 
     before = sys.stderr  # not in a fixture: pytest sets it anew before the test itself
     with os.fdopen(slave, "w") as stream:
