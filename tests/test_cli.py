@@ -1,0 +1,257 @@
+"""The command line: each ending's exit code, one line for what a user can mend, and the same command going on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ignite_engine.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TASK = """
+import time
+import torch
+from ignite_engine import Task
+
+
+def build(options):
+    if options.get("broken"):
+        raise ValueError("no such corpus")
+    data = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(32, 2) / 64)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+
+    def loss(model, batch):
+        time.sleep(options.get("wait_s", 0))
+        if options.get("fails"):
+            raise RuntimeError("the loss is lost")
+        return (model(batch[0]) - 1).square().mean()
+
+    return Task(model=model, loss_fn=loss, train_set=data, val_sets={"val": data})
+
+
+not_a_function = 3
+"""
+
+CONFIG = """
+task: my_task.py:build
+run: {directory: run, max_iterations: 12}
+data: {batch_size: 4}
+evaluation: {every: 6}
+checkpoint: {every: 6, best: val/loss}
+logging: {every: 3}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a task and its config; ``sys.path`` is put back after."""
+    (tmp_path / "my_task.py").write_text(TASK)
+    (tmp_path / "my_config.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The command in a process group of its own, as a terminal starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ignite_engine", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def summary(folder: Path, run: str = "run") -> dict[str, Any]:
+    values = json.loads((folder / run / "summary.json").read_text())
+    assert isinstance(values, dict)
+    return values
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], timeout_s: float = 120) -> None:
+    until = time.monotonic() + timeout_s
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < until, f"{path} did not appear."
+        time.sleep(0.02)
+
+
+WRONG = [
+    (["train", "my_config.yaml", "task=my_tsk.py:build"], "there is no such file in .*; did you mean 'my_task.py'?"),
+    (["train", "my_config.yaml", "task=my_task.py:bild"], "my_task.py has no function 'bild'; did you mean 'build'?"),
+    (["train", "my_config.yaml", "task=my_task.py:not_a_function"], "is a int, expected a function"),
+    (["train", "my_config.yaml", "task=broken.py:build"], r"SyntaxError: .* \(at .*broken.py:1\)"),
+    (["train", "my_config.yaml", "task=raising.py:build"], r"KeyError: 'gone' \(at .*raising.py:2\)"),
+    (["train", "my_config.yaml", "task=no.such:build"], "there is no module 'no'; a file's name ends in .py"),
+    (
+        ["train", "my_config.yaml", "task_options.broken=true"],
+        r"build\(\) raised ValueError: no such corpus \(at .*:9\)",
+    ),
+    (["train", "my_config.yaml", "task=raising.py:none"], "KeyError"),
+    (["train", "my_config.yml"], "my_config.yml: there is no such file; did you mean 'my_config.yaml'?"),
+    (["train", "my_config.yaml", "run.sed=1"], "command line: run.sed: .*; did you mean 'seed'?"),
+    (
+        ["train", "my_config.yaml", "checkpoint.best=val/los"],
+        "checkpoint.best: got 'val/los', .*did you mean 'val/loss'?",
+    ),
+    (["train", "my_config.yaml", "run.directory=my_task.py"], "run.directory: got 'my_task.py', but .* is no folder"),
+    (["train", "my_config.yaml", "--nproc-per-nod", "2"], "is no option of train; did you mean '--nproc-per-node'?"),
+    (["train", "my_config.yaml", "--nproc-per-node", "0"], "got '0', expected a whole number of at least 1"),
+    (["train"], "the following arguments are required: CONFIG"),
+    (["trian", "my_config.yaml"], "got the command 'trian', expected one of these; did you mean 'train'?"),
+    (["evaluate", "my_config.yaml"], "run/checkpoints holds no valid checkpoint; train first"),
+    (["evaluate", "my_config.yaml", "--checkpoint", "x"], "x has no manifest.json: it is not a committed checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "line"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_what_a_user_can_mend_is_one_line_and_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    (folder / "broken.py").write_text("def build(:\n")
+    (folder / "raising.py").write_text("values = {}\nvalues['gone']\n")
+    try:
+        code: Any = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr().err
+
+    assert code == 2
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert _matches(line, said), said
+    assert not (folder / "run").exists()
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return re.search(pattern.replace("'?", r"'\?"), text) is not None
+
+
+def test_traceback_of_the_task_on_request(folder: Path) -> None:
+    with pytest.raises(ValueError, match="no such corpus") as caught:
+        main(["train", "my_config.yaml", "--traceback", "task_options.broken=true"])
+
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_options_and_overrides_stand_in_any_order(folder: Path) -> None:
+    assert main(["train", "my_config.yaml", "run.seed=3", "--backend", "gloo", "run.max_iterations=2"]) == 0
+    assert summary(folder)["iteration"] == 2
+
+
+def test_setting_without_effect_is_told_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", "my_config.yaml", "schedule.power=2.0"]) == 0
+
+    line = "warning: command line: schedule.power has no effect: schedule.name is constant, expected polynomial.\n"
+    assert capsys.readouterr().err == line
+
+
+def test_describe_shows_the_curve_and_the_bus_and_runs_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["describe", "my_config.yaml", "schedule={name: cosine, warmup: 4}", "optimizer.lr=0.5"]) == 0
+    said = capsys.readouterr().out
+
+    assert "17 parameters" in said and "Runs for 12 updates (max_iters 12)" in said
+    points = {
+        int(line.split()[0]): float(line.split()[1]) for line in said.splitlines() if "e-0" in line and "|" not in line
+    }
+    assert (points[1], points[12]) == (pytest.approx(0.125), pytest.approx(0.5 * 0.0380602, rel=1e-4))
+    assert "|" in said and "#" in said
+    assert "RESUME_POINT" in said and "lr_schedule: LRSchedule" in said
+    assert not (folder / "run").exists()
+
+
+def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "my_config.yaml"]) == 0
+    first, told = summary(folder), (folder / "run" / "logs" / "rank_0.log").read_text()
+    metrics = (folder / "run" / "metrics.jsonl").read_text()
+    assert main(["train", "my_config.yaml"]) == 0
+    again = summary(folder)
+    capsys.readouterr()
+    assert main(["evaluate", "my_config.yaml"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+
+    assert (first["status"], first["iteration"]) == (again["status"], again["iteration"]) == ("completed", 12)
+    assert first["weights_sha256"] == again["weights_sha256"]
+    assert (folder / "run" / "metrics.jsonl").read_text() == metrics
+    assert "Start-up took" in told and "task" in told
+    assert set(evaluated) == {"checkpoint", "iteration", "val/loss"}
+    scores = [json.loads(line)["val/loss"] for line in metrics.splitlines() if "val/loss" in line]
+    assert evaluated["val/loss"] == min(scores)
+
+
+def test_any_other_failure_is_code_1_with_its_traceback(folder: Path) -> None:
+    process = start(folder, "train", "my_config.yaml", "task_options.fails=true")
+    error = process.communicate(timeout=120)[1]
+
+    assert process.returncode == 1
+    assert error.count("RuntimeError: the loss is lost") == 1 and "my_task.py" in error
+    assert (summary(folder)["status"], summary(folder)["reason"]) == ("failed", "RuntimeError: the loss is lost")
+    assert "the loss is lost" in (folder / "run" / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_ends_with_its_code_and_the_same_command_goes_on(folder: Path, number: int, code: int) -> None:
+    assert main(["train", "my_config.yaml", "run.directory=whole"]) == 0
+    process = start(folder, "train", "my_config.yaml", "task_options.wait_s=0.2")
+    wait_for(folder / "run" / "checkpoints" / "iteration_00000006", process)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    stopped = summary(folder)
+    assert main(["train", "my_config.yaml"]) == 0
+
+    assert process.returncode == code
+    assert (stopped["status"], stopped["reason"]) == ("interrupted", signal.Signals(number).name)
+    assert 6 <= stopped["iteration"] < 12
+    assert summary(folder)["status"] == "completed"
+    assert summary(folder)["weights_sha256"] == summary(folder, "whole")["weights_sha256"]
+    assert "task_options.wait_s: 0.2 -> not set" in (folder / "run" / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.distributed
+def test_two_ranks_share_one_run(folder: Path) -> None:
+    """One spawn for all of it: summary and metrics once, a log per rank, evaluation over uneven shards."""
+    command = ["my_config.yaml", "--nproc-per-node", "2", "--backend", "gloo"]
+    train = start(folder, "train", *command, "logging.console=false")
+    error = train.communicate(timeout=300)[1]
+    assert train.returncode == 0, error
+    evaluate = start(folder, "evaluate", *command, "data.eval_batch_size=3")
+    out, error = evaluate.communicate(timeout=300)
+    assert evaluate.returncode == 0, error
+
+    assert (summary(folder)["status"], summary(folder)["world_size"], summary(folder)["epoch"]) == ("completed", 2, 3)
+    lines = [json.loads(line)["iteration"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [3, 6, 9, 12]
+    logs = sorted(path.name for path in (folder / "run" / "logs").iterdir())
+    assert logs == ["rank_0.log", "rank_1.log"]
+    found = json.loads([line for line in out.splitlines() if line.startswith("{")][-1])
+    alone = start(folder, "evaluate", "my_config.yaml")
+    assert found["val/loss"] == pytest.approx(json.loads(alone.communicate(timeout=120)[0])["val/loss"], rel=1e-6)
+
+
+@pytest.mark.distributed
+def test_wrong_task_on_two_ranks_is_one_line_and_code_2(folder: Path) -> None:
+    process = start(
+        folder, "train", "my_config.yaml", "--nproc-per-node", "2", "--backend", "gloo", "task_options.broken=1"
+    )
+    error = process.communicate(timeout=300)[1]
+
+    assert process.returncode == 2
+    assert [line for line in error.splitlines() if "no such corpus" in line and line.startswith("error: ")] != []
+    assert error.count("no such corpus") == 1 and "Traceback" not in error
