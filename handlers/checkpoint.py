@@ -55,7 +55,7 @@ class Checkpoint:
         self._saved_at = -1
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
-        self._parent: str | None = None
+        self._resumed_from: str | None = None
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Save at the edge after ``event``; always at the end and on a stop."""
@@ -99,7 +99,7 @@ class Checkpoint:
                 agreement.world_size(),
             )
         self._trainer.registry.load({**loaded.shared, **local}, source=str(path), ignore=ignore)
-        self._saved_at, self._parent = loaded.manifest.iteration, path.name
+        self._saved_at, self._resumed_from = loaded.manifest.iteration, path.name
         logger.info("Resumed from %s.", path)
         return path
 
@@ -149,7 +149,7 @@ class Checkpoint:
                 metrics=values if measured_at == state.iteration else None,
                 exactness=trainer.exactness(),
                 config=self.config,
-                parent=self._parent,
+                parent=self._resumed_from,
                 healthy=all_finite(shared.get("model", {})),
             )
         except CheckpointError as error:
@@ -160,7 +160,7 @@ class Checkpoint:
                 raise
             logger.warning("%s", error)
             return
-        self.error, self._saved_at, self._parent = None, state.iteration, path.name
+        self.error, self._saved_at, self._resumed_from = None, state.iteration, path.name
         trainer.fire_event(TrainingEvents.CHECKPOINT_SAVED)
         self.store.apply(self.retention)
 

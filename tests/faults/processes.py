@@ -90,10 +90,13 @@ def summary(folder: Path) -> dict[str, Any]:
     return result
 
 
-def group_is_gone(leader: int) -> bool:
-    """No process of the group is left."""
-    try:
-        os.killpg(leader, 0)
-    except ProcessLookupError:
-        return True
+def group_is_gone(leader: int, timeout_s: float = 10.0) -> bool:
+    """No process of the group is left; multiprocessing's resource tracker goes a moment after its parent."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(leader, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
     return False
