@@ -36,6 +36,7 @@ class RunPosition:
         self._waiting_rng: dict[str, Any] | None = None
         self._batches = 0
         self._continues = False
+        self._other_groups = False
 
     # -- the loop tells ------------------------------------------------------------------------------------------
 
@@ -56,6 +57,13 @@ class RunPosition:
             self.source.describe_group(self._batches)
             state = self._trainer.state
             state.padding, state.group_total = self.source.padding, self.source.group_total
+
+    def group_lost(self) -> None:
+        """A user's handler swallowed the error of an update: its group comes no more."""
+        if not self.clean:
+            self.clean = True
+            if self.source is not None:
+                self.source.batch += self._batches
 
     def group_consumed(self) -> None:
         self.clean = True
@@ -82,12 +90,19 @@ class RunPosition:
 
     # -- the start of a run --------------------------------------------------------------------------------------
 
+    @property
+    def goes_on(self) -> bool:
+        """The run about to start takes up one that was saved or stopped."""
+        return self.resumed or self._continues
+
     def claim(self, max_epochs: int | None, max_iters: int | None, epoch_length: int | None) -> None:
         """Tell Ignite's ``run()`` that it goes on, after a resume or a stop."""
         state = self._trainer.state
         self._continues = state.status == "interrupted" and not self._trainer.failed
         if self._continues:
             state.epoch = self.epochs_completed
+            state.max_iters = max_iters if state.max_iters and max_iters else state.max_iters
+            state.max_epochs = max_epochs if state.max_epochs and max_epochs else state.max_epochs
         if self.resumed:
             state.max_iters = max_iters
             state.max_epochs = max_epochs if max_iters is None else None
@@ -108,6 +123,9 @@ class RunPosition:
             source.pass_number, source.batch = before.pass_number, before.batch
         if self.resumed and self._trainer.state.epoch_length is None:
             self._trainer.state.epoch_length = source.iterations
+        if self._other_groups and self._trainer.state.epoch_length == source.iterations is not None:
+            self.epoch_iteration = -(-source.batch // source.steps)
+        self._other_groups = False
 
     def begin(self) -> None:
         """The first thing in a run: which kind of start is this?"""
@@ -139,7 +157,11 @@ class RunPosition:
     def state_dict(self) -> dict[str, Any]:
         state = self._trainer.state
         counters = {name: getattr(state, name) for name in ("iteration", *COUNTERS)}
-        return counters | {"epochs_completed": self.epochs_completed, "epoch_iteration": self.epoch_iteration}
+        return counters | {
+            "epochs_completed": self.epochs_completed,
+            "epoch_iteration": self.epoch_iteration,
+            "accumulation_steps": self._trainer.accumulation_steps,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         state = self._trainer.state
@@ -147,6 +169,8 @@ class RunPosition:
             setattr(state, name, saved[name])
         self.epochs_completed, self.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
         state.epoch = self.epochs_completed
+        # iterations are of another size then: where the epoch stands follows from the data
+        self._other_groups = saved["accumulation_steps"] != self._trainer.accumulation_steps
         self.resumed = True
 
     def _data_state(self) -> dict[str, Any]:

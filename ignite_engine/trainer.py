@@ -150,7 +150,7 @@ class Trainer(Engine):
             self._prepare(data, max_epochs, max_iters, epoch_length)
         state = self.state
         try:
-            if self.position.resumed and self._is_done(state):
+            if self.position.goes_on and self._is_done(state):
                 self._only_complete(data)
             else:
                 super().run(data, max_epochs, max_iters, epoch_length)
@@ -276,6 +276,7 @@ class Trainer(Engine):
             raise
         except Exception as error:
             self._handle_exception(error)
+            position.group_lost()
         return time.time() - started
 
     def _fetch(self) -> Generator[Any, None, Any]:
@@ -300,13 +301,16 @@ class Trainer(Engine):
                         f"(iteration {state.iteration}): give data that can be iterated again.",
                         stacklevel=2,
                     )
+                    if state.max_epochs is None:  # else epochs without an iteration would follow for ever
+                        state.reason, self.should_terminate = "end of data", True
                 return _END
             if has_data:
                 self._fire_event(Events.DATALOADER_STOP_ITERATION)
                 yield from self._maybe_terminate_or_interrupt()
             position.end_pass()
             if position.measured and position.epoch_iteration:
-                self._setup_dataloader_iter()
+                # made when it is needed: what this draws comes after the position is saved, as in a resumed run
+                self._dataloader_iter = _later(position.source)
                 return _END
             self._setup_dataloader_iter()
             emptied = True
@@ -389,7 +393,10 @@ class Trainer(Engine):
     def _fail(self, error: BaseException) -> None:
         self._internal_run_generator = None
         self._dataloader_iter = None
-        self.failed = True
+        if self.registry.waiting:  # nothing was trained yet: once this is mended, the resumed run goes on
+            self.position.resumed = True
+        else:
+            self.failed = True
         if isinstance(error, (Interrupted, KeyboardInterrupt)):
             self.state.status, self.state.reason = "interrupted", f"forced: {error or type(error).__name__}"
         else:
@@ -427,10 +434,9 @@ class Trainer(Engine):
         return self.position.iterations
 
     def _is_done(self, state: Any) -> bool:  # type: ignore[override]  # a static method there
-        if self.position.measured:  # a pass's length says nothing about the next one's
-            by_epochs = state.max_epochs is not None and state.epoch >= state.max_epochs
-            return by_epochs or (state.max_iters is not None and state.iteration >= state.max_iters)
-        return Engine._is_done(state)
+        # not by iterations per epoch, as Ignite: passes differ in length, and a resumed run may group otherwise
+        by_epochs = state.max_epochs is not None and state.epoch >= state.max_epochs
+        return by_epochs or (state.max_iters is not None and state.iteration >= state.max_iters)
 
     def hears(self, event: Any) -> bool:
         """Whether anybody listens to ``event``."""
@@ -486,6 +492,11 @@ class Trainer(Engine):
             self._fire_event(Events.EXCEPTION_RAISED, e)
         else:
             raise e
+
+
+def _later(data: Any) -> Iterator[Any]:
+    """``iter(data)``, made at the first ``next``."""
+    yield from data
 
 
 class _End:

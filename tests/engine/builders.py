@@ -77,7 +77,7 @@ def events_of(engine: Engine, events: Sequence[Any] = tuple(Events)) -> list[tup
     seen: list[tuple[str, int, int]] = []
 
     def record(name: str) -> Any:
-        def handler(*_: Any) -> None:
+        def handler(*_: Any, **__: Any) -> None:
             seen.append((name, engine.state.epoch, engine.state.iteration))
 
         return handler
