@@ -3,8 +3,13 @@
 from ignite_engine.handlers.checkpoint import Checkpoint
 from ignite_engine.handlers.evaluation import Evaluation
 from ignite_engine.handlers.interrupt import GracefulStop
-from ignite_engine.handlers.lr_schedule import (
-    LRSchedule,
+from ignite_engine.handlers.lr_schedule import LRSchedule
+from ignite_engine.handlers.memory import MemoryLogger
+from ignite_engine.handlers.metrics import MetricLogger
+from ignite_engine.handlers.progress import Progress
+from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink
+from ignite_engine.handlers.throughput import Throughput
+from ignite_engine.schedules import (
     Schedule,
     constant,
     warmup_constant,
@@ -14,11 +19,6 @@ from ignite_engine.handlers.lr_schedule import (
     warmup_polynomial,
     warmup_wsd,
 )
-from ignite_engine.handlers.memory import MemoryLogger
-from ignite_engine.handlers.metrics import MetricLogger
-from ignite_engine.handlers.progress import Progress
-from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink
-from ignite_engine.handlers.throughput import Throughput
 
 __all__ = [
     "Checkpoint",
