@@ -295,7 +295,8 @@ class DataSource:
             self.data.load_state_dict(self._pending_state)
             self._pending_state = None
             iterator = self._iterator = iter(self.data)
-            return iterator
+            at_end = self.batches is not None and self.batch >= self.batches
+            return self._perhaps_next_pass(iterator) if at_end else iterator
         iterator = self._iterator = iter(self.data)
         if self.batch:
             logger.warning(
@@ -306,6 +307,13 @@ class DataSource:
             for _ in islice(iterator, self.batch):
                 pass
         return iterator
+
+    def _perhaps_next_pass(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Of a loader whose state is that of a pass's end: some give nothing then, some begin the next pass at once."""
+        for batch in iterator:
+            self.next_pass()
+            yield batch
+            yield from iterator
 
     @property
     def _uneven(self) -> bool:
@@ -347,11 +355,12 @@ class DataSource:
     def state_dict(self) -> dict[str, Any]:
         """The position, and what must be the same for it to mean the same."""
         state: dict[str, Any] = {"pass": self.pass_number, "batch": self.batch}
-        if self.batches is not None and self.batch >= self.batches:
+        own_state = self.sampler is None and hasattr(self.data, "state_dict")
+        if self.batches is not None and self.batch >= self.batches and not own_state:
             state = {"pass": self.pass_number + 1, "batch": 0}
         if self.sampler is not None:
             state |= {"seed": self.sampler.seed, "samples": self.sampler.length, "batch_size": self.data.batch_size}
-        elif hasattr(self.data, "state_dict"):
+        elif own_state:
             state["loader"] = self.data.state_dict()
         return state
 
