@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import count
@@ -40,6 +41,7 @@ class Evaluation:
         self.name = f"evaluation/{name}"
         self._pending = False
         self._evaluated_at = -1
+        self._loaded = False
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Evaluate at ``event``; several events: ``|``, or attach again."""
@@ -70,11 +72,12 @@ class Evaluation:
         return {"pending": self._pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._pending = state["pending"]
+        self._pending, self._loaded = state["pending"], True
 
     def _make_up(self, trainer: Trainer) -> None:
-        if trainer.state.iteration == 0 and not self._pending:
-            self._evaluated_at = -1
+        if trainer.state.iteration == 0 and not self._loaded:  # what an earlier run left
+            self._pending, self._evaluated_at = False, -1
+        self._loaded = False
         if self._pending:
             self(trainer)
 
@@ -83,7 +86,8 @@ class Evaluation:
         batches = _Batches(self.data, self.limit, trainer, self.evaluator)
         model = getattr(self.evaluator, "model", None)
         with rng.isolated(), eval_mode(model) if model is not None else nullcontext():
-            self.evaluator.state.max_epochs = None
+            # anew each time: Ignite would keep the length of the first pass
+            self.evaluator.state.max_epochs = self.evaluator.state.epoch_length = None
             self.evaluator.run(batches, max_epochs=1, epoch_length=batches.length)
         return not batches.broken_off
 
@@ -120,6 +124,9 @@ class _Batches:
     def _break_off(self, iterator: Any) -> None:
         self.broken_off = True
         end_workers(iterator)
+        if self.evaluator.state.epoch_length is None:
+            # else the end of data would be the end of a pass, whose metrics are computed, of no batch perhaps
+            self.evaluator.state.epoch_length = sys.maxsize
         self.evaluator.terminate()
 
 

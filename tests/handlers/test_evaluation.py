@@ -1,0 +1,258 @@
+"""An evaluation leaves no trace but its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from ignite.metrics import Average, Loss
+from torch import Tensor, nn
+
+from ignite_engine import Trainer, TrainingEvents, create_evaluator
+from ignite_engine.handlers import Checkpoint, Evaluation
+from tests.engine.builders import Numbers, linear, numbers_loader, trainer_of, weights
+
+
+def predict(model: nn.Module, batch: Any) -> Any:
+    inputs, targets = batch
+    return model(inputs), targets
+
+
+def evaluator_of(model: nn.Module, **options: Any) -> Engine:
+    return create_evaluator(model, predict, {"loss": Loss(nn.functional.mse_loss)}, **options)
+
+
+def model_of(trainer: Trainer) -> nn.Module:
+    model: nn.Module = trainer.update.model  # type: ignore[attr-defined]  # an Update
+    return model
+
+
+class Batches:
+    """Passes without a length, of the given numbers of batches; each batch is its number in the pass."""
+
+    def __init__(self, *counts: int) -> None:
+        self.counts, self.passes = counts, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.passes += 1
+        return iter([torch.tensor([float(index)]) for index in range(self.counts[self.passes - 1])])
+
+
+def averaging() -> Engine:
+    return create_evaluator(nn.Linear(1, 1), lambda model, batch: batch, {"mean": Average()})
+
+
+def test_metrics_are_those_of_the_whole_set() -> None:
+    trainer, data = trainer_of(), Numbers(7)
+    Evaluation(evaluator_of(model_of(trainer)), numbers_loader(7, 2)).attach(trainer)
+    state = trainer.run(numbers_loader())
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(model_of(trainer)(data.inputs), data.targets)
+
+    assert state.metrics["val/loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert state.evaluations == 1
+
+
+def test_modes_come_back_module_by_module() -> None:
+    trainer = trainer_of(linear(dropout=True))
+    model = model_of(trainer)
+    frozen, modes = model[1], list[Any]()  # type: ignore[index]
+
+    def freeze() -> None:
+        frozen.eval()
+
+    def look(model: nn.Module, batch: Any) -> Any:
+        modes.append([module.training for module in model.modules()])
+        return predict(model, batch)
+
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=1), freeze)
+    Evaluation(create_evaluator(model, look), numbers_loader(4)).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    trainer.run(numbers_loader())
+
+    assert modes == [[False] * 5] * 2
+    assert [module.training for module in model.modules()] == [True, True, False, True, True]
+
+
+def test_training_does_not_notice_an_evaluation() -> None:
+    def run(evaluate: bool) -> Tensor:
+        torch.manual_seed(4)
+        trainer = trainer_of(linear(dropout=True))
+
+        def draw(model: nn.Module, batch: Any) -> Any:
+            torch.rand(3)
+            return predict(model, batch)
+
+        if evaluate:
+            Evaluation(create_evaluator(model_of(trainer), draw), numbers_loader(5)).attach(
+                trainer, Events.STARTED | Events.ITERATION_COMPLETED(every=2)
+            )
+        torch.manual_seed(8)
+        state = trainer.run(numbers_loader(shuffle=True), max_epochs=2)
+        assert state.evaluations == (7 if evaluate else 0)
+        return weights(trainer)
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_evaluation_changes_no_weight_and_keeps_no_gradient() -> None:
+    trainer, seen = trainer_of(), list[bool]()
+
+    def look(model: nn.Module, batch: Any) -> Any:
+        output, targets = predict(model, batch)
+        seen.append(output.requires_grad)
+        return output, targets
+
+    Evaluation(create_evaluator(model_of(trainer), look), numbers_loader(4)).attach(trainer, Events.STARTED)
+    before: list[Tensor] = []
+    trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, lambda: before.append(weights(trainer)))
+    trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: before.append(weights(trainer)))
+    trainer.run(numbers_loader(4))
+
+    assert seen == [False, False] and torch.equal(*before)
+
+
+def test_limit_takes_the_first_batches() -> None:
+    trainer, evaluator = trainer_of(), averaging()
+    data = [torch.tensor([float(index)]) for index in range(10)]
+    Evaluation(evaluator, data, limit=3).attach(trainer)
+    state = trainer.run(numbers_loader(4))
+
+    assert state.metrics["val/mean"] == 1.0 and evaluator.state.iteration == 3
+    with pytest.raises(ValueError, match="limit must be at least 1 batch, or None for all, got 0"):
+        Evaluation(evaluator, data, limit=0)
+
+
+def test_several_sets_have_each_their_own_pace() -> None:
+    trainer = trainer_of()
+    order: list[tuple[str, int]] = []
+    for name, event in (("val", Events.EPOCH_COMPLETED), ("test", Events.ITERATION_COMPLETED(every=4))):
+        evaluator = evaluator_of(model_of(trainer))
+        evaluator.add_event_handler(
+            Events.COMPLETED, lambda *, name=name: order.append((name, trainer.state.iteration))
+        )
+        Evaluation(evaluator, numbers_loader(4), name=name).attach(trainer, event)
+    state = trainer.run(numbers_loader(), max_epochs=2)
+
+    assert order == [("test", 4), ("val", 6), ("test", 8), ("test", 12), ("val", 12)]
+    assert {"val/loss", "test/loss"} <= set(state.metrics) and state.evaluations == 5
+    with pytest.raises(ValueError, match="evaluation/val"):
+        Evaluation(evaluator_of(model_of(trainer)), [], name="val").attach(trainer)
+
+
+def test_an_iteration_is_evaluated_once() -> None:
+    trainer = trainer_of()
+    Evaluation(evaluator_of(model_of(trainer)), numbers_loader(4)).attach(
+        trainer, Events.ITERATION_COMPLETED(every=3) | Events.EPOCH_COMPLETED | Events.COMPLETED
+    )
+
+    assert trainer.run(numbers_loader(8)).evaluations == 2  # at 3, and at 4 once
+
+
+def test_second_run_evaluates_again() -> None:
+    trainer = trainer_of()
+    Evaluation(evaluator_of(model_of(trainer)), numbers_loader(4)).attach(trainer)
+    trainer.run(numbers_loader(8))
+
+    assert trainer.run(numbers_loader(8)).evaluations == 1
+
+
+def test_predictions_reach_handlers() -> None:
+    trainer, got = trainer_of(), list[Any]()
+    evaluator = evaluator_of(model_of(trainer))
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: got.append(evaluator.state.output))
+    Evaluation(evaluator, numbers_loader(4)).attach(trainer)
+    trainer.run(numbers_loader(4))
+
+    assert [(prediction.shape, target.shape) for prediction, target in got] == [((2, 1), (2, 1))] * 2
+
+
+def test_precision_of_its_own() -> None:
+    trainer, types = trainer_of(), list[Any]()
+    evaluator = evaluator_of(model_of(trainer), precision="bf16")
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: types.append(evaluator.state.output[0].dtype))
+    Evaluation(evaluator, numbers_loader(2)).attach(trainer)
+    trainer.run(numbers_loader(4))
+
+    assert types == [torch.bfloat16]
+
+
+def test_evaluator_works_again_after_an_error() -> None:
+    trainer, failing = trainer_of(), [True]
+
+    def fail_once(model: nn.Module, batch: Any) -> Any:
+        if failing.pop() if failing else False:
+            raise OSError("gone")
+        return predict(model, batch)
+
+    evaluator = create_evaluator(model_of(trainer), fail_once, {"loss": Loss(nn.functional.mse_loss)})
+    Evaluation(evaluator, numbers_loader(4)).attach(trainer)
+    with pytest.raises(OSError, match="gone") as caught:
+        trainer.run(numbers_loader(4))
+    assert caught.value.__notes__ == ["Raised by handler Evaluation on EPOCH_COMPLETED."]
+    assert model_of(trainer).training
+    state = trainer.run(numbers_loader(4))
+
+    assert state.evaluations == 1 and state.metrics["val/loss"] > 0
+
+
+def test_data_without_a_length_is_measured_anew_each_time() -> None:
+    trainer, evaluator, means = trainer_of(), averaging(), list[float]()
+    data = Batches(3, 5, 2)
+    Evaluation(evaluator, data).attach(trainer)
+    trainer.add_event_handler(
+        TrainingEvents.EVALUATION_COMPLETED, lambda: means.append(trainer.state.metrics["val/mean"])
+    )
+    trainer.run(numbers_loader(4), max_epochs=3)
+
+    assert means == [1.0, 2.0, 0.5] and data.passes == 3
+
+
+def test_limit_over_data_without_a_length() -> None:
+    trainer, evaluator, seen = trainer_of(), averaging(), list[int]()
+    Evaluation(evaluator, Batches(3, 9, 4), limit=4).attach(trainer)
+    trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: seen.append(evaluator.state.iteration))
+    trainer.run(numbers_loader(4), max_epochs=3)
+
+    assert seen == [3, 4, 4]
+
+
+# -- stops ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("at", [0, 2])
+def test_stop_breaks_an_evaluation_off_and_the_resumed_run_makes_it_up(sized: bool, at: int, tmp_path: Path) -> None:
+    def make() -> tuple[Trainer, Checkpoint, list[Any]]:
+        trainer, seen = trainer_of(), list[Any]()
+
+        def note(model: nn.Module, batch: Any) -> Any:
+            seen.append(trainer.state.iteration)
+            if stopping and len(seen) == at:
+                trainer.request_stop("enough")
+            return batch
+
+        evaluator = create_evaluator(model_of(trainer), note, {"mean": Average()})
+        data: Any = [torch.tensor([float(index)]) for index in range(5)] if sized else Batches(5, 5, 5)
+        Evaluation(evaluator, data).attach(trainer)
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        return trainer, checkpoint, seen
+
+    stopping = True
+    trainer, _, seen = make()
+    if at == 0:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda: trainer.request_stop("enough"))
+    state = trainer.run(numbers_loader(), max_epochs=2)
+    assert (state.status, state.iteration, state.evaluations) == ("interrupted", 6, 0)
+    assert len(seen) == at and "val/mean" not in state.metrics
+
+    stopping = False
+    resumed, checkpoint, seen = make()
+    checkpoint.resume()
+    state = resumed.run(numbers_loader(), max_epochs=2)
+    assert seen == [6] * 5 + [12] * 5
+    assert (state.evaluations, state.metrics["val/mean"]) == (2, 2.0)
