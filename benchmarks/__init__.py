@@ -1,0 +1,1 @@
+"""Measurements of the engine against hand-written loops and Ignite's own engine; never imported by the package."""

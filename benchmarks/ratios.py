@@ -1,0 +1,70 @@
+"""Ratios of medians, how sure they are, and the targets they are held against."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two medians with the bounds of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Target:
+    """``contender`` must cost at most ``goal`` times ``yardstick``, and never more than ``limit`` times."""
+
+    setting: str
+    contender: str
+    yardstick: str
+    goal: float
+    limit: float
+
+    def verdict(self, ratio: Ratio) -> str:
+        """``met``, ``within the limit`` or ``missed``, by the ratio itself and not by its interval."""
+        if ratio.value <= self.goal:
+            return "met"
+        return "within the limit" if ratio.value <= self.limit else "missed"
+
+
+TARGETS = (
+    Target("full", "ours+10", "plain", goal=0.88, limit=0.92),
+    Target("full", "ours+10", "cheapest", goal=1.03, limit=1.06),
+    Target("full", "ours+100", "ours+10", goal=1.02, limit=1.02),
+    Target("bare", "ours", "plain", goal=0.95, limit=1.0),
+    Target("bare", "ours+100", "ours+10", goal=1.02, limit=1.02),
+)
+
+
+def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float], resamples: int = 2000) -> Ratio:
+    """The ratio with its bootstrap interval; rounds are drawn in pairs, because a slow round is slow for both.
+
+    Args:
+        numerator: one value per round.
+        denominator: one value per round, the same rounds.
+
+    Raises:
+        ValueError: the lengths differ, or there is no round.
+    """
+    if len(numerator) != len(denominator) or not numerator:
+        raise ValueError(
+            f"Ratios need the same rounds of both, at least one, got {len(numerator)} and {len(denominator)}."
+        )
+    pairs = list(zip(numerator, denominator, strict=True))
+    draw = random.Random(0)
+    drawn = sorted(_ratio(draw.choices(pairs, k=len(pairs))) for _ in range(resamples))
+    return Ratio(_ratio(pairs), drawn[int(0.025 * resamples)], drawn[int(0.975 * resamples)])
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    return median(pair[0] for pair in pairs) / median(pair[1] for pair in pairs)

@@ -1,0 +1,127 @@
+"""Contenders in processes of their own, kept alive, that take turns: a slow minute of the machine hits them all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+WARMUP_ROUNDS = 2
+
+
+@dataclass
+class Measured:
+    """What one contender did.
+
+    Args:
+        cpu_us: CPU time per micro-batch of each round, in microseconds, in the order of the rounds.
+        digest: of the final weights.
+        log_lines: lines of the running loss over all rounds.
+    """
+
+    setting: str
+    name: str
+    cpu_us: list[float]
+    digest: str
+    log_lines: int
+
+
+class _Worker:
+    def __init__(self, setting: str, name: str, micro_batches: int, passes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.setting, self.name, self.micro_batches = setting, name, micro_batches
+        self.pipe, far_end = context.Pipe()
+        arguments = (far_end, setting, name, micro_batches, passes)
+        self.process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
+        # Ctrl-C is for the parent, which ends its workers; what is ignored here is ignored in a child from its start
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self.process.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        far_end.close()
+        self.cpu_us: list[float] = []
+
+    def receive(self) -> object:
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise RuntimeError(
+                f"Contender {self.name} ({self.setting}) ended early with exit code {self.process.exitcode}; "
+                "its traceback is above."
+            ) from None
+
+    def one_round(self) -> None:
+        self.pipe.send("go")
+        seconds = self.receive()
+        assert isinstance(seconds, float)
+        self.cpu_us.append(seconds / self.micro_batches * 1e6)
+
+
+def measure(contenders: Sequence[tuple[str, str]], micro_batches: int, rounds: int) -> list[Measured]:
+    """Run every ``(setting, name)`` for ``rounds`` rounds of ``micro_batches``, one at a time, in an order drawn anew.
+
+    A round is an epoch of one single run; between its epochs a contender waits for its turn, which costs no CPU time.
+    Two more rounds at the beginning are not counted.
+
+    Raises:
+        RuntimeError: a contender died.
+    """
+    passes = WARMUP_ROUNDS + rounds
+    workers: list[_Worker] = []
+    try:
+        for setting, name in contenders:
+            workers.append(_Worker(setting, name, micro_batches, passes))
+            if len(workers) % 2 == 0:  # starting all at once would only make them fight for the cores
+                workers[-1].receive()
+        for index, worker in enumerate(workers):
+            if index % 2 == 0:
+                worker.receive()
+        order = random.Random(0)
+        for _ in range(passes):
+            for worker in order.sample(workers, len(workers)):
+                worker.one_round()
+        measured = []
+        for worker in workers:
+            digest, log_lines = worker.receive(), worker.receive()
+            assert isinstance(digest, str) and isinstance(log_lines, int)
+            cpu_us = worker.cpu_us[WARMUP_ROUNDS:]
+            measured.append(Measured(worker.setting, worker.name, cpu_us, digest, log_lines))
+        return measured
+    finally:
+        for worker in workers:
+            worker.process.terminate()
+            worker.process.join()
+
+
+def _work(pipe: Connection, setting: str, name: str, micro_batches: int, passes: int) -> None:
+    import torch
+
+    from benchmarks.contenders import CONTENDERS
+    from benchmarks.workload import build, weights_digest
+
+    torch.set_num_threads(1)
+    since: float | None = None
+
+    def gate() -> None:
+        nonlocal since
+        if since is None:
+            pipe.send("ready")
+        else:
+            pipe.send(time.process_time() - since)
+        pipe.recv()
+        since = time.process_time()
+
+    work = build(micro_batches, passes, gate)
+    CONTENDERS[setting][name](work)
+    assert since is not None
+    pipe.send(time.process_time() - since)
+    pipe.send(weights_digest(work.model))
+    pipe.send(len(work.log))
+    pipe.recv()  # terminated here: leaving by itself would be measured as somebody else's noise
