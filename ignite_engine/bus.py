@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ignite.engine import Engine
@@ -32,36 +32,43 @@ class Entry:
     filter: Filter | None
     phase: int
 
+    cells: dict[str, Any] = field(init=False)
+    """What one of Ignite's own filters was made with; empty for no filter, and for a user's own."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cells", _closure(self.filter) if self.filter is not None else {})
+
     def next_due(self, count: int) -> float:
-        """The smallest count above ``count`` at which the filter may say yes."""
-        if self.filter is None:
-            return count + 1
-        cells = _closure(self.filter)
+        """The smallest count above ``count`` at which one of Ignite's own filters may say yes."""
+        cells = self.cells
         if "after_" in cells or "before_" in cells:
             return NEVER if count + 1 >= cells["before_"] else max(count, cells["after_"]) + 1
         if "every" in cells:
             every: int = cells["every"]
             return (count // every + 1) * every
-        if "once" in cells:
-            return min((once for once in cells["once"] if once > count), default=NEVER)
-        return count + 1
+        return min((once for once in cells["once"] if once > count), default=NEVER)
 
 
 class Plan:
-    """The handlers of one event in the order in which they run, and when the next of them is due."""
+    """The handlers of one event in the order in which they run, and when the next of them is due.
+
+    Those without a filter, or with a user's own, are asked every time. The others are not even looked at before the
+    next count at which one of them can be due.
+    """
 
     def __init__(self, entries: Sequence[Entry], counter: str | None) -> None:
         self.entries = tuple(sorted(entries, key=lambda entry: entry.phase))  # stable: else by attachment
         self.counter = counter
-        self.quiet_from: float = NEVER
-        self.due: float = NEVER
+        self._asked = tuple(entry for entry in self.entries if not entry.cells)
+        self._timed = tuple(entry for entry in self.entries if entry.cells)
+        self._quiet_from: float = NEVER
+        self._due: float = NEVER
 
     def fire(self, engine: Engine, event: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run what is due at the event's present count."""
         count = getattr(engine.state, self.counter) if self.counter is not None else 0
-        if self.quiet_from <= count < self.due:
-            return
-        for entry in self.entries:
+        quiet = self._quiet_from <= count < self._due
+        for entry in self._asked if quiet else self.entries:
             if entry.filter is None or entry.filter(engine, count):
                 try:
                     extra = {**entry.kwargs, **kwargs} if kwargs else entry.kwargs
@@ -72,13 +79,10 @@ class Plan:
                 except Exception as error:
                     error.add_note(f"Raised by handler {name_of(entry.handler)} on {event_name(event)}.")
                     raise
-        if self.counter is not None:
-            self.quiet_from, self.due = count, min((entry.next_due(count) for entry in self.entries), default=NEVER)
-            if count + 1 >= self.due:
-                self.quiet_from = NEVER
-            else:
-                # the same count may fire again (an event with a shared counter): only later ones are quiet
-                self.quiet_from = count + 1
+        if not quiet and self.counter is not None:
+            # from count + 1: an event may fire again at the same count
+            self._quiet_from = count + 1
+            self._due = min((entry.next_due(count) for entry in self._timed), default=NEVER)
 
 
 def compile_plan(
