@@ -101,7 +101,7 @@ class MetricLogger:
 def _means(rows: list[Any]) -> dict[str, float]:
     named = [row if isinstance(row, Mapping) else {"loss": row} for row in rows]
     means: dict[str, float] = {}
-    for key in named[0]:
+    for key in dict.fromkeys(key for row in named for key in row):
         values = [row[key] for row in named if key in row]
         if isinstance(values[0], torch.Tensor):
             if values[0].numel() == 1:

@@ -25,7 +25,9 @@ class Sink(Protocol):
 
 
 class JSONLSink:
-    """One JSON object per iteration, floats in full; a resumed run cuts the file back, so that no line stands twice.
+    """One JSON object per iteration, floats in full; a run that is resumed or begun again cuts the file back.
+
+    So no iteration stands twice.
 
     Args:
         path: the file; its folder is made. Values written later for the newest iteration join its line.
@@ -44,6 +46,8 @@ class JSONLSink:
         """Write a line, or add to the newest one if it has the same iteration; rank 0 only."""
         if idist.get_rank() != 0:
             return
+        if self._file is None and not self._line:
+            self._cut_back(iteration)
         file = self._open()
         same = self._line.get("iteration") == iteration
         if not same:
@@ -64,7 +68,9 @@ class JSONLSink:
             return
         self._line, self._line_start = dict(state["line"]), state["start"]
         if self._line:
-            self._write_line(self._open())
+            file = self._open()
+            self._line_start = min(self._line_start, file.seek(0, os.SEEK_END))  # another file: no hole in it
+            self._write_line(file)
         elif self.path.exists():
             self._open().truncate(self._line_start)
 
@@ -79,6 +85,18 @@ class JSONLSink:
             self.path.touch()
             self._file = self.path.open("r+b")
         return self._file
+
+    def _cut_back(self, iteration: int) -> None:
+        """Cut off what a run that is begun again has written from ``iteration`` on, and a line it did not end."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            kept = 0
+            for line in file:
+                if not line.endswith(b"\n") or _iteration_of(line) >= iteration:
+                    break
+                kept += len(line)
+            file.truncate(kept)
 
     def _write_line(self, file: IO[bytes]) -> None:
         ordered: dict[str, Any] = {key: self._line[key] for key in ("iteration", "epoch") if key in self._line}
@@ -106,6 +124,14 @@ class ConsoleSink:
             f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
         ]
         print(f"iteration {iteration}", *words, sep="  ", file=self.stream or sys.stdout, flush=True)
+
+
+def _iteration_of(line: bytes) -> float:
+    """Of one of our lines; infinity for what is none."""
+    try:
+        return float(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _json_value(value: Any) -> Any:

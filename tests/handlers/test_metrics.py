@@ -1,0 +1,200 @@
+"""Interval means are exact, cost nothing between log points, and reach every sink once."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from torch import Tensor
+
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.handlers import Checkpoint, LRSchedule, MetricLogger, warmup_linear
+from tests.engine.builders import linear, numbers_loader, trainer_of
+
+READS = ("item", "tolist", "__float__", "__bool__", "__int__", "__index__", "numpy", "cpu", "__array__")
+
+
+@contextmanager
+def reads_counted() -> Iterator[Counter[str]]:
+    """Counts every way in which a tensor's value reaches Python."""
+    counts: Counter[str] = Counter()
+    before = {name: getattr(Tensor, name) for name in READS}
+
+    def counted(name: str) -> Any:
+        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return before[name](self, *args, **kwargs)
+
+        return read
+
+    try:
+        for name in READS:
+            setattr(Tensor, name, counted(name))
+        yield counts
+    finally:
+        for name, function in before.items():
+            setattr(Tensor, name, function)
+
+
+def counting(values: list[Any]) -> Trainer:
+    """A trainer whose update returns ``values``, one an iteration."""
+
+    def update(engine: Engine, batch: int) -> Any:
+        return values[batch]
+
+    return Trainer(update)
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_mean_of_each_interval_is_exact(tmp_path: Path) -> None:
+    values = [{"loss": torch.tensor(2.0**-index), "grad_norm": torch.tensor(float(index))} for index in range(8)]
+    trainer = counting(values)
+    MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    trainer.run(range(8))
+
+    expected = [
+        (3, (1 + 0.5 + 0.25) / 3, 1.0),
+        (6, (0.125 + 0.0625 + 0.03125) / 3, 4.0),
+        (8, (2.0**-6 + 2.0**-7) / 2, 6.5),  # a run's last interval may be shorter
+    ]
+    assert [(line["iteration"], line["loss"], line["grad_norm"]) for line in lines(tmp_path)] == expected
+    assert [list(line)[:2] for line in lines(tmp_path)] == [["iteration", "epoch"]] * 3
+
+
+def test_mean_is_taken_in_double_precision() -> None:
+    trainer = counting([torch.tensor(16777216.0), torch.tensor(1.0), torch.tensor(1.0)])
+    MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
+
+    assert trainer.run(range(3)).metrics["loss"] == 16777218 / 3
+
+
+def test_nothing_is_read_between_log_points(tmp_path: Path) -> None:
+    def reads(precision: str, log: bool) -> list[int]:
+        trainer = trainer_of(linear(), 2, clip_norm=1.0, precision=precision)
+        if log:
+            optimizer = trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]  # an Update
+            LRSchedule(warmup_linear(optimizer, warmup=2, total=100)).attach(trainer)
+            MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=4))
+        by_iteration: list[int] = []
+        with reads_counted() as counts:
+            trainer.add_event_handler(
+                TrainingEvents.RESUME_POINT, lambda: (by_iteration.append(counts.total()), counts.clear())
+            )
+            trainer.run(numbers_loader(48, 2))
+        return by_iteration[1:]  # the first counts what happened before it too
+
+    for precision in ("fp32", "bf16"):
+        assert reads(precision, log=False) == [0] * 11
+        # loss and grad_norm, once each, at 4, 8 and 12: the counter counts
+        assert reads(precision, log=True) == [0, 0, 2] + [0, 0, 0, 2] * 2
+
+
+def test_values_written_by_others_are_written_once(tmp_path: Path) -> None:
+    trainer = counting([1.0, 2.0, 3.0, 4.0])
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=2))
+    def produce() -> None:
+        trainer.state.metrics["val/loss"] = 0.25
+
+    MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=4))
+    trainer.run(range(4))
+
+    assert lines(tmp_path) == [
+        {"iteration": 2, "epoch": 1, "val/loss": 0.25},
+        {"iteration": 4, "epoch": 1, "loss": 2.5},
+    ]
+
+
+def test_value_written_at_the_epochs_end_joins_the_line_of_its_iteration(tmp_path: Path) -> None:
+    trainer = counting([1.0, 2.0])
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.__setitem__("a", 5.0))
+    trainer.run(range(2))
+
+    assert lines(tmp_path) == [
+        {"iteration": 1, "epoch": 1, "loss": 1.0},
+        {"iteration": 2, "epoch": 1, "a": 5.0, "loss": 2.0},
+    ]
+
+
+def test_values_appear_where_the_update_does(tmp_path: Path) -> None:
+    trainer = counting([{"loss": 1.0}, {"loss": 3.0, "aux": 5.0}])
+    MetricLogger(tmp_path, console=False).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(range(2))
+
+    assert lines(tmp_path) == [{"iteration": 2, "epoch": 1, "aux": 5.0, "loss": 2.0}]
+
+
+def test_nan_is_logged(tmp_path: Path) -> None:
+    trainer = counting([torch.tensor(math.nan)])
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    trainer.run(range(1))
+
+    assert lines(tmp_path) == [{"iteration": 1, "epoch": 1, "loss": "nan"}]
+
+
+def test_second_run_begins_a_new_interval() -> None:
+    trainer = counting([1.0, 2.0, 3.0])
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: trainer.terminate(skip_completed=True))
+    trainer.run(range(3))
+    trainer.state.max_epochs = None
+
+    assert trainer.run(range(3)).metrics["loss"] == 1.5
+
+
+@pytest.mark.parametrize("stop_at", range(1, 12))
+def test_resumed_run_has_the_lines_of_the_whole_one(stop_at: int, tmp_path: Path) -> None:
+    def run(directory: Path, die_at: int | None = None) -> None:
+        trainer = trainer_of()
+        MetricLogger(directory, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+        checkpoint = Checkpoint(directory / "checkpoints")
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        if die_at is not None:
+            trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
+        checkpoint.resume()
+        trainer.run(numbers_loader(12, 2, shuffle=True), max_epochs=2)
+
+    run(tmp_path / "whole")
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "cut", die_at=stop_at)
+    run(tmp_path / "cut")
+
+    assert [line["iteration"] for line in lines(tmp_path / "whole")] == [3, 6, 9, 12]
+    assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+
+
+def test_console_prints_a_line_at_each_log_point(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = counting([1.0, 2.0, 3.0, 4.0])
+    MetricLogger().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(range(4))
+
+    assert capsys.readouterr().out.splitlines() == [
+        "iteration 2  epoch 1  loss 1.5",
+        "iteration 4  epoch 1  loss 3.5",
+    ]
+
+
+def test_further_sinks_get_what_is_new() -> None:
+    got: list[Any] = []
+
+    class Sink:
+        def write(self, iteration: int, values: Any) -> None:
+            got.append((iteration, dict(values)))
+
+    trainer = counting([1.0, 3.0])
+    MetricLogger(console=False, sinks=[Sink()]).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(range(2))
+
+    assert got == [(2, {"epoch": 1, "loss": 2.0})]
