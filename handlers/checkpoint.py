@@ -52,7 +52,7 @@ class Checkpoint:
         """Why the last save failed; None: it did not."""
         self._trainer: Trainer | None = None
         self._due = False
-        self._saved_at = -1
+        self._saved_at: tuple[int, int] | None = None
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
         self._resumed_from: str | None = None
@@ -99,7 +99,7 @@ class Checkpoint:
                 agreement.world_size(),
             )
         self._trainer.registry.load({**loaded.shared, **local}, source=str(path), ignore=ignore)
-        self._saved_at, self._resumed_from = loaded.manifest.iteration, path.name
+        self._saved_at, self._resumed_from = _edge_of(self._trainer), path.name
         logger.info("Resumed from %s.", path)
         return path
 
@@ -113,12 +113,13 @@ class Checkpoint:
     def _start(self, trainer: Trainer) -> None:
         self._due = False
         if trainer.state.iteration == 0:
-            self._saved_at = -1
+            self._saved_at = None
         self.store.sweep()
 
     def _measure(self, trainer: Trainer) -> None:
         values = {key: float(value) for key, value in trainer.state.metrics.fresh.items() if _is_number(value)}
-        self._measured = (trainer.state.iteration, values)
+        (measured_at, before), iteration = self._measured, trainer.state.iteration
+        self._measured = (iteration, before | values if measured_at == iteration else values)
         score = values.get(self.retention.best) if self.retention.best is not None else None
         if score is not None and math.isfinite(score) and self._is_better(score):
             self._best, self._due = score, True
@@ -132,7 +133,7 @@ class Checkpoint:
         state = trainer.state
         due = self._due or state.last or state.save_requested
         self._due = False
-        if due and self._saved_at != state.iteration:
+        if due and self._saved_at != _edge_of(trainer):
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
@@ -160,9 +161,17 @@ class Checkpoint:
                 raise
             logger.warning("%s", error)
             return
-        self.error, self._saved_at, self._resumed_from = None, state.iteration, path.name
+        self.error, self._saved_at, self._resumed_from = None, _edge_of(trainer), path.name
         trainer.fire_event(TrainingEvents.CHECKPOINT_SAVED)
-        self.store.apply(self.retention)
+        try:
+            self.store.apply(self.retention)
+        except CheckpointError as error:  # one too many is no reason to stop
+            logger.warning("%s", error)
+
+
+def _edge_of(trainer: Trainer) -> tuple[int, int]:
+    """Iteration and epochs completed: one iteration has two edges where unsized data proves to be at its end."""
+    return trainer.state.iteration, trainer.position.epochs_completed
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,374 @@
+"""Saved where it was asked for, resumed to the same bits, and never in the way of training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from ignite.metrics import Average
+from torch import Tensor
+
+from ignite_engine import Trainer, TrainingEvents, create_evaluator
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore
+from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLogger, warmup_cosine
+from tests.engine.builders import Passes, linear, numbers_loader, trainer_of, weights
+
+
+def iterations(directory: Path) -> list[int]:
+    return [each.iteration for each in CheckpointStore(directory).checkpoints()]
+
+
+def scored(trainer: Trainer, scores: dict[int, float], name: str = "val/loss") -> None:
+    def score() -> None:
+        if trainer.state.iteration in scores:
+            trainer.state.metrics[name] = scores[trainer.state.iteration]
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, score)
+
+
+# -- which are kept ---------------------------------------------------------------------------------------------------
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    trainer, saved = trainer_of(), list[int]()
+    Checkpoint(tmp_path, keep_last=3).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, lambda: saved.append(trainer.state.iteration))
+    state = trainer.run(numbers_loader(), max_iters=9)
+
+    assert saved == [2, 4, 6, 8, 9]  # and at the end
+    assert iterations(tmp_path) == [6, 8, 9] and state.checkpoints == 5
+
+
+def test_nothing_is_saved_twice_at_the_end(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path).attach(trainer)
+
+    assert trainer.run(numbers_loader(), max_epochs=2).checkpoints == 2
+    assert iterations(tmp_path) == [6, 12]
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("min", [4, 9]), ("max", [2, 9])])
+def test_the_best_one_is_saved_and_kept(mode: Any, kept: list[int], tmp_path: Path) -> None:
+    trainer = trainer_of()
+    scored(trainer, {1: 3.0, 2: 5.0, 3: float("nan"), 4: 1.0, 5: 2.0, 6: 2.0})
+    Checkpoint(tmp_path, keep_last=1, best="val/loss", mode=mode).attach(trainer, Events.ITERATION_COMPLETED(every=8))
+    trainer.run(numbers_loader(), max_iters=9)
+
+    assert iterations(tmp_path) == kept
+
+
+def test_some_of_the_best_are_kept(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    scored(trainer, {iteration: -float(iteration) for iteration in range(1, 7)})
+    Checkpoint(tmp_path, keep_last=1, best="val/loss", keep_best=3).attach(trainer)
+    trainer.run(numbers_loader(), max_iters=10)
+
+    assert iterations(tmp_path) == [4, 5, 6, 10]
+
+
+def test_best_is_remembered_over_a_resume(tmp_path: Path) -> None:
+    def run(scores: dict[int, float], max_iters: int) -> None:
+        trainer = trainer_of()
+        scored(trainer, scores)
+        checkpoint = Checkpoint(tmp_path, keep_last=1, best="val/loss")
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(numbers_loader(), max_iters=max_iters)
+
+    run({2: 1.0}, 4)
+    run({6: 1.5}, 8)
+
+    assert iterations(tmp_path) == [2, 8]
+
+
+def test_each_nth_stays_for_good(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path, keep_last=1, keep_every=4).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(numbers_loader(), max_iters=10)
+
+    assert iterations(tmp_path) == [4, 8, 10]
+
+
+def test_metrics_of_the_iteration_are_in_the_manifest(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    scored(trainer, {2: 0.5})
+    Checkpoint(tmp_path, config={"seed": 3}).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(numbers_loader(), max_iters=4)
+    first, second = (each.manifest for each in CheckpointStore(tmp_path).checkpoints())
+
+    assert (first.metrics, second.metrics) == ({"val/loss": 0.5}, {})
+    assert (first.epoch, first.exactness, first.config, first.healthy) == (1, [], {"seed": 3}, True)
+
+
+def test_best_at_the_end_of_a_pass_without_a_length(tmp_path: Path) -> None:
+    """That it was the pass's last iteration shows only when no batch follows: its edge comes twice."""
+    trainer = Trainer(lambda engine, batch: 1.0)
+    means = iter([2.0, 1.0, 3.0])
+    trainer.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.__setitem__("val/loss", next(means))
+    )
+    Checkpoint(tmp_path, keep_last=1, best="val/loss").attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(Passes(3, 5, 2), max_epochs=3)
+
+    assert iterations(tmp_path) == [8, 10]
+    manifests = {each.iteration: each.manifest for each in CheckpointStore(tmp_path).checkpoints()}
+    assert manifests[8].metrics == {"val/loss": 1.0}
+
+
+def test_finished_run_over_data_without_a_length_is_saved_as_finished(tmp_path: Path) -> None:
+    def run() -> list[str]:
+        trainer, heard = Trainer(lambda engine, batch: 1.0), list[str]()
+        for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED):
+            trainer.add_event_handler(event, lambda *, name=event.name: heard.append(name))
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+        checkpoint.resume()
+        trainer.run(Passes(3), max_epochs=1)
+        return heard
+
+    assert run() == ["ITERATION_COMPLETED"] * 3 + ["EPOCH_COMPLETED"]
+    assert run() == []
+
+
+# -- when it goes wrong -----------------------------------------------------------------------------------------------
+
+
+class Unsavable:
+    """Fails once: its state cannot be in a checkpoint."""
+
+    name = "unsavable"
+
+    def __init__(self) -> None:
+        self.fails = True
+
+    def state_dict(self) -> dict[str, Any]:
+        fails, self.fails = self.fails, False
+        return {"value": object() if fails else 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_failed_save_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, heard = trainer_of(), list[Any]()
+    trainer.register("unsavable", Unsavable())
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    for event in (TrainingEvents.CHECKPOINT_FAILED, TrainingEvents.CHECKPOINT_SAVED):
+        trainer.add_event_handler(
+            event, lambda *, name=event.name: heard.append((name, trainer.state.iteration, checkpoint.error))
+        )
+    with caplog.at_level(logging.WARNING):
+        state = trainer.run(numbers_loader(), max_iters=5)
+
+    assert [each[:2] for each in heard] == [("CHECKPOINT_FAILED", 2), ("CHECKPOINT_SAVED", 4), ("CHECKPOINT_SAVED", 5)]
+    assert "builtins.object" in str(heard[0][2]) and heard[1][2] is None
+    assert (state.iteration, state.checkpoints, state.status) == (5, 2, "completed")
+    assert iterations(tmp_path) == [4, 5]
+    assert CheckpointStore(tmp_path).load(tmp_path / "iteration_00000004").local["trainer"]["checkpoints"] == 1
+    assert "builtins.object" in caplog.text
+
+
+def test_failed_save_at_the_end_raises(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    trainer.register("unsavable", Unsavable())
+    Checkpoint(tmp_path).attach(trainer)
+
+    with pytest.raises(CheckpointError, match=r"builtins\.object"):
+        trainer.run(numbers_loader(), max_epochs=1)
+    assert trainer.state.status == "failed" and iterations(tmp_path) == []
+
+
+def test_old_checkpoint_that_cannot_be_deleted_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ignite_engine.checkpointing import directory
+
+    tried: list[Any] = []
+
+    def refuse(paths: Any) -> None:
+        tried.append(paths)
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(directory, "discard", refuse)
+    trainer = trainer_of()
+    Checkpoint(tmp_path, keep_last=1).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    with caplog.at_level(logging.WARNING):
+        state = trainer.run(numbers_loader(), max_iters=6)
+
+    assert (state.status, state.checkpoints, len(tried)) == ("completed", 3, 2)
+    assert iterations(tmp_path) == [2, 4, 6] and "Read-only file system" in caplog.text
+
+
+def test_damaged_newest_one_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(numbers_loader(), max_iters=4)
+    file = next((tmp_path / "iteration_00000004").glob("shared*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    again, checkpoint = trainer_of(), Checkpoint(tmp_path)
+    checkpoint.attach(again)
+    path = checkpoint.resume()
+
+    assert path is not None and path.name == "iteration_00000002" and again.state.iteration == 2
+    assert "is passed over" in caplog.text
+
+
+def test_resume_needs_a_trainer_and_may_find_nothing(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(RuntimeError, match=r"call attach\(trainer, event\) before"):
+        checkpoint.resume()
+    trainer = trainer_of()
+    checkpoint.attach(trainer)
+
+    assert checkpoint.resume() is None
+    assert trainer.run(numbers_loader()).iteration == 6
+
+
+def test_left_out_parts_keep_what_they_are(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.run(numbers_loader(), max_iters=3)
+    tuned, checkpoint = trainer_of(), Checkpoint(tmp_path)
+    checkpoint.attach(tuned)
+    checkpoint.resume(ignore=["trainer", "data", "rng", "optimizer", "checkpoint"])
+
+    assert torch.equal(weights(tuned), weights(trainer)) and tuned.state.iteration == 0
+    assert tuned.run(numbers_loader(), max_iters=2).iteration == 2
+
+
+# -- bit for bit ------------------------------------------------------------------------------------------------------
+
+
+def full(directory: Path) -> tuple[Trainer, Checkpoint, dict[int, float]]:
+    """Dropout, a schedule, evaluation, interval means, accumulation: all that can go wrong."""
+    trainer = trainer_of(linear(dropout=True), 2, clip_norm=1.0)
+    optimizer = trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]  # an Update
+    LRSchedule(warmup_cosine(optimizer, warmup=3, total=20)).attach(trainer)
+    model = trainer.update.model  # type: ignore[attr-defined]
+    evaluator = create_evaluator(model, lambda model, batch: model(batch[0]).mean(), {"mean": Average()})
+    Evaluation(evaluator, numbers_loader(4)).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    MetricLogger(directory, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    losses: dict[int, float] = {}
+
+    def note(engine: Engine) -> None:
+        losses[engine.state.iteration] = engine.state.output["loss"].item()
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, note)
+    checkpoint = Checkpoint(directory / "checkpoints", keep_last=20)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+    return trainer, checkpoint, losses
+
+
+def data() -> Any:
+    return numbers_loader(14, 2, shuffle=True, seed=2)  # 7 batches, 4 updates an epoch
+
+
+def finish(trainer: Trainer) -> tuple[Tensor, Any]:
+    trainer.run(data(), max_epochs=3)
+    optimizer = trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]
+    return weights(trainer), copy.deepcopy(optimizer.state_dict())
+
+
+def die_at(trainer: Trainer, iteration: int) -> None:
+    def die() -> None:
+        raise KeyError("killed")
+
+    # after the save: it was attached later
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=iteration), die)
+
+
+def cut_run(directory: Path, *cuts: int, seed: Callable[[], Any] = lambda: torch.manual_seed(5)) -> Any:
+    """Runs, dies after each of ``cuts``, resumes in a process that has drawn other numbers, and finishes."""
+    seen: dict[int, float] = {}
+    for number, cut in enumerate((*cuts, None)):
+        trainer, checkpoint, losses = full(directory)
+        seed() if number == 0 else torch.manual_seed(1000 + number)
+        if cut is not None:
+            die_at(trainer, cut)
+        found = checkpoint.resume()
+        assert (found is None) == (number == 0)
+        if cut is not None:
+            with pytest.raises(KeyError, match="killed"):
+                finish(trainer)
+            seen |= losses
+            continue
+        return *finish(trainer), seen | losses, (directory / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "cuts", [(1,), (2,), (4,), (6,), (8,), (11,), (3, 7), (4, 8), (1, 2)], ids=lambda cuts: "-".join(map(str, cuts))
+)
+def test_killed_run_ends_with_the_bits_of_the_whole_one(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    final, optimizer, losses, lines = cut_run(tmp_path / "whole")
+    final_again, optimizer_again, losses_again, lines_again = cut_run(tmp_path / "cut", *cuts)
+
+    assert torch.equal(final_again, final)
+    torch.testing.assert_close(optimizer_again, optimizer, rtol=0, atol=0)
+    assert losses_again == losses and sorted(losses) == list(range(1, 13))
+    assert lines_again == lines
+
+
+def test_dropout_makes_the_seed_count(tmp_path: Path) -> None:
+    """Else the test above would pass without restoring the generators."""
+    first = cut_run(tmp_path / "a")
+    second = cut_run(tmp_path / "b", seed=lambda: torch.manual_seed(6))
+
+    assert not torch.equal(first[0], second[0])
+
+
+def test_stopped_run_ends_with_the_bits_of_the_whole_one(tmp_path: Path) -> None:
+    final, *_ = cut_run(tmp_path / "whole")
+    trainer, _, _ = full(tmp_path / "cut")
+    torch.manual_seed(5)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=6), lambda: trainer.request_stop("enough"))
+    state = trainer.run(data(), max_epochs=3)
+    assert (state.status, state.iteration) == ("interrupted", 6)
+    resumed, checkpoint, _ = full(tmp_path / "cut")
+    torch.manual_seed(77)
+    path = checkpoint.resume()
+
+    assert path is not None and path.name == "iteration_00000006"
+    assert torch.equal(finish(resumed)[0], final)
+
+
+def test_saved_on_a_stop_wherever_the_event_stands(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=1000))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.request_stop("enough"))
+    trainer.run(numbers_loader(), max_epochs=2)
+
+    assert iterations(tmp_path) == [4]
+
+
+def test_saved_on_request_and_training_goes_on(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=1000))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), trainer.request_save)
+    trainer.run(numbers_loader(), max_iters=9)
+
+    assert iterations(tmp_path) == [4, 9]
+
+
+def test_attach_order_of_the_schedule_does_not_matter(tmp_path: Path) -> None:
+    saved = []
+    for first in (True, False):
+        trainer = trainer_of()
+        optimizer = trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]
+        schedule = LRSchedule(warmup_cosine(optimizer, warmup=4, total=10))
+        checkpoint = Checkpoint(tmp_path / str(first))
+        if first:
+            schedule.attach(trainer)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+        if not first:
+            schedule.attach(trainer)
+        trainer.run(numbers_loader(), max_iters=2)
+        loaded = checkpoint.store.load(tmp_path / str(first) / "iteration_00000002")
+        saved.append(loaded.shared["optimizer"]["param_groups"][0]["lr"])
+
+    assert saved[0] == saved[1] == pytest.approx(0.1 * 3 / 4)
