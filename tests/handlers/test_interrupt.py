@@ -1,0 +1,270 @@
+"""A signal stops a run at a clean edge, saved, with the exit code that says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+
+from ignite_engine import Interrupted, Trainer, TrainingEvents
+from ignite_engine.checkpointing import CheckpointStore
+from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
+from tests.engine.builders import numbers_loader, trainer_of, weights
+
+ROOT = Path(__file__).parents[2]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    """After a stop SIGTERM stays ignored, which the other tests must not inherit."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    """To this process; the handler has run when this returns."""
+    signal.raise_signal(number)
+
+
+def stoppable(directory: Path, *, exit: bool = True) -> Trainer:
+    trainer = trainer_of(accumulation_steps=2)
+    Checkpoint(directory).attach(trainer, Events.ITERATION_COMPLETED(every=1000))
+    GracefulStop(exit=exit).attach(trainer)
+    return trainer
+
+
+def iterations(directory: Path) -> list[int]:
+    return [each.iteration for each in CheckpointStore(directory).checkpoints()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_run_at_a_saved_edge(number: signal.Signals, tmp_path: Path) -> None:
+    trainer, heard = stoppable(tmp_path), list[str]()
+    # in the middle of the second update
+    trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED(once=3), lambda: send(number))
+    trainer.add_event_handler(Events.COMPLETED, lambda: heard.append("COMPLETED"))
+    with pytest.raises(Interrupted) as caught:
+        trainer.run(numbers_loader(), max_epochs=3)
+
+    assert caught.value.code == 128 + number and heard == ["COMPLETED"]
+    assert (trainer.state.iteration, trainer.state.micro_batches) == (2, 4)
+    assert (trainer.state.status, trainer.state.reason) == ("interrupted", number.name)
+    assert iterations(tmp_path) == [2]
+
+
+def test_stopped_run_resumes_to_the_bits_of_the_whole_one(tmp_path: Path) -> None:
+    whole = trainer_of(accumulation_steps=2)
+    whole.run(numbers_loader(shuffle=True), max_epochs=3)
+    trainer = stoppable(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=4), lambda: send(signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        trainer.run(numbers_loader(shuffle=True), max_epochs=3)
+    resumed = trainer_of(accumulation_steps=2)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(resumed)
+    checkpoint.resume()
+    resumed.run(numbers_loader(shuffle=True), max_epochs=3)
+
+    assert trainer.state.iteration == 4
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_run_may_return_instead_of_exiting(tmp_path: Path) -> None:
+    trainer = stoppable(tmp_path, exit=False)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGINT))
+    state = trainer.run(numbers_loader(), max_epochs=3)
+
+    assert (state.status, state.reason, state.iteration) == ("interrupted", "SIGINT", 2)
+    assert trainer.run(numbers_loader(), max_epochs=3).iteration == 9
+
+
+def test_sigusr1_saves_and_goes_on(tmp_path: Path) -> None:
+    trainer = stoppable(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGUSR1))
+    state = trainer.run(numbers_loader(), max_epochs=2)
+
+    assert (state.status, state.iteration) == ("completed", 6) and iterations(tmp_path) == [2, 6]
+
+
+def test_handlers_are_there_while_it_runs_and_put_back_after(tmp_path: Path) -> None:
+    def mine(*_: Any) -> None: ...
+
+    for number in SIGNALS:
+        signal.signal(number, mine)
+    trainer, during = stoppable(tmp_path), list[Any]()
+    assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 3  # attaching touches nothing
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=1), lambda: during.extend(signal.getsignal(number) for number in SIGNALS)
+    )
+    trainer.run(numbers_loader())
+    assert len(during) == 3 and mine not in during
+    assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 3
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(numbers_loader())
+    assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 3
+
+
+def test_second_signal_soon_after_the_first_is_the_same_one(tmp_path: Path) -> None:
+    """Ctrl-C and a launcher's SIGTERM come together."""
+    trainer = stoppable(tmp_path)
+
+    @trainer.on(Events.ITERATION_STARTED(once=2))
+    def both() -> None:
+        send(signal.SIGINT)
+        send(signal.SIGTERM)
+
+    with pytest.raises(Interrupted) as caught:
+        trainer.run(numbers_loader(), max_epochs=3)
+    assert caught.value.code == 130 and iterations(tmp_path) == [2]
+
+
+def test_second_signal_later_forces_the_end(tmp_path: Path) -> None:
+    trainer = stoppable(tmp_path)
+
+    @trainer.on(Events.ITERATION_STARTED(once=2))
+    def twice() -> None:
+        send(signal.SIGINT)
+        time.sleep(0.55)
+        send(signal.SIGINT)
+
+    with pytest.raises(Interrupted) as caught:
+        trainer.run(numbers_loader(), max_epochs=3)
+    assert caught.value.code == 130 and iterations(tmp_path) == []
+    assert (trainer.state.status, trainer.state.reason) == ("interrupted", "forced: interrupted by SIGINT")
+
+
+def test_sigterm_after_the_committed_save_is_ignored(tmp_path: Path) -> None:
+    trainer, goodbye = stoppable(tmp_path), list[str]()
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGTERM))
+
+    @trainer.on(Events.COMPLETED)
+    def slow_goodbye() -> None:
+        time.sleep(0.55)
+        send(signal.SIGTERM)
+        goodbye.append("said")
+
+    with pytest.raises(Interrupted):
+        trainer.run(numbers_loader(), max_epochs=3)
+    send(signal.SIGTERM)  # still alive
+    assert goodbye == ["said"] and iterations(tmp_path) == [2]
+
+
+class Blocking:
+    """Three batches, then one that comes after half a minute."""
+
+    def __init__(self) -> None:
+        self.waiting = threading.Event()
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(3):
+            yield torch.ones(2, 3), torch.ones(2, 1)
+        self.waiting.set()
+        time.sleep(30)
+        yield torch.ones(2, 3), torch.ones(2, 1)
+
+
+def signal_when(event: threading.Event) -> threading.Thread:
+    def wait_and_send() -> None:
+        if event.wait(20):
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=wait_and_send)
+    thread.start()
+    return thread
+
+
+def test_signal_breaks_the_wait_for_data(tmp_path: Path) -> None:
+    trainer, data, started = stoppable(tmp_path), Blocking(), time.monotonic()
+    thread = signal_when(data.waiting)
+    with pytest.raises(Interrupted):
+        trainer.run(data, max_epochs=3)
+    thread.join()
+
+    assert time.monotonic() - started < 10
+    # the second group was not complete: it counts as not consumed
+    assert (trainer.state.iteration, iterations(tmp_path)) == (1, [1])
+    loaded = CheckpointStore(tmp_path).load(tmp_path / "iteration_00000001").local
+    assert (loaded["data"]["batch"], loaded["trainer"]["micro_batches"]) == (2, 2)
+
+
+def test_signal_breaks_the_wait_of_an_evaluation(tmp_path: Path) -> None:
+    from ignite_engine import create_evaluator
+
+    trainer, data, started = stoppable(tmp_path), Blocking(), time.monotonic()
+    evaluator = create_evaluator(trainer.update.model, lambda model, batch: model(batch[0]))  # type: ignore
+    Evaluation(evaluator, data).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    thread = signal_when(data.waiting)
+    with pytest.raises(Interrupted):
+        trainer.run(numbers_loader(), max_epochs=3)
+    thread.join()
+
+    assert time.monotonic() - started < 10
+    assert (trainer.state.iteration, trainer.state.evaluations, iterations(tmp_path)) == (2, 0, [2])
+
+
+SCRIPT = """
+import sys, time, torch
+from ignite.engine import Events
+from ignite_engine.handlers import Checkpoint, GracefulStop
+from tests.engine.builders import numbers_loader, trainer_of, weights
+
+trainer = trainer_of()
+checkpoint = Checkpoint(sys.argv[1])
+checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100000))
+GracefulStop().attach(trainer)
+checkpoint.resume()
+
+@trainer.on(Events.ITERATION_COMPLETED)
+def tell():
+    if sys.argv[2] == "slow":
+        print("iteration", trainer.state.iteration, flush=True)
+        time.sleep(0.05)
+
+trainer.run(numbers_loader(40, 2, shuffle=True, num_workers=2), max_epochs=2)
+print("weights", weights(trainer).tolist())
+"""
+
+
+def start(directory: Path, pace: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(directory), pace],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_program_with_loader_workers_saves_and_exits_with_the_signals_code(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """Ctrl-C goes to the whole group: the loader's workers get it too."""
+    process = start(tmp_path / "cut", "slow")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("iteration 5"):
+            os.killpg(process.pid, number) if number is signal.SIGINT else process.send_signal(number)
+            break
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors
+    (saved,) = iterations(tmp_path / "cut")
+    assert 5 <= saved < 40
+
+    again, whole = start(tmp_path / "cut", "fast"), start(tmp_path / "whole", "fast")
+    ends = [process.communicate(timeout=60)[0].splitlines()[-1] for process in (again, whole)]
+    assert ends[0] == ends[1] and ends[0].startswith("weights [")
