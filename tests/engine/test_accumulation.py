@@ -1,0 +1,84 @@
+"""The arithmetic of groups, and which backward reduces."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ignite_engine import accumulation_steps_for, gradient_sync
+from ignite_engine.accumulation import check_accumulates, micro_batch_scales
+
+
+@pytest.mark.parametrize(("arguments", "steps"), [((64, 8, 2), 4), ((8, 8), 1), ((96, 4, 3), 8)])
+def test_steps_make_up_the_global_batch(arguments: tuple[int, ...], steps: int) -> None:
+    assert accumulation_steps_for(*arguments) == steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((60, 8, 2), "must be a multiple of local_batch x world_size = 16: take 48"),
+        ((8, 16), "take 16 or change local_batch"),
+        ((0, 8), "must be at least 1, got 0, 8, 1"),
+    ],
+)
+def test_global_batch_that_does_not_divide_is_refused(arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        accumulation_steps_for(*arguments)
+
+
+def test_scales_of_equal_and_weighted_micro_batches() -> None:
+    batches = ["a", "bbb", "", "cccc"]
+
+    assert micro_batch_scales(batches) == [0.25] * 4
+    assert micro_batch_scales(batches, weight_fn=len) == [1 / 8, 3 / 8, 0.0, 4 / 8]
+    assert micro_batch_scales(batches, padding=2) == [0.5, 0.5, 0.0, 0.0]
+    assert micro_batch_scales(batches, padding=1, weight_fn=len) == [0.25, 0.75, 0.0, 0.0]
+    assert micro_batch_scales(["", ""], weight_fn=len) is None
+
+
+class Wrapped(nn.Module):
+    """Reduces like DDP, or like FSDP2, and writes down whether it would."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.reduces = True
+        if kind == "no_sync":
+            self.no_sync = self._no_sync
+        else:
+            self.set_requires_gradient_sync = self._set
+
+    def _set(self, reduces: bool) -> None:
+        self.reduces = reduces
+
+    @contextmanager
+    def _no_sync(self) -> Any:
+        self.reduces = False
+        try:
+            yield
+        finally:
+            self.reduces = True
+
+
+@pytest.mark.parametrize("kind", ["no_sync", "set_requires_gradient_sync"])
+def test_only_the_last_backward_reduces(kind: str) -> None:
+    model, seen = Wrapped(kind), list[bool]()
+    for last in (False, False, True):
+        with gradient_sync(model, last=last):
+            seen.append(model.reduces)
+    with pytest.raises(KeyError), gradient_sync(model, last=False):
+        raise KeyError
+
+    assert seen == [False, False, True] and model.reduces
+
+
+def test_static_graph_is_refused_in_one_line() -> None:
+    model = nn.Linear(1, 1)
+    check_accumulates(model)
+    model.static_graph = True  # type: ignore[assignment]  # what DDP has
+
+    with pytest.raises(ValueError, match=r"DistributedDataParallel\(static_graph=True\) cannot accumulate"):
+        check_accumulates(model)
