@@ -27,12 +27,12 @@ from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSing
 from torch import nn
 
 from ignite_engine import agreement, rng
-from ignite_engine.bus import Plan, compile_plan
 from ignite_engine.data import DataSource, resumable
 from ignite_engine.describing import describe
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.interruption import Interrupted, StopRequested
+from ignite_engine.planned_engine import PlannedEngine
 from ignite_engine.position import RunPosition
 from ignite_engine.registry import Registry, Stateful
 from ignite_engine.state import TrainingState
@@ -42,7 +42,7 @@ __all__ = ["Trainer", "create_evaluator"]
 _STOP, _SAVE = 1, 2
 
 
-class Trainer(Engine):
+class Trainer(PlannedEngine):
     """An Ignite engine that trains: accumulation, exact resume, agreed stops, and a bus that is free where quiet.
 
     Args:
@@ -62,7 +62,6 @@ class Trainer(Engine):
             raise ValueError(
                 f"accumulation_steps must be at least 1, or None for no grouping, got {accumulation_steps}."
             )
-        self._plans: dict[str, Plan] = {}
         super().__init__(update)
         self.update = update
         self.accumulation_steps = accumulation_steps
@@ -438,60 +437,13 @@ class Trainer(Engine):
         by_epochs = state.max_epochs is not None and state.epoch >= state.max_epochs
         return by_epochs or (state.max_iters is not None and state.iteration >= state.max_iters)
 
-    def hears(self, event: Any) -> bool:
-        """Whether anybody listens to ``event``."""
-        return bool((self._plans.get(event._name_) or self.plan(event)).entries)
-
-    def fire_event(self, event_name: Any) -> None:
-        if getattr(event_name, "_name_", event_name) not in self._plans:
-            self._assert_allowed_event(event_name)
-        self._fire_event(event_name)
-
-    def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
-        self.last_event_name = event_name
-        plan = self._plans.get(event_name if type(event_name) is str else event_name._name_)
-        if plan is None:
-            plan = self.plan(event_name)
-        if plan.entries:
-            plan.fire(self, event_name, event_args, event_kwargs)
-
-    def plan(self, event: Any) -> Plan:
-        """The compiled handlers of ``event``."""
-        key = event if type(event) is str else event._name_
-        if key in self._plans:
-            return self._plans[key]
-        counter = self.state.event_to_attr.get(event)
-        plan = compile_plan(self._event_handlers.get(event, ()), counter)
-        self._plans[key] = plan
-        return plan
-
-    def listened_events(self) -> list[Any]:
-        """The events that somebody listens to, in the order in which they were registered."""
-        return [event for event in self._allowed_events if self._event_handlers.get(event)]
-
-    def _handler_wrapper(self, handler: Callable[..., Any], event_name: Any, event_filter: Callable[..., Any]) -> Any:
-        wrapper = super()._handler_wrapper(handler, event_name, event_filter)
-        wrapper.bus_handler, wrapper.bus_filter = handler, event_filter  # type: ignore[attr-defined]
-        return wrapper
-
     def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As Ignite's; an object with a state that is attached here is registered for checkpoints by itself."""
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
-        self._plans.clear()
         owner = handler if isinstance(handler, Stateful) else getattr(handler, "__self__", None)
         if isinstance(owner, Stateful) and not isinstance(owner, Engine):
             self.registry.adopt(owner, args)
         return handle
-
-    def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
-        super().remove_event_handler(handler, event_name)
-        self._plans.clear()
-
-    def _handle_exception(self, e: BaseException) -> None:
-        if self._event_handlers.get(Events.EXCEPTION_RAISED):
-            self._fire_event(Events.EXCEPTION_RAISED, e)
-        else:
-            raise e
 
 
 def _later(data: Any) -> Iterator[Any]:
