@@ -388,6 +388,36 @@ def test_data_that_is_exhausted_for_good_warns_and_ends() -> None:
     assert state.iteration == 3
 
 
+def test_position_counts_the_group_whose_error_was_swallowed() -> None:
+    def make() -> tuple[Trainer, list[int]]:
+        seen: list[int] = []
+
+        def update(engine: Engine, batch: torch.Tensor) -> None:
+            if engine.state.iteration == 2:
+                raise KeyError
+            seen.extend(batch.tolist())
+
+        trainer = Trainer(update)
+        trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
+        return trainer, seen
+
+    def data() -> Any:
+        from ignite_engine import loader
+
+        return loader(torch.arange(8), 1)  # type: ignore[arg-type]  # has a length and items
+
+    whole, seen = make()
+    saved = captures(whole)
+    whole.run(data(), max_epochs=2)
+    rest, seen_again = make()
+    rest.registry.load(saved[5], source="memory")
+    rest.run(data(), max_epochs=2)
+
+    # the second group ends the epoch, as in Ignite; the next one goes on with the third
+    assert seen == [0, 2, 3, 4, 5, 6, 7, 0, 1]
+    assert seen_again == seen[4:]
+
+
 # -- who is registered ------------------------------------------------------------------------------------------------
 
 

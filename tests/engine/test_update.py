@@ -168,6 +168,19 @@ def test_sparse_and_dense_gradients_are_clipped_by_their_joint_norm() -> None:
     torch.testing.assert_close(model.head.weight.grad, dense.head.weight.grad, rtol=1e-12, atol=1e-15)
 
 
+def test_norm_is_reported_without_clipping_too() -> None:
+    model, dense = Bag(sparse=True), Bag(sparse=False)
+    optimizers = {
+        "sparse": torch.optim.SparseAdam(list(model.embedding.parameters())),
+        "dense": torch.optim.AdamW(model.head.parameters()),
+    }
+    state = Trainer(Update(model, optimizers, bag_loss, log_grad_norm=True)).run(TOKENS[:1])
+    bag_loss(dense, TOKENS[0]).backward()
+
+    norm = torch.nn.utils.get_total_norm([p.grad for p in dense.parameters() if p.grad is not None])
+    torch.testing.assert_close(state.output["grad_norm"], norm, rtol=1e-12, atol=0)
+
+
 def test_all_optimizers_step() -> None:
     model, before = Bag(sparse=True), Bag(sparse=True)
     optimizers = {

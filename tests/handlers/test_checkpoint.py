@@ -73,17 +73,16 @@ def test_some_of_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_best_is_remembered_over_a_resume(tmp_path: Path) -> None:
-    def run(scores: dict[int, float], max_iters: int) -> None:
+    def run(scores: dict[int, float], max_iters: int) -> int:
         trainer = trainer_of()
         scored(trainer, scores)
         checkpoint = Checkpoint(tmp_path, keep_last=1, best="val/loss")
         checkpoint.attach(trainer)
         checkpoint.resume()
-        trainer.run(numbers_loader(), max_iters=max_iters)
+        return trainer.run(numbers_loader(), max_iters=max_iters).checkpoints
 
-    run({2: 1.0}, 4)
-    run({6: 1.5}, 8)
-
+    assert run({2: 1.0}, 4) == 2
+    assert run({7: 1.5}, 8) == 4  # at 6 an epoch ends, 7 is no new best
     assert iterations(tmp_path) == [2, 8]
 
 
