@@ -34,6 +34,9 @@ from torch.nn import functional
 from ignite_engine import Task, Trainer, TrainingEvents
 
 VOCABULARY = 256
+# Adam moves each weight by about the learning rate, whatever its gradient. A row that comes up rarely needs longer
+# steps than a matrix bears: so it is small in the table and scaled where it is used.
+EMBEDDING_SCALE = 8.0
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # Fibonacci hashing (Knuth, TAOCP 3, section 6.4), as a signed 64-bit number
 
 
@@ -43,10 +46,10 @@ class Options:
 
     context: int = 256  # bytes that the model sees at once
     width: int = 128  # of the residual stream
-    layers: int = 4
+    layers: int = 3
     heads: int = 4
     dropout: float = 0.05  # probability, on the embeddings and on what each block adds
-    ngram_orders: Sequence[int] = (2, 3, 4)  # bytes in an n-gram, 2 to 7
+    ngram_orders: Sequence[int] = (2, 3, 4, 5, 6)  # bytes in an n-gram, 2 to 7
     ngram_slots: int = 2**14  # rows of each table, a power of two
     ngram_width: int = 64  # of an embedding, that of a single byte included
     validation_windows: int = 1024  # at most; each of ``context`` bytes
@@ -74,13 +77,14 @@ class NgramEmbedding(nn.Module):
         rows = [VOCABULARY, *(options.ngram_slots for _ in self.orders)]
         tables = [nn.Embedding(count, options.ngram_width) for count in rows]
         for table in tables:
-            nn.init.normal_(table.weight, std=0.3)
+            nn.init.normal_(table.weight, std=0.05 if table is tables[0] else 0.01)  # an n-gram never seen says little
         self.tables = nn.ModuleList(tables)
         self.features = options.ngram_width * len(rows)
 
     def forward(self, inputs: Tensor) -> Tensor:
         indices = [inputs, *(self._slots(inputs, order) for order in self.orders)]
-        return torch.cat([table(index) for table, index in zip(self.tables, indices, strict=True)], dim=-1)
+        rows = [table(index) for table, index in zip(self.tables, indices, strict=True)]
+        return torch.cat(rows, dim=-1) * EMBEDDING_SCALE
 
     def _slots(self, inputs: Tensor, order: int) -> Tensor:
         padded = functional.pad(inputs, (order - 1, 0))  # before the window there are zeros
@@ -136,6 +140,7 @@ class ByteGPT(nn.Module):
         self.embedding_dropout = nn.Dropout(options.dropout)
         self.mix = nn.Linear(self.embedding.features, options.width, bias=False)
         self.positions = nn.Embedding(options.context, options.width)
+        self.embedding_norm = nn.LayerNorm(options.width, bias=False)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
         self.norm = nn.LayerNorm(options.width, bias=False)
         self.head = nn.Linear(options.width, VOCABULARY, bias=False)
@@ -148,7 +153,8 @@ class ByteGPT(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         time = inputs.shape[1]
         stream = self.mix(self.embedding_dropout(self.embedding(inputs)))
-        stream = stream + self.positions.weight[:time].to(stream.dtype)  # the stream is in autocast's precision
+        # the stream is in autocast's precision; it begins at unit scale, however much the tables have grown
+        stream = self.embedding_norm(stream + self.positions.weight[:time].to(stream.dtype)).to(stream.dtype)
         for block in self.blocks:
             stream = block(stream, self.mask[:time, :time])
         logits: Tensor = self.head(self.norm(stream))
