@@ -12,6 +12,10 @@ from torch.optim import Optimizer
 logger = logging.getLogger(__name__)
 
 
+class StateMismatch(ValueError):
+    """A checkpoint's state does not fit what was built; the message is one line and names the remedy."""
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """Anything that can be saved: its state is made of tensors, numbers, strings, lists, tuples and dicts."""
@@ -105,10 +109,10 @@ class Registry:
         """Refuse to go on while a loaded state has no object.
 
         Raises:
-            ValueError: names both sides and the remedy.
+            StateMismatch: names both sides and the remedy.
         """
         if self.waiting:
-            raise ValueError(
+            raise StateMismatch(
                 f"{self.resumed_from} holds {sorted(self.waiting)}, for which nothing is registered "
                 f"(registered: {sorted(self.objects)}): attach what is missing, or leave it out with "
                 f"resume(ignore={sorted(self.waiting)})."
@@ -141,9 +145,34 @@ class ModelState:
         return {clean_name(name): value for name, value in unwrap(self.model).state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load by name.
+
+        Raises:
+            StateMismatch: names or shapes are others than those saved.
+        """
         model = unwrap(self.model)
         own = {clean_name(name): name for name in model.state_dict()}
-        model.load_state_dict({own.get(name, name): value for name, value in state.items()})
+        try:
+            model.load_state_dict({own.get(name, name): value for name, value in state.items()})
+        except RuntimeError as error:  # torch's has a line for each parameter
+            differences = _differences(self.state_dict(), state)
+            if not differences:
+                raise
+            more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+            raise StateMismatch(
+                f"The model is not the saved one ({'; '.join(differences[:3])}{more}): build it as it was saved, or "
+                "start a run in a new folder."
+            ) from error
+
+
+def _differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """In which names and shapes two states of a model differ."""
+    shapes = [{name: tuple(getattr(value, "shape", ())) for name, value in state.items()} for state in (here, saved)]
+    return [
+        f"{name} is {shapes[0].get(name, 'missing')}, saved {shapes[1].get(name, 'without it')}"
+        for name in {**shapes[0], **shapes[1]}
+        if shapes[0].get(name) != shapes[1].get(name)
+    ]
 
 
 class OptimizerState:
@@ -167,7 +196,7 @@ class OptimizerState:
         """Load by name.
 
         Raises:
-            ValueError: the groups hold other parameters than those saved.
+            StateMismatch: the groups hold other parameters than those saved.
         """
         index_of = {name: index for index, name in enumerate(self._names())}
         saved = [set(group["params"]) for group in state["param_groups"]]
@@ -175,7 +204,7 @@ class OptimizerState:
         here = [{next(names) for _ in group["params"]} for group in self.optimizer.param_groups]
         if saved != here:
             different = sorted(set().union(*saved) ^ set().union(*here))[:5]
-            raise ValueError(
+            raise StateMismatch(
                 f"The optimizer's {len(here)} parameter groups are not the {len(saved)} saved ones "
                 f"(in one only: {different or 'none, they are grouped otherwise'}): build the same groups, "
                 "or leave the optimizer out with resume(ignore=['optimizer'])."

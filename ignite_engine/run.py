@@ -109,9 +109,13 @@ class Run:
                 logger.error(
                     "The run failed: %s: %s", type(error).__name__, error, extra={"console": False}, exc_info=True
                 )
-            self._write_summary(status, resumed)
+            summary = self._write_summary(status, resumed)
+            if status == "interrupted":
+                self._say_how_it_ended(summary)
             raise
-        return self._write_summary(trainer.state.status, resumed)
+        summary = self._write_summary(trainer.state.status, resumed)
+        self._say_how_it_ended(summary)
+        return summary
 
     def evaluate(self, checkpoint: Path | None = None) -> dict[str, float | int | str]:
         """Metrics of every validation and test set with the weights of a checkpoint; a collective, nothing is written.
@@ -158,6 +162,22 @@ class Run:
         for line in differences:
             logger.info("Config differs from the run's last start: %s", line)
         self.directory.write_environment(idist.get_world_size())
+
+    def _say_how_it_ended(self, summary: Mapping[str, Any]) -> None:
+        """One line, so that whoever pressed Ctrl-C knows that the run heard it and where it goes on."""
+        if summary["status"] == "interrupted":
+            saved = self.checkpoint.store.checkpoints() if self.checkpoint else ()
+            goes_on = f"goes on from {saved[-1].path.name}" if saved else "begins anew: no checkpoint was saved"
+            logger.info(
+                "Stopped by %s at iteration %d; the same command %s.", summary["reason"], summary["iteration"], goes_on
+            )
+        else:
+            logger.info(
+                "Completed at iteration %d in %.1f s; all is in %s.",
+                summary["iteration"],
+                summary["wall_s"],
+                self.directory.path,
+            )
 
     def _put_aside_old_metrics(self) -> None:
         """Points of a run that left no checkpoint would stand twice."""

@@ -114,7 +114,7 @@ def _find_file(where: str, folder: Path | None) -> Path:
     near = difflib.get_close_matches(Path(where).name, names, n=1)
     hint = f"; did you mean '{Path(where).with_name(near[0])}'?" if near else "."
     here = "" if Path.cwd() in folders[:-1] else f" or {Path.cwd()}"
-    places = "" if Path(where).is_absolute() else f" in {folders[0]}, the folders above it{here}"
+    places = "" if Path(where).is_absolute() else f" in {folders[0]} or the folders above it{here}"
     raise TaskError(f"got {where!r}, but there is no such file{places}{hint}")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,8 @@ def build(options):
     if options.get("broken"):
         raise ValueError("no such corpus")
     data = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(32, 2) / 64)
-    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    width = options.get("width", 4)
+    model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Dropout(0.5), torch.nn.Linear(width, 1))
 
     def loss(model, batch):
         time.sleep(options.get("wait_s", 0))
@@ -113,7 +115,7 @@ WRONG = [
     (["train", "my_config.yaml", "--nproc-per-nod", "2"], "is no option of train; did you mean '--nproc-per-node'?"),
     (["train", "my_config.yaml", "--nproc-per-node", "0"], "got '0', expected a whole number of at least 1"),
     (["train"], "the following arguments are required: CONFIG"),
-    (["trian", "my_config.yaml"], "got the command 'trian', expected one of these; did you mean 'train'?"),
+    (["trian", "my_config.yaml"], "got 'trian', which is no command; did you mean 'train'?"),
     (["evaluate", "my_config.yaml"], "run/checkpoints holds no valid checkpoint; train first"),
     (["evaluate", "my_config.yaml", "--checkpoint", "x"], "x has no manifest.json: it is not a committed checkpoint"),
 ]
@@ -190,6 +192,7 @@ def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.
     assert first["weights_sha256"] == again["weights_sha256"]
     assert (folder / "run" / "metrics.jsonl").read_text() == metrics
     assert "Start-up took" in told and "task" in told
+    assert re.search(r"Completed at iteration 12 in \d+\.\d s; all is in run\.\n", told)
     assert set(evaluated) == {"checkpoint", "iteration", "val/loss"}
     scores = [json.loads(line)["val/loss"] for line in metrics.splitlines() if "val/loss" in line]
     assert evaluated["val/loss"] == min(scores)
@@ -205,6 +208,20 @@ def test_any_other_failure_is_code_1_with_its_traceback(folder: Path) -> None:
     assert "the loss is lost" in (folder / "run" / "logs" / "rank_0.log").read_text()
 
 
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_model_that_is_not_the_saved_one_is_one_line_and_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main(["train", "my_config.yaml"]) == 0
+    capsys.readouterr()
+
+    assert main([command, "my_config.yaml", "task_options.width=5"]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if "The model is not the saved one" in line]
+    assert len(told) == 1 and told[0].startswith("error: ")
+    assert "(0.weight is (5, 2), saved (4, 2); 0.bias is (5,), saved (4,); 2.weight is (1, 5)," in told[0]
+    assert CheckpointStore(folder / "run" / "checkpoints").latest().checkpoint is not None
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_ends_with_its_code_and_the_same_command_goes_on(folder: Path, number: int, code: int) -> None:
@@ -212,13 +229,15 @@ def test_signal_ends_with_its_code_and_the_same_command_goes_on(folder: Path, nu
     process = start(folder, "train", "my_config.yaml", "task_options.wait_s=0.2")
     wait_for(folder / "run" / "checkpoints" / "iteration_00000006", process)
     process.send_signal(number)
-    process.communicate(timeout=60)
+    error = process.communicate(timeout=60)[1]
     stopped = summary(folder)
     assert main(["train", "my_config.yaml"]) == 0
 
     assert process.returncode == code
     assert (stopped["status"], stopped["reason"]) == ("interrupted", signal.Signals(number).name)
     assert 6 <= stopped["iteration"] < 12
+    where = f"at iteration {stopped['iteration']}; the same command goes on from iteration_{stopped['iteration']:08d}."
+    assert f"Stopped by {stopped['reason']} {where}" in error.splitlines()
     assert summary(folder)["status"] == "completed"
     assert summary(folder)["weights_sha256"] == summary(folder, "whole")["weights_sha256"]
     assert "task_options.wait_s: 0.2 -> not set" in (folder / "run" / "logs" / "rank_0.log").read_text()

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.cli import commands
-from ignite_engine.config import ConfigError, ConfigWarning
+from ignite_engine.config import ConfigWarning
 from ignite_engine.config_file import did_you_mean
 
 USAGE_ERROR = 2
@@ -25,9 +25,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"invalid choice: '([^']*)'", message)
         if unknown and "command" in message:
-            message = (
-                f"got the command {unknown[1]!r}, expected one of these{did_you_mean(unknown[1], commands.COMMANDS)}"
-            )
+            message = f"got {unknown[1]!r}, which is no command{did_you_mean(unknown[1], commands.COMMANDS)}"
         # overrides need not be there, which argparse cannot say
         self.exit(USAGE_ERROR, f"error: {message.replace(', section.key=value', '')}\n")
 
@@ -45,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             commands.COMMANDS[options.command](options)
-        except (ConfigError, CheckpointError, FileNotFoundError) as error:
-            if not isinstance(error, ConfigError) and options.command == "train":
+        except (*commands.MENDABLE, CheckpointError, FileNotFoundError) as error:
+            if not isinstance(error, commands.MENDABLE) and options.command == "train":
                 raise
             if options.traceback:
                 raise

@@ -15,7 +15,11 @@ import torch
 from ignite_engine import Parallel, recipe
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.config import Config, ConfigError, load_config
+from ignite_engine.registry import StateMismatch
 from ignite_engine.run_directory import RunDirectory
+
+MENDABLE = (ConfigError, StateMismatch)
+"""What a user can mend whatever the command: one line and code 2."""
 
 
 def train(options: argparse.Namespace) -> None:
@@ -59,8 +63,8 @@ def _rank_main(local_rank: int, work: Callable[..., None], config: Config, optio
     """One rank of several: what the user can mend is told once, and all ranks end with code 2."""
     try:
         work(config, options)
-    except (ConfigError, CheckpointError, FileNotFoundError) as error:
-        if options.traceback or not (isinstance(error, ConfigError) or work is _evaluate):
+    except (*MENDABLE, CheckpointError, FileNotFoundError) as error:
+        if options.traceback or not (isinstance(error, MENDABLE) or work is _evaluate):
             raise
         if idist.get_rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)

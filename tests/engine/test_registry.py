@@ -10,7 +10,7 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, Update
-from ignite_engine.registry import ModelState, OptimizerState, Registry, unwrap
+from ignite_engine.registry import ModelState, OptimizerState, Registry, StateMismatch, unwrap
 from tests.engine.builders import linear, mse, numbers_loader, trainer_of
 
 
@@ -113,6 +113,17 @@ def test_names_do_not_depend_on_the_wrapping() -> None:
         next(other.parameters()).zero_()
     ModelState(Wrapper(other)).load_state_dict(ModelState(model).state_dict())
     assert torch.equal(next(other.parameters()), next(model.parameters()))
+
+
+def test_another_model_is_refused_in_one_line() -> None:
+    saved, other = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 1))
+
+    with pytest.raises(StateMismatch) as caught:
+        ModelState(other).load_state_dict(ModelState(saved).state_dict())
+    assert str(caught.value) == (
+        "The model is not the saved one (1.weight is (1, 3), saved without it; 1.bias is (1,), saved without it; "
+        "0.bias is missing, saved (3,)): build it as it was saved, or start a run in a new folder."
+    )
 
 
 def test_name_of_a_users_own_module_is_kept() -> None:
