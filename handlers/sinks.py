@@ -108,7 +108,7 @@ class JSONLSink:
 
 
 class ConsoleSink:
-    """One readable line per log point on rank 0's standard output.
+    """One readable line per log point on rank 0's standard output: the loss and its like before ``group/name``.
 
     Args:
         stream: None: ``sys.stdout`` at the time of writing.
@@ -121,7 +121,8 @@ class ConsoleSink:
         if idist.get_rank() != 0:
             return
         words = [
-            f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+            f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in sorted(values.items(), key=_is_grouped)
         ]
         print(f"iteration {iteration}", *words, sep="  ", file=self.stream or sys.stdout, flush=True)
 
@@ -132,6 +133,10 @@ def _iteration_of(line: bytes) -> float:
         return float(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+def _is_grouped(item: tuple[str, Any]) -> bool:
+    return "/" in item[0]
 
 
 def _json_value(value: Any) -> Any:

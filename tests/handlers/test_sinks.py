@@ -138,3 +138,9 @@ def test_console_rounds_for_reading(capsys: pytest.CaptureFixture[str]) -> None:
     ConsoleSink().write(7, {"epoch": 2, "loss": 0.123456789})
 
     assert capsys.readouterr().out == "iteration 7  epoch 2  loss 0.12346\n"
+
+
+def test_console_shows_the_loss_before_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    ConsoleSink().write(7, {"epoch": 2, "memory/peak_mib": 3.0, "loss": 0.5, "val/loss": 1.0, "lr": 0.25})
+
+    assert capsys.readouterr().out == "iteration 7  epoch 2  loss 0.5  lr 0.25  memory/peak_mib 3  val/loss 1\n"
