@@ -123,7 +123,7 @@ class _Batches:
 
     def _break_off(self, iterator: Any) -> None:
         self.broken_off = True
-        end_workers(iterator)
+        end_workers(iterator, self.data)
         if self.evaluator.state.epoch_length is None:
             # else the end of data would be the end of a pass, whose metrics are computed, of no batch perhaps
             self.evaluator.state.epoch_length = sys.maxsize

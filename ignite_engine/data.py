@@ -205,10 +205,12 @@ def length_of(data: Any) -> int | None:
         return None
 
 
-def end_workers(iterator: Any) -> None:
+def end_workers(iterator: Any, data: Any) -> None:
     """Terminate a ``DataLoader`` iterator's worker processes, if it has any; torch would wait 5 s for each."""
     for worker in getattr(iterator, "_workers", ()):
         worker.terminate()
+    if iterator is not None and getattr(data, "_iterator", None) is iterator:
+        data._iterator = None  # persistent workers: else the next pass would ask the dead ones
 
 
 class DataSource:
@@ -345,7 +347,7 @@ class DataSource:
 
     def abandon(self) -> None:
         """End the workers of the present pass at once: they may be busy for long with what nobody wants any more."""
-        end_workers(self._iterator)
+        end_workers(self._iterator, self.data)
         self._iterator = None
 
     def next_pass(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils.data import (
 )
 
 from ignite_engine import Trainer, TrainingEvents, loader
-from ignite_engine.data import ResumableSampler, resumable
+from ignite_engine.data import DataSource, ResumableSampler, resumable
 from tests.engine.builders import Numbers, Passes, linear, numbers_loader, trainer_of, weights
 
 
@@ -418,6 +419,19 @@ class Generated:
         data = Passes(3, 5, 2)
         data.passes = self.number
         return iter(data)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loader_whose_workers_were_ended_gives_new_ones(persistent: bool) -> None:
+    data = loader(Indices(8), 2, num_workers=1, persistent_workers=persistent)
+    source = DataSource(data, None)
+    assert next(iter(source)).tolist() == [0, 1]
+    (worker,) = source._iterator._workers
+    source.abandon()
+    worker.join(5)
+
+    assert worker.exitcode == -signal.SIGTERM
+    assert [batch.tolist() for batch in source] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
