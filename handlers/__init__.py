@@ -1,6 +1,7 @@
 """Handlers for the bus of a :class:`ignite_engine.Trainer`; each attaches by itself and knows no other."""
 
 from ignite_engine.handlers.checkpoint import Checkpoint
+from ignite_engine.handlers.early_stopping import EarlyStopping
 from ignite_engine.handlers.evaluation import Evaluation
 from ignite_engine.handlers.interrupt import GracefulStop
 from ignite_engine.handlers.lr_schedule import LRSchedule
@@ -23,6 +24,7 @@ from ignite_engine.schedules import (
 __all__ = [
     "Checkpoint",
     "ConsoleSink",
+    "EarlyStopping",
     "Evaluation",
     "GracefulStop",
     "JSONLSink",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import count
 from numbers import Real
 from typing import Any
@@ -15,6 +15,7 @@ from ignite.engine import Engine, Events
 from ignite_engine import Phase, StopRequested, Trainer, TrainingEvents, agreement, rng
 from ignite_engine.data import end_workers, length_of
 from ignite_engine.evaluator import eval_mode
+from ignite_engine.state import OngoingEvaluation
 
 
 class Evaluation:
@@ -56,16 +57,19 @@ class Evaluation:
         if self._evaluated_at == state.iteration or state.stopping:
             return
         self._pending = True
-        trainer.fire_event(TrainingEvents.EVALUATION_STARTED)
-        if not self._run(trainer):
-            return
-        self._pending, self._evaluated_at = False, state.iteration
-        for key, value in self.evaluator.state.metrics.items():
-            number = _number(value)
-            if number is not None:
-                state.metrics[f"{self.label}/{key}"] = number
-        state.evaluations += 1
-        trainer.fire_event(TrainingEvents.EVALUATION_COMPLETED)
+        with ExitStack() as undo:
+            undo.callback(setattr, state, "evaluating", state.evaluating)
+            state.evaluating = OngoingEvaluation(self.label, undo)
+            trainer.fire_event(TrainingEvents.EVALUATION_STARTED)
+            if not self._run(trainer):
+                return
+            self._pending, self._evaluated_at = False, state.iteration
+            for key, value in self.evaluator.state.metrics.items():
+                number = _number(value)
+                if number is not None:
+                    state.metrics[f"{self.label}/{key}"] = number
+            state.evaluations += 1
+            trainer.fire_event(TrainingEvents.EVALUATION_COMPLETED)
 
     def state_dict(self) -> dict[str, Any]:
         """Whether an evaluation was begun and not finished; what was measured is in the log."""

@@ -241,7 +241,7 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         return engine.state.iteration == run.total
 
     def already_finished(engine: Engine, count: int) -> bool:
-        return run.was_finished
+        return run.trained_nothing
 
     handlers.LRSchedule(run.schedule).attach(trainer)
     for each in evaluations:

@@ -53,7 +53,7 @@ class Run:
         config: the resolved config as plain values.
         best: the metric by which ``evaluate`` chooses a checkpoint, and ``min`` or ``max``; None: the newest.
         checkpoint: set before the first call of ``train``.
-        was_finished: at the start of ``train`` the run had already reached its end.
+        began_at: the iteration at which ``train`` began, after the resume.
     """
 
     trainer: Trainer
@@ -67,7 +67,7 @@ class Run:
     config: Mapping[str, Any]
     best: tuple[str, str] | None = None
     checkpoint: Saves | None = None
-    was_finished: bool = False
+    began_at: int = 0
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
 
     def train(self) -> dict[str, Any]:
@@ -92,13 +92,14 @@ class Run:
                 resumed = self.checkpoint.resume()
                 if resumed is None and rank == 0:
                     self._put_aside_old_metrics()
-            self.was_finished = trainer.state.iteration >= self.total
+            self.began_at = trainer.state.iteration
             self.startup.log()
-            if self.was_finished:
+            if self.began_at:
+                self._metrics_before = self.directory.read_summary().get("metrics", {})
+            if self.began_at >= self.total:
                 logger.info("The run is at its end (iteration %d): it is only evaluated.", trainer.state.iteration)
                 position = trainer.position  # a run may end within an epoch
                 trainer.state.epoch = position.epochs_completed + int(position.epoch_iteration > 0)
-                self._metrics_before = self.directory.read_summary().get("metrics", {})
             self._write_summary("running", resumed)
             trainer.run(self.loader, **self.length)
         except BaseException as error:
@@ -116,6 +117,11 @@ class Run:
         summary = self._write_summary(trainer.state.status, resumed)
         self._say_how_it_ended(summary)
         return summary
+
+    @property
+    def trained_nothing(self) -> bool:
+        """A resumed run that has made no update: it was at its end."""
+        return 0 < self.began_at == self.trainer.state.iteration
 
     def evaluate(self, checkpoint: Path | None = None) -> dict[str, float | int | str]:
         """Metrics of every validation and test set with the weights of a checkpoint; a collective, nothing is written.
@@ -220,7 +226,7 @@ class Run:
             "epoch": state.epoch,
             "optimizer_steps": state.optimizer_steps,
             "skipped_steps": state.skipped_steps,
-            "metrics": dict(sorted({**self._metrics_before, **state.metrics}.items())),
+            "metrics": dict(sorted({**(self._metrics_before if self.trained_nothing else {}), **state.metrics}.items())),
             "weights_sha256": digest,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "world_size": idist.get_world_size(),

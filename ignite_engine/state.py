@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from ignite.engine import State
@@ -32,6 +34,16 @@ class Metrics(dict[str, Any]):
         if key not in self:
             self[key] = default
         return self[key]
+
+
+@dataclass(frozen=True)
+class OngoingEvaluation:
+    """What handlers of ``EVALUATION_STARTED`` may know and arrange."""
+
+    name: str
+    """Of the set that is evaluated."""
+    undo: ExitStack
+    """Takes callbacks; they run when this evaluation is over, however it ends, the last one first."""
 
 
 class TrainingState(State):
@@ -70,6 +82,8 @@ class TrainingState(State):
     """This edge is the run's last. Writer: Trainer."""
     save_requested: bool
     """All ranks have agreed to save at this edge (SIGUSR1). Writer: Trainer."""
+    evaluating: OngoingEvaluation | None
+    """The evaluation that runs now, from EVALUATION_STARTED to EVALUATION_COMPLETED. Writer: Evaluation."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -81,3 +95,4 @@ class TrainingState(State):
         self.status = "created"
         self.reason = None
         self.stopping = self.last = self.save_requested = False
+        self.evaluating = None

@@ -116,6 +116,16 @@ class Trainer(PlannedEngine):
             self._stop = (reason, signal)
         self._requests |= _STOP
 
+    def finish(self, reason: str) -> None:
+        """End the run at this edge as completed; every rank calls it, in a handler of the same event.
+
+        Args:
+            reason: becomes ``state.reason``, unless a stop was agreed at this very edge.
+        """
+        if self.state.status == "running":
+            self.state.reason = reason
+        self.terminate()
+
     def request_save(self) -> None:
         """Ask for a checkpoint at the next edge on which all ranks agree; safe in a signal handler."""
         self._requests |= _SAVE
@@ -347,11 +357,15 @@ class Trainer(PlannedEngine):
             self._requests &= ~_SAVE
         state.last = last or state.stopping
         self._publish()
+        state.last = state.last or bool(self.should_terminate)  # what was measured may have ended the run
         self._fire_event(TrainingEvents.RESUME_POINT)
 
     def _last_edge(self) -> None:
         """``terminate()`` outside an iteration: the edge before it was not known to be the last."""
-        if not self.state.last and self.position.clean:
+        state, position = self.state, self.position
+        if not state.last and position.clean:
+            # a resumed run that ends before it trains stands in the epoch in which it was saved
+            state.epoch = max(state.epoch, position.epochs_completed + int(position.epoch_iteration > 0))
             self._edge(last=True)
 
     def _agree_on_stop(self) -> None:

@@ -1,0 +1,123 @@
+"""Complete a run whose metric has stopped getting better."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ignite.engine import Events
+
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.watched import WatchedMetric
+
+logger = logging.getLogger(__name__)
+
+
+class EarlyStopping:
+    """End the run after ``patience`` values in a row of a metric that were no improvement on the best one.
+
+    Args:
+        key: in ``state.metrics``; its mean over the ranks counts, so that all of them decide the same.
+        mode: whether a small or a large value is good.
+        patience: values without improvement, at least 1.
+        min_delta: an improvement is larger than this, in the metric's unit.
+        name: in checkpoints.
+
+    Such a run is completed: ``state.status`` says so, ``state.reason`` begins with ``early stopping:``, it saves, and
+    ``run()`` returns. A value that is not finite is no improvement. Started again, the run only completes; with a
+    larger ``patience`` or without this handler it goes on.
+
+    Raises:
+        ValueError: a setting is out of its range.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        patience: int,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+        name: str = "early_stopping",
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1 value without improvement, got {patience}.")
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}.")
+        if not 0 <= min_delta < math.inf:
+            raise ValueError(f"min_delta must be a number of at least 0, got {min_delta}; mode gives the direction.")
+        self.key, self.mode, self.patience, self.min_delta, self.name = key, mode, patience, min_delta, name
+        self.best: float | None = None
+        """The value to improve on; None: there was no finite one yet."""
+        self.bad = 0
+        """Values since then."""
+        self._watched = WatchedMetric(key, f"EarlyStopping {name!r}")
+        self._loaded = False
+
+    def attach(self, trainer: Trainer, event: Any = TrainingEvents.METRICS_READY) -> None:
+        """Judge at ``event``, where it brings a new value."""
+        trainer.register(self.name, self, shared=True)
+        trainer.add_event_handler(Events.STARTED, self._start)
+        trainer.add_event_handler(event, self)
+        trainer.add_event_handler(Events.COMPLETED, self._watched.warn_if_never_written)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Judge a new value; a collective where there is one."""
+        if trainer.state.status == "completed":
+            return
+        value = self._watched.new_value(trainer)
+        if value is None:
+            return
+        if self._is_better(value):
+            self.best, self.bad = value, 0
+        else:
+            self.bad += 1
+            self._finish_if_due(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "mode": self.mode,
+            "best": self.best,
+            "bad": self.bad,
+            "seen_at": self._watched.seen_at,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up best value and count; patience and min_delta stay as they were given."""
+        self._loaded = True
+        if (state["key"], state["mode"]) != (self.key, self.mode):
+            logger.warning("%s followed %s before, now %s: it counts anew.", self.name, state["key"], self.key)
+            return
+        self.best, self.bad, self._watched.seen_at = state["best"], state["bad"], state["seen_at"]
+
+    def _start(self, trainer: Trainer) -> None:
+        if trainer.state.iteration == 0 and not self._loaded:  # what an earlier run left
+            self.best, self.bad = None, 0
+            self._watched.begin_anew()
+        self._loaded = False
+        self._finish_if_due(trainer)
+
+    def _finish_if_due(self, trainer: Trainer) -> None:
+        if self.bad < self.patience:
+            return
+        if self.best is None:
+            reason = f"early stopping: {self.key} was not finite, {self.bad} times in a row"
+        else:
+            better = "below" if self.mode == "min" else "above"
+            reason = f"early stopping: {self.key} was not {better} {self._bound():.6g}, {self.bad} times in a row"
+        logger.info("Iteration %d, %s.", trainer.state.iteration, reason)
+        trainer.finish(reason)
+
+    def _bound(self) -> float:
+        assert self.best is not None
+        return self.best - self.min_delta if self.mode == "min" else self.best + self.min_delta
+
+    def _is_better(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.best is None:
+            return True
+        return value < self._bound() if self.mode == "min" else value > self._bound()

@@ -1,0 +1,60 @@
+"""One key of ``state.metrics`` that a handler acts upon."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ignite.engine import Engine
+
+from ignite_engine import agreement
+
+
+class WatchedMetric:
+    """New values of one metric, the same on every rank, for a handler of ``METRICS_READY``.
+
+    Args:
+        key: in ``state.metrics``; written on every rank, at the same iterations.
+        watcher: who asks, for the warning about a key that nobody writes.
+    """
+
+    def __init__(self, key: str, watcher: str) -> None:
+        self.key, self.watcher = key, watcher
+        self.seen_at: int | None = None
+        """The iteration of the last value, for the watcher's state: a value counts once, over a resume too."""
+        self._warned = False
+
+    def new_value(self, trainer: Engine) -> float | None:
+        """The mean over ranks of the value that is new at this iteration, or None; a collective where there is one."""
+        metrics, iteration = trainer.state.metrics, trainer.state.iteration
+        fresh: Mapping[str, Any] = getattr(metrics, "fresh", metrics)
+        if self.key not in fresh:
+            group = self.key.rpartition("/")[0]
+            if group and self.seen_at is None and any(key.startswith(f"{group}/") for key in fresh):
+                self._warn(fresh)
+            return None
+        if self.seen_at == iteration:
+            return None
+        self.seen_at = iteration
+        return agreement.mean_floats([float(fresh[self.key])])[0]
+
+    def begin_anew(self) -> None:
+        """Forget what an earlier run brought."""
+        self.seen_at = None
+
+    def warn_if_never_written(self, trainer: Engine) -> None:
+        """Tell, at the end of a run, that there was nothing to act upon."""
+        if self.seen_at is None and trainer.state.iteration and getattr(trainer.state, "status", "") == "completed":
+            self._warn(trainer.state.metrics)
+
+    def _warn(self, written: Mapping[str, Any]) -> None:
+        if self._warned or agreement.rank() != 0:
+            return
+        self._warned = True
+        keys = ", ".join(sorted(written)) or "nothing"
+        warnings.warn(
+            f"{self.watcher} follows {self.key!r}, which has not been written (written: {keys}): it does nothing; "
+            "name one of those, or attach the handler that writes it.",
+            stacklevel=2,
+        )

@@ -1,0 +1,251 @@
+"""A run whose metric stopped getting better is over: the same decision on every rank, and after a resume."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from ignite.engine import Events
+
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.handlers import Checkpoint, EarlyStopping
+from tests.engine.builders import numbers_loader, trainer_of, weights
+
+FALLING_THEN_FLAT = (5.0, 4.0, 4.0, 3.0, 3.0, 3.5, 3.0, 2.0)
+
+
+def trainer_with(values: Sequence[float], key: str = "val/loss", event: Any = Events.EPOCH_COMPLETED) -> Trainer:
+    """A trainer that writes the next of ``values`` at each ``event``, by the number of the epoch or the iteration."""
+    trainer = trainer_of()
+
+    def write(trainer: Trainer) -> None:
+        number = trainer.state.epoch if event is Events.EPOCH_COMPLETED else trainer.state.iteration
+        trainer.state.metrics[key] = values[number - 1]
+
+    trainer.add_event_handler(event, write)
+    return trainer
+
+
+def run(
+    trainer: Trainer, max_epochs: int = 8, *, patience: int = 2, folder: Path | None = None, **options: Any
+) -> EarlyStopping:
+    stopping = EarlyStopping("val/loss", patience=patience, **options)
+    stopping.attach(trainer)
+    if folder is not None:
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+    trainer.run(numbers_loader(), max_epochs=max_epochs)
+    return stopping
+
+
+def test_run_completes_after_patience_values_without_improvement() -> None:
+    trainer = trainer_with(FALLING_THEN_FLAT)
+    run(trainer)
+    state = trainer.state
+
+    # 4.0 is repeated once and 3.0 twice; 3.5 is the second in a row that is not below 3.0
+    assert (state.epoch, state.iteration) == (6, 36)
+    assert (state.status, state.reason) == (
+        "completed",
+        "early stopping: val/loss was not below 3, 2 times in a row",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "ended_at"),
+    [
+        ({"mode": "max"}, (1.0, 2.0, 2.0, 1.5, 9.0), 4),
+        ({"mode": "min", "min_delta": 0.5}, (5.0, 4.75, 4.25, 4.0, 3.75), 5),  # 4.25 is by 0.75 better than 5.0
+        ({"mode": "max", "min_delta": 0.5}, (1.0, 1.5, 1.4, 9.0, 9.0), 3),
+        ({"patience": 1}, (2.0, 1.0, 1.0, 0.0), 3),
+        ({}, (math.nan, 1.0, math.nan, math.inf, 0.0), 4),
+        ({}, (math.nan, math.nan, 1.0), 2),
+        ({}, (3.0, 3.0, 2.0, 2.0, 1.0), 5),  # never twice in a row
+    ],
+)
+def test_what_counts_as_an_improvement(options: dict[str, Any], values: tuple[float, ...], ended_at: int) -> None:
+    trainer = trainer_with(values)
+    run(trainer, len(values), **options)
+
+    assert trainer.state.epoch == ended_at
+    assert str(trainer.state.reason).startswith("early stopping") is (options != {} or math.isnan(values[0]))
+
+
+def test_a_value_counts_once_however_often_others_are_written() -> None:
+    trainer = trainer_with((5.0, 5.0, 5.0, 4.0))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(other=1.0))
+    run(trainer, 4, patience=3)
+
+    assert trainer.state.iteration == 24  # 5.0 stands in state.metrics at 13 iterations, and is new at three
+
+
+def test_last_edge_comes_once_and_saves(tmp_path: Path) -> None:
+    """In the middle of an epoch, and where nothing else asked for a save."""
+    trainer = trainer_with([5.0] * 20, event=Events.ITERATION_COMPLETED)
+    edges: list[tuple[int, bool]] = []
+    trainer.add_event_handler(
+        TrainingEvents.RESUME_POINT, lambda: edges.append((trainer.state.iteration, trainer.state.last))
+    )
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(trainer, Events.EPOCH_COMPLETED)
+    run(trainer, patience=3)
+
+    assert edges == [(1, False), (2, False), (3, False), (4, True)]
+    assert [each.iteration for each in checkpoint.store.checkpoints()] == [4]
+    assert (trainer.state.status, trainer.state.epoch) == ("completed", 1)
+
+
+@pytest.mark.parametrize("cut", [6, 17, 24, 29])
+def test_resumed_run_ends_at_the_same_value(tmp_path: Path, cut: int) -> None:
+    whole = trainer_with(FALLING_THEN_FLAT)
+    run(whole)
+    first = trainer_with(FALLING_THEN_FLAT)
+    first.add_event_handler(Events.ITERATION_COMPLETED(once=cut), lambda: first.request_stop("enough"))
+    run(first, folder=tmp_path)
+    resumed = trainer_with(FALLING_THEN_FLAT)
+    stopping = run(resumed, folder=tmp_path)
+
+    assert (first.state.status, first.state.iteration) == ("interrupted", cut)
+    assert (resumed.state.iteration, resumed.state.reason) == (whole.state.iteration, whole.state.reason)
+    assert torch.equal(weights(resumed), weights(whole))
+    assert (stopping.best, stopping.bad) == (3.0, 2)
+
+
+def test_stop_at_the_deciding_value_is_a_stop_and_the_resumed_run_only_completes(tmp_path: Path) -> None:
+    first = trainer_with(FALLING_THEN_FLAT)
+    first.add_event_handler(Events.ITERATION_COMPLETED(once=36), lambda: first.request_stop("enough"))
+    run(first, folder=tmp_path)
+    resumed = trainer_with(FALLING_THEN_FLAT)
+    run(resumed, folder=tmp_path)
+
+    assert (first.state.status, first.state.reason) == ("interrupted", "enough")
+    assert (resumed.state.status, resumed.state.iteration, resumed.state.epoch) == ("completed", 36, 6)
+    assert str(resumed.state.reason).startswith("early stopping: val/loss was not below 3")
+
+
+@pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED])
+def test_finished_run_started_again_trains_nothing_and_saves_nothing(tmp_path: Path, event: Any) -> None:
+    first = trainer_with(FALLING_THEN_FLAT, event=event)
+    run(first, folder=tmp_path)
+    saved = {path: path.read_bytes() for path in tmp_path.rglob("manifest.json")}
+    again = trainer_with(FALLING_THEN_FLAT, event=event)
+    seen: list[Any] = []
+    again.add_event_handler(Events.ITERATION_STARTED | Events.EPOCH_STARTED, lambda: seen.append("trained"))
+    again.add_event_handler(Events.COMPLETED, lambda: seen.append("completed"))
+    run(again, folder=tmp_path)
+
+    assert seen == ["completed"]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("manifest.json")} == saved
+    for name in ("status", "reason", "iteration", "epoch"):
+        assert getattr(again.state, name) == getattr(first.state, name), name
+    assert torch.equal(weights(again), weights(first))
+
+
+def test_finished_run_goes_on_with_more_patience(tmp_path: Path) -> None:
+    run(trainer_with(FALLING_THEN_FLAT), folder=tmp_path)
+    again = trainer_with(FALLING_THEN_FLAT)
+    run(again, folder=tmp_path, patience=4)
+
+    assert (again.state.status, again.state.reason, again.state.epoch) == ("completed", "max_epochs", 8)
+
+
+def test_another_metric_counts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(trainer_with(FALLING_THEN_FLAT), folder=tmp_path)
+    again = trainer_with([float(-epoch) for epoch in range(8)], key="val/other")
+    EarlyStopping("val/other", patience=2).attach(again)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(again)
+    checkpoint.resume()
+    again.run(numbers_loader(), max_epochs=8)
+
+    assert (again.state.epoch, again.state.reason) == (8, "max_epochs")
+    assert "followed val/loss before, now val/other: it counts anew" in caplog.text
+
+
+def test_second_run_in_one_process_counts_anew() -> None:
+    trainer = trainer_with((5.0, 5.0, 5.0, 5.0))
+    stopping = run(trainer, 2)  # one value without improvement
+    trainer.run(numbers_loader(), max_epochs=2)
+
+    assert (trainer.state.epoch, stopping.bad) == (2, 1)
+
+
+def test_value_at_a_look_before_the_resumed_training_does_not_count_twice(tmp_path: Path) -> None:
+    """An Evaluation at STARTED measures the iteration that was measured before the save."""
+    run(trainer_with((5.0, 5.0)), 2, folder=tmp_path, patience=3)
+    resumed = trainer_with((5.0, 5.0, 5.0, 5.0))
+    resumed.add_event_handler(Events.STARTED, lambda: resumed.state.metrics.update({"val/loss": 5.0}))
+    run(resumed, 4, folder=tmp_path, patience=3)
+
+    assert resumed.state.epoch == 4
+
+
+def test_key_that_an_evaluation_does_not_write_is_told_at_once() -> None:
+    trainer = trainer_with([1.0] * 3, key="val/accuracy")
+    told_at: list[int] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.add_event_handler(Events.EPOCH_STARTED, lambda: told_at.append(len(caught)))
+        run(trainer, 3)
+
+    assert told_at == [0, 1, 1]
+    assert [str(warning.message) for warning in caught] == [
+        "EarlyStopping 'early_stopping' follows 'val/loss', which has not been written (written: val/accuracy): "
+        "it does nothing; name one of those, or attach the handler that writes it."
+    ]
+
+
+def test_key_that_nobody_writes_is_told_at_the_end() -> None:
+    trainer = trainer_with([1.0] * 3, key="accuracy")
+    with pytest.warns(UserWarning, match=r"follows 'val/loss', which has not been written \(written: accuracy\)"):
+        run(trainer, 3)
+    written = trainer_with([1.0] * 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(written, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"patience": 0}, "patience must be at least 1 value without improvement, got 0."),
+        ({"patience": 1, "mode": "lower"}, "mode must be 'min' or 'max', got 'lower'."),
+        ({"patience": 1, "min_delta": -1.0}, "min_delta must be a number of at least 0, got -1.0;"),
+        ({"patience": 1, "min_delta": math.nan}, "min_delta must be a number of at least 0, got nan;"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{line}"):
+        EarlyStopping("val/loss", **options)
+
+
+def _one_of_two_ranks(rank: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    # this rank's own values: alone, rank 0 would never stop and rank 1 would after its second value
+    trainer = trainer_with([4.0 - epoch for epoch in range(6)] if rank == 0 else [4.0 + epoch for epoch in range(6)])
+    stopping = EarlyStopping("val/loss", patience=3)
+    stopping.attach(trainer)
+    checkpoint = Checkpoint(f"{folder}/checkpoints")
+    checkpoint.attach(trainer)
+    trainer.run(numbers_loader(), max_epochs=6)
+    state = trainer.state
+    torch.save([state.epoch, state.status, state.reason, stopping.best, stopping.bad], f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_two_ranks_stop_together_by_the_mean_of_their_values(tmp_path: Path) -> None:
+    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+
+    assert first == second
+    assert first == [4, "completed", "early stopping: val/loss was not below 4, 3 times in a row", 4.0, 3]
