@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Phase, Trainer, TrainingEvents, agreement
-from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink
+from ignite_engine import Phase, Trainer, agreement
+from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
 
 
 class MetricLogger:
@@ -19,7 +19,7 @@ class MetricLogger:
 
     Args:
         directory: gets a ``metrics.jsonl``; None: no file.
-        sinks: further ones.
+        sinks: further ones; what fails in a sink is a warning, and training goes on.
         console: print a line at each log point.
         name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
 
@@ -52,12 +52,9 @@ class MetricLogger:
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._collect)
         trainer.add_event_handler(event, self)
-        trainer.add_event_handler(TrainingEvents.METRICS_READY, self._write)
         trainer.add_event_handler(Events.COMPLETED, self._write_rest)
         for sink in self.sinks:
-            name = getattr(sink, "name", None)
-            if hasattr(sink, "state_dict") and isinstance(name, str):
-                trainer.register(name, sink)
+            attach_sink(sink, trainer)
 
     def __call__(self, trainer: Trainer) -> None:
         """Publish the interval's means and begin the next interval."""
@@ -84,18 +81,12 @@ class MetricLogger:
         if trainer.state.output is not None:
             self._interval.append(trainer.state.output)
 
-    def _write(self, trainer: Trainer) -> None:
-        values = {"epoch": trainer.state.epoch, **trainer.state.metrics.fresh}
-        for sink in self.sinks:
-            sink.write(trainer.state.iteration, values)
-
     def _write_rest(self, trainer: Trainer) -> None:
         """A run's last interval is logged even if it is shorter; one that will be resumed goes on with it."""
         if trainer.state.status == "completed":
             self(trainer)
 
     _collect.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before anything of this event reads the mean
-    _write.phase = Phase.LOG  # type: ignore[attr-defined]
 
 
 def _means(rows: list[Any]) -> dict[str, float]:

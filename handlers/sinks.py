@@ -1,27 +1,113 @@
 """Where values end: sinks take what is new in ``state.metrics`` and write it, on rank 0.
 
 A sink is anything with ``write(iteration, values)``. Those here may be used by other handlers of ours; they know none.
+What fails in a sink is told once by its :class:`Outlet` and never stops the training.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import ignite.distributed as idist
 
+from ignite_engine import Phase, Trainer, TrainingEvents
+
 Values = Mapping[str, Any]
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
     """What takes values: ``iteration`` in updates, values by name (``epoch`` among them)."""
 
     def write(self, iteration: int, values: Values) -> None: ...
+
+
+def attach_sink(sink: Sink, trainer: Trainer) -> None:
+    """Let ``sink`` write what is new at each METRICS_READY; one with an ``attach`` of its own sees to that itself."""
+    attach = getattr(sink, "attach", None)
+    if attach is not None:
+        attach(trainer)
+    else:
+        Outlet(sink).attach(trainer)
+
+
+class Outlet:
+    """The way from the bus to one sink. The first error is a warning with what to do about it, and training goes on.
+
+    Later points are tried all the same, so a sink whose disk has room again writes again. The state of a sink with a
+    ``name`` is in every checkpoint; one that cannot tell its state is saved without.
+    """
+
+    phase = Phase.LOG
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.__qualname__ = f"{type(sink).__name__}.write"  # what describe() shows
+        self._told = False
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(TrainingEvents.METRICS_READY, self)
+        name = getattr(self.sink, "name", None)
+        if hasattr(self.sink, "state_dict") and isinstance(name, str):
+            trainer.register(name, SinkState(self))
+
+    def __call__(self, trainer: Trainer) -> None:
+        iteration, values = trainer.state.iteration, {"epoch": trainer.state.epoch, **trainer.state.metrics.fresh}
+        self.guarded(self.sink.write)(iteration, values)
+
+    def guarded(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """``action``, which may fail: then it is told, if it is the first failure, and None is returned."""
+
+        def attempt(*arguments: Any) -> Any:
+            try:
+                return action(*arguments)
+            except Exception as error:  # a log is no reason to lose a training
+                if not self._told:
+                    self._told = True
+                    named = getattr(self.sink, "name", None)
+                    logger.warning(
+                        "The sink %s failed: %s: %s. Training goes on, and later points are tried; %s.",
+                        f"{named} ({type(self.sink).__name__})" if named else type(self.sink).__name__,
+                        type(error).__name__,
+                        str(error).rstrip("."),
+                        _remedy(error),
+                    )
+                return None
+
+        return attempt
+
+
+class SinkState:
+    """A sink's state in a checkpoint; None where the sink could not tell it."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        sink: Any = outlet.sink
+        self._save, self._load = outlet.guarded(sink.state_dict), outlet.guarded(sink.load_state_dict)
+
+    def state_dict(self) -> Any:
+        return self._save()
+
+    def load_state_dict(self, state: Any) -> None:
+        if state is not None:
+            self._load(state)
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return f"install {error.name or 'what is missing'}, or leave the sink out"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "make room there"
+    if isinstance(error, OSError):
+        return "make the place writable, or leave the sink out"
+    return "mend what it names, or leave the sink out"
 
 
 class JSONLSink:
@@ -41,6 +127,7 @@ class JSONLSink:
         self._file: IO[bytes] | None = None
         self._line: dict[str, Any] = {}
         self._line_start = 0
+        self._is_whole = True
 
     def write(self, iteration: int, values: Values) -> None:
         """Write a line, or add to the newest one if it has the same iteration; rank 0 only."""
@@ -49,9 +136,10 @@ class JSONLSink:
         if self._file is None and not self._line:
             self._cut_back(iteration)
         file = self._open()
-        same = self._line.get("iteration") == iteration
-        if not same:
-            self._line, self._line_start = {"iteration": iteration}, file.seek(0, os.SEEK_END)
+        if self._line.get("iteration") != iteration:
+            if self._is_whole:  # else the new line takes the place of the torn one
+                self._line_start = file.seek(0, os.SEEK_END)
+            self._line = {"iteration": iteration}
         self._line |= {name: _json_value(value) for name, value in values.items()}
         self._write_line(file)
 
@@ -101,10 +189,12 @@ class JSONLSink:
     def _write_line(self, file: IO[bytes]) -> None:
         ordered: dict[str, Any] = {key: self._line[key] for key in ("iteration", "epoch") if key in self._line}
         ordered |= {key: self._line[key] for key in sorted(self._line) if key not in ordered}
+        self._is_whole = False
         file.seek(self._line_start)
         file.write(json.dumps(ordered).encode() + b"\n")
         file.truncate()
         file.flush()
+        self._is_whole = True
 
 
 class ConsoleSink:

@@ -92,7 +92,9 @@ def compile_plan(
     entries = []
     for function, args, kwargs in handlers:
         takes_engine = bool(args) and isinstance(args[0], weakref.ref)
-        handler = getattr(function, "bus_handler", function)
+        # from __dict__: a handler may answer every getattr, as mocks and proxies do
+        wrapped = getattr(function, "__dict__", {})
+        handler = wrapped.get("bus_handler", function)
         owner = getattr(handler, "__self__", handler)
         phase = getattr(handler, "phase", getattr(owner, "phase", Phase.OTHER))
         entries.append(
@@ -101,7 +103,7 @@ def compile_plan(
                 takes_engine,
                 args[1:] if takes_engine else args,
                 kwargs,
-                getattr(function, "bus_filter", None),
+                wrapped.get("bus_filter"),
                 int(phase) if isinstance(phase, int) else Phase.OTHER,
             )
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine import rng
 from ignite_engine.accumulation import Group
 from ignite_engine.data import DataSource
+from ignite_engine.registry import Stateful
 from ignite_engine.state import COUNTERS
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ class RunPosition:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer: Trainer = weakref.proxy(trainer)  # no cycle: a dropped Trainer is freed at once
         self.source: DataSource | None = None
         self.epochs_completed = 0
         self.epoch_iteration = 0
@@ -30,13 +32,15 @@ class RunPosition:
         self.resumed = False
         self.clean = True
         """No group is half done."""
-        self.data = _Part(self._data_state, self._set_data_state)
-        self.rng = _Part(rng.capture, self._set_rng_state)
         self._waiting_data: dict[str, Any] | None = None
         self._waiting_rng: dict[str, Any] | None = None
         self._batches = 0
         self._continues = False
         self._other_groups = False
+
+    def parts(self) -> dict[str, Stateful]:
+        """What stands beside the counters in a checkpoint, by name."""
+        return {"data": _Part(self._data_state, self._set_data_state), "rng": _Part(rng.capture, self._set_rng_state)}
 
     # -- the loop tells ------------------------------------------------------------------------------------------
 
@@ -114,6 +118,8 @@ class RunPosition:
         """Go over to another source, at the position that is waiting for it."""
         before, self.source = self.source, source
         if anew:
+            if before is not None:  # another pass: the same order again would be no other data
+                source.pass_number = before.pass_number + int(before.batch > 0)
             return
         if self._waiting_data is not None:
             if self._waiting_data:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -70,18 +70,20 @@ class Trainer(PlannedEngine):
         self.registry = Registry()
         self.position = RunPosition(self)
         self.registry.register("trainer", self.position)
-        self.registry.register("data", self.position.data)
-        self.registry.register("rng", self.position.rng)
+        for name, part in self.position.parts().items():
+            self.registry.register(name, part)
         for name, obj, shared in getattr(update, "stateful", lambda: ())():
             self.registry.register(name, obj, shared=shared)
         self._vote = agreement.Vote()
         self._requests = 0
         self._stop: tuple[str, int | None] | None = None
-        self.failed = False
+        self.failed = self._begun = False
         self.was_terminated = False
         self.fetching = False
         """The process waits for data: the one place where a signal may break in (``StopRequested``)."""
         self._at_end: list[Callable[[Trainer], None]] = []
+        self._given: Any = None
+        """The user's own object behind ``position.source``."""
 
     # -- what users call ------------------------------------------------------------------------------------------
 
@@ -155,16 +157,20 @@ class Trainer(PlannedEngine):
         An exception of a handler or of the update leaves as it was raised, with the handler named in a note; the
         next ``run()`` then starts anew.
         """
-        if self._internal_run_generator is None:
-            self._prepare(data, max_epochs, max_iters, epoch_length)
         state = self.state
+        before, self._begun = (state.status, state.reason), self._internal_run_generator is not None
+        if not self._begun:
+            self._prepare(data, max_epochs, max_iters, epoch_length)
         try:
             if self.position.goes_on and self._is_done(state):
                 self._only_complete(data)
             else:
                 super().run(data, max_epochs, max_iters, epoch_length)
         except BaseException as error:
-            self._fail(error)
+            if self._begun:
+                self._fail(error)
+            else:  # Ignite refused the arguments: everything is as before
+                state.status, state.reason = before
             raise
         finally:
             for callback in self._at_end:
@@ -200,14 +206,13 @@ class Trainer(PlannedEngine):
 
     def set_data(self, data: Iterable[Any]) -> None:
         """Go on with other data from its beginning; the epoch's length stays as it is."""
-        self._take_data(data, anew=True)
-        self.state.dataloader = self.position.source.data if self.position.source else data
+        self.state.dataloader = data
         self._setup_dataloader_iter()
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def _internal_run_as_gen(self) -> Generator[Any, None, TrainingState]:
-        state = self.state
+        state, self._begun = self.state, True
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
         self._init_timers(state)
         started = time.time()
@@ -306,7 +311,7 @@ class Trainer(PlannedEngine):
             if emptied or (position.measured and position.source_is_fresh):
                 if not self._is_done(state):
                     warnings.warn(
-                        "The data gives no more batches, but the run is not at its end "
+                        "Data iterator can not provide data anymore, but the run is not at its end "
                         f"(iteration {state.iteration}): give data that can be iterated again.",
                         stacklevel=2,
                     )
@@ -319,7 +324,7 @@ class Trainer(PlannedEngine):
             position.end_pass()
             if position.measured and position.epoch_iteration:
                 # made when it is needed: what this draws comes after the position is saved, as in a resumed run
-                self._dataloader_iter = _later(position.source)
+                self._dataloader_iter = None
                 return _END
             self._setup_dataloader_iter()
             emptied = True
@@ -358,7 +363,8 @@ class Trainer(PlannedEngine):
         state.last = last or state.stopping
         self._publish()
         state.last = state.last or bool(self.should_terminate)  # what was measured may have ended the run
-        self._fire_event(TrainingEvents.RESUME_POINT)
+        if self.hears(TrainingEvents.RESUME_POINT):  # else `last_event_name` stays Ignite's
+            self._fire_event(TrainingEvents.RESUME_POINT)
 
     def _last_edge(self) -> None:
         """``terminate()`` outside an iteration: the edge before it was not known to be the last."""
@@ -377,7 +383,8 @@ class Trainer(PlannedEngine):
     def _publish(self) -> None:
         metrics = self.state.metrics
         if metrics.fresh:
-            self._fire_event(TrainingEvents.METRICS_READY)
+            if self.hears(TrainingEvents.METRICS_READY):
+                self._fire_event(TrainingEvents.METRICS_READY)
             metrics.fresh = {}
 
     def _complete(self, duration: float) -> None:
@@ -394,7 +401,7 @@ class Trainer(PlannedEngine):
 
     def _only_complete(self, data: Any) -> None:
         """A finished run started again: no iteration, but everything that happens at the start and at the end."""
-        self.state.dataloader = data
+        self.state.dataloader, self._begun = data, True
         self.should_terminate = False
         self._init_timers(self.state)
         self._fire_event(Events.STARTED)
@@ -421,18 +428,31 @@ class Trainer(PlannedEngine):
         self.state.metrics.clear()
         self.state.metrics.fresh = {}
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As Ignite's: epoch or iteration, and how long to go on; the whole of a run is in a Checkpoint."""
+        super().load_state_dict(state_dict)
+        self.failed = False
+
     # -- Ignite's seams -------------------------------------------------------------------------------------------
 
     def _take_data(self, data: Any, *, anew: bool = False) -> None:
         source = DataSource(resumable(data), self.accumulation_steps)
         source.agree_lengths()
+        self._given = data
         self.position.take(source, anew=anew)
+
+    def _internal_run_legacy(self) -> TrainingState:
+        # `interrupt_resume_enabled = False` makes interrupt() an error there; the loop is this one all the same
+        return self._internal_run()  # type: ignore[return-value]  # Ignite's says State
 
     def _setup_engine(self) -> None:
         self._setup_dataloader_iter()
         self._init_iter = None
 
     def _setup_dataloader_iter(self) -> None:
+        data = self.state.dataloader
+        if data is not None and data is not self._given:  # a handler replaced it, as Ignite lets it
+            self._take_data(data, anew=True)
         source = self.position.source
         if self.state.dataloader is None or source is None:
             super()._setup_dataloader_iter()
@@ -446,7 +466,8 @@ class Trainer(PlannedEngine):
     def _get_data_length(self, data: Iterable[Any]) -> int | None:
         return self.position.iterations
 
-    def _is_done(self, state: Any) -> bool:  # type: ignore[override]  # a static method there
+    @staticmethod
+    def _is_done(state: Any) -> bool:
         # not by iterations per epoch, as Ignite: passes differ in length, and a resumed run may group otherwise
         by_epochs = state.max_epochs is not None and state.epoch >= state.max_epochs
         return by_epochs or (state.max_iters is not None and state.iteration >= state.max_iters)
@@ -458,11 +479,6 @@ class Trainer(PlannedEngine):
         if isinstance(owner, Stateful) and not isinstance(owner, Engine):
             self.registry.adopt(owner, args)
         return handle
-
-
-def _later(data: Any) -> Iterator[Any]:
-    """``iter(data)``, made at the first ``next``."""
-    yield from data
 
 
 class _End:

@@ -374,7 +374,8 @@ def test_loader_that_begins_the_next_pass_at_once_is_counted_right() -> None:
     trainer, seen = Trainer(note_batch), list[Any]()
     trainer.registry.load(saved, source="memory")
     trainer.add_event_handler(
-        TrainingEvents.RESUME_POINT, lambda: seen.append((trainer.state.epoch, trainer.position.data.state_dict()))
+        TrainingEvents.RESUME_POINT,
+        lambda: seen.append((trainer.state.epoch, trainer.position.parts()["data"].state_dict())),
     )
     trainer.run(Prompt(4, sized=True), max_epochs=3)
 

@@ -41,7 +41,8 @@ def test_several_optimizers_are_named_by_the_mapping() -> None:
         "first": torch.optim.SGD([next(model.parameters())]),
         "rest": torch.optim.SGD(list(model.parameters())[1:]),
     }
-    shared, _ = Trainer(Update(model, optimizers, mse)).registry.capture()
+    trainer = Trainer(Update(model, optimizers, mse))
+    shared, _ = trainer.registry.capture()
 
     assert set(shared) == {"model", "optimizer/first", "optimizer/rest"}
 

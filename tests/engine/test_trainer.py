@@ -383,7 +383,7 @@ def test_exact_number_of_iterations_over_passes_without_a_length() -> None:
 def test_data_that_is_exhausted_for_good_warns_and_ends() -> None:
     trainer = Trainer(constant)
 
-    with pytest.warns(UserWarning, match="gives no more batches"):
+    with pytest.warns(UserWarning, match="can not provide data anymore"):
         state = trainer.run(iter([1, 2, 3]), max_iters=5)
     assert state.iteration == 3
 

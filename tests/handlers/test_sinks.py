@@ -1,15 +1,22 @@
-"""One JSON object per iteration, whatever happened before."""
+"""One JSON object per iteration, whatever happened before; and what fails in a sink stops no training."""
 
 from __future__ import annotations
 
 import io
 import json
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ignite.engine import Events
 
-from ignite_engine.handlers import ConsoleSink, JSONLSink
+from ignite_engine import Trainer
+from ignite_engine.handlers import Checkpoint, ConsoleSink, JSONLSink, MetricLogger
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -144,3 +151,138 @@ def test_console_shows_the_loss_before_the_groups(capsys: pytest.CaptureFixture[
     ConsoleSink().write(7, {"epoch": 2, "memory/peak_mib": 3.0, "loss": 0.5, "val/loss": 1.0, "lr": 0.25})
 
     assert capsys.readouterr().out == "iteration 7  epoch 2  loss 0.5  lr 0.25  memory/peak_mib 3  val/loss 1\n"
+
+
+class Broken:
+    """Fails at the iterations that it is told to; its state cannot be told either."""
+
+    name = "broken"
+
+    def __init__(self, error: Exception, *, at: range = range(100)) -> None:
+        self.error, self.at, self.got = error, at, [0]
+
+    def write(self, iteration: int, values: Any) -> None:
+        if iteration in self.at:
+            raise self.error
+        self.got.append(iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        raise self.error
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("nothing was saved")
+
+
+def counting() -> Trainer:
+    return Trainer(lambda engine, batch: float(batch))
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_failing_sink_warns_once_and_stops_neither_the_training_nor_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Broken(RuntimeError("the line is dead."), at=range(2, 5))
+    trainer = counting()
+    MetricLogger(tmp_path, sinks=[broken], console=False).attach(trainer)
+    state = trainer.run(range(6))
+
+    assert (state.status, state.iteration) == ("completed", 6)
+    assert [line["iteration"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert broken.got == [0, 1, 5, 6]
+    assert warnings_of(caplog) == [
+        "The sink broken (Broken) failed: RuntimeError: the line is dead. Training goes on, and later points are "
+        "tried; mend what it names, or leave the sink out."
+    ]
+
+
+def test_sink_without_a_state_to_tell_is_saved_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for end in (2, 4):
+        trainer = counting()
+        broken = Broken(ModuleNotFoundError("No module named 'line'", name="line"), at=range(0))
+        MetricLogger(sinks=[broken], console=False).attach(trainer)
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        checkpoint.resume()
+        trainer.run([0.0, 1.0, 2.0, 3.0], max_iters=end)
+
+    assert broken.got == [0, 3, 4]
+    assert [text for text in warnings_of(caplog) if "install line, or leave the sink out" in text] != []
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """What a full disk does to a write: a part of it is there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_full_disk_loses_lines_and_tears_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    trainer = counting()
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    sizes: list[int] = []
+
+    @trainer.on(Events.ITERATION_STARTED(once=3))
+    def fill() -> None:
+        full = files_end_at(path.stat().st_size + 7)
+        full.__enter__()
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: full.__exit__(None, None, None))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: sizes.append(path.stat().st_size))
+
+    before = [{"iteration": n, "epoch": 1, "loss": n - 1.0} for n in (1, 2)]
+    trainer.run(range(6))
+
+    assert sizes == [len("".join(json.dumps(line) + "\n" for line in before)) + 7]  # the disk was full indeed
+    assert [line["iteration"] for line in lines(path)] == [1, 2, 5, 6]
+    assert len(warnings_of(caplog)) == 1 and "make room there." in warnings_of(caplog)[0]
+
+
+def test_place_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no folder")
+    trainer = counting()
+    MetricLogger(tmp_path / "file", console=False).attach(trainer)
+
+    assert trainer.run(range(3)).status == "completed"
+    assert len(warnings_of(caplog)) == 1 and "make the place writable, or leave the sink out." in warnings_of(caplog)[0]
+
+
+def test_a_handlers_error_is_no_sinks() -> None:
+    trainer = counting()
+    MetricLogger(console=False).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(range(3))
+
+
+def test_sink_with_an_attach_of_its_own_is_written_to_once() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.got: list[int] = []
+
+        def attach(self, trainer: Trainer) -> None:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: self.write(trainer.state.iteration, {}))
+
+        def write(self, iteration: int, values: Any) -> None:
+            self.got.append(iteration)
+
+    own, trainer = Own(), counting()
+    MetricLogger(sinks=[own], console=False).attach(trainer)
+    trainer.run(range(2))
+
+    assert own.got == [1, 2]
+
+
+def test_describe_names_the_sinks() -> None:
+    trainer = counting()
+    MetricLogger("unused").attach(trainer)
+    said = [line.strip() for line in trainer.describe().splitlines()]
+
+    assert said.index("METRICS_READY") < said.index("JSONLSink.write") < said.index("ConsoleSink.write")
