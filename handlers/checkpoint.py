@@ -22,7 +22,7 @@ class Checkpoint:
     Args:
         directory: of all checkpoints of the run, shared by the ranks.
         keep_last: newest ones kept, at least 1.
-        best: name of a metric; a new best one is saved and kept.
+        best: name of a metric, written on every rank; a new best one, by its mean over the ranks, is saved and kept.
         keep_best: how many of the best are kept.
         mode: whether a small or a large value is good.
         keep_every: those whose iteration is a multiple of it stay for good.
@@ -118,9 +118,12 @@ class Checkpoint:
 
     def _measure(self, trainer: Trainer) -> None:
         values = {key: float(value) for key, value in trainer.state.metrics.fresh.items() if _is_number(value)}
+        key = self.retention.best
+        if key is not None and key in values:  # a metric of each rank's own must not make one rank alone save
+            values[key] = agreement.mean_floats([values[key]])[0]
         (measured_at, before), iteration = self._measured, trainer.state.iteration
         self._measured = (iteration, before | values if measured_at == iteration else values)
-        score = values.get(self.retention.best) if self.retention.best is not None else None
+        score = values.get(key) if key is not None else None
         if score is not None and math.isfinite(score) and self._is_better(score):
             self._best, self._due = score, True
 

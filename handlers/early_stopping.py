@@ -96,8 +96,8 @@ class EarlyStopping:
     def _start(self, trainer: Trainer) -> None:
         if trainer.state.iteration == 0 and not self._loaded:  # what an earlier run left
             self.best, self.bad = None, 0
-            self._watched.begin_anew()
         self._loaded = False
+        self._watched.begin(trainer)
         self._finish_if_due(trainer)
 
     def _finish_if_due(self, trainer: Trainer) -> None:

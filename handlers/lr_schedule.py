@@ -14,16 +14,25 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.registry import StateMismatch
 from ignite_engine.schedules import Schedule, set_lr
+from ignite_engine.watched import WatchedMetric
+
+# what a ReduceLROnPlateau has seen; its settings stay as they were given
+_PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class LRSchedule:
     """Steps a schedule once after each applied optimizer step, never after a skipped one, and publishes the LRs.
 
+    torch's ReduceLROnPlateau steps instead at the edge of each iteration that has a new value of ``metric``.
+
     Args:
-        scheduler: a :class:`Schedule`, any scheduler of ``torch.optim.lr_scheduler`` but ReduceLROnPlateau, or a native
-            one of Ignite (they are called once here for the first update, then once per applied step). Ignite's
-            ``LRScheduler`` is opened and the torch scheduler within is stepped.
+        scheduler: a :class:`Schedule`, any scheduler of ``torch.optim.lr_scheduler``, or a native one of Ignite (they
+            are called once here for the first update, then once per applied step). Ignite's ``LRScheduler`` is opened
+            and the torch scheduler within is stepped.
+        metric: for ReduceLROnPlateau, a key of ``state.metrics`` that is written on every rank; its mean over the ranks
+            counts, so that the LR is the same on all of them. One value counts as one of torch's epochs.
         name: the stable name of its state in checkpoints; a second one in the same trainer needs its own.
 
     Writes on METRICS_READY, so nothing on quiet iterations: ``lr``, the LR that the last applied update used (before
@@ -31,15 +40,26 @@ class LRSchedule:
     where ``group["name"]`` is missing its index. With a ``name`` of your own ``lr`` becomes ``lr/<name>``.
 
     Raises:
-        ValueError: the scheduler needs a metric, or (in ``attach``) is not over one of the trainer's optimizers.
+        ValueError: the scheduler needs a metric, or takes none, or (in ``attach``) is not over one of the trainer's
+            optimizers.
         TypeError: not a scheduler.
     """
 
-    def __init__(self, scheduler: Any, *, name: str = "lr_schedule") -> None:
-        if isinstance(scheduler, (ReduceLROnPlateau, ReduceLROnPlateauScheduler)):
+    def __init__(self, scheduler: Any, *, metric: str | None = None, name: str = "lr_schedule") -> None:
+        if isinstance(scheduler, ReduceLROnPlateauScheduler):
             raise ValueError(
-                f"{type(scheduler).__name__} follows a metric, and LRSchedule steps with the optimizer; "
-                "step it in a handler of your own on TrainingEvents.EVALUATION_COMPLETED."
+                "ReduceLROnPlateauScheduler follows a metric, but of an evaluator it is attached to; "
+                "give torch's ReduceLROnPlateau, and its metric by metric='val/loss', for instance."
+            )
+        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+        if is_plateau and metric is None:
+            raise ValueError(
+                "ReduceLROnPlateau follows a metric, and none was named: give metric='val/loss', for instance."
+            )
+        if metric is not None and not is_plateau:
+            raise ValueError(
+                f"metric={metric!r} has no effect on a {type(scheduler).__name__}, which moves with the optimizer: "
+                "leave it out, or give a ReduceLROnPlateau."
             )
         if isinstance(scheduler, IgniteTorchScheduler):
             # Ignite asks chainable torch schedulers for an LR without setting it first, and many go wrong
@@ -52,6 +72,7 @@ class LRSchedule:
             )
         self.scheduler: Any = scheduler
         self.name = name
+        self._watched = None if metric is None else WatchedMetric(metric, f"LRSchedule {name!r}")
         self._called = isinstance(scheduler, (ParamScheduler, ParamGroupScheduler))
         self._primed = not self._called
         self._moved = False
@@ -72,6 +93,9 @@ class LRSchedule:
         trainer.add_event_handler(Events.STARTED, self._prepare)
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._publish)
+        if self._watched is not None:
+            trainer.add_event_handler(TrainingEvents.METRICS_READY, self._follow)
+            trainer.add_event_handler(Events.COMPLETED, self._watched.warn_if_never_written)
         trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1) | Events.COMPLETED, self._warn_if_unmoved)
 
     def __call__(self, trainer: Engine) -> None:
@@ -82,14 +106,18 @@ class LRSchedule:
             self._used = [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in lrs]
         if self._called:
             self.scheduler(trainer)
-        else:
+        elif self._watched is None:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state; the LRs set now and the LRs of the last update, per group, as floats."""
         lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         used = [float(lr) for lr in self._used]
-        return {"scheduler": self.scheduler.state_dict(), "lrs": lrs, "used": used}
+        state = {"scheduler": self.scheduler.state_dict(), "lrs": lrs, "used": used}
+        if self._watched is not None:
+            state["scheduler"] = {key: state["scheduler"][key] for key in _PLATEAU_STATE}
+            state["seen_at"] = self._watched.seen_at
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         groups = self._optimizer.param_groups
@@ -98,6 +126,15 @@ class LRSchedule:
                 f"The saved state of LRSchedule {self.name!r} has {len(state['lrs'])} parameter groups and "
                 f"the optimizer has {len(groups)}; build the same groups, or resume(ignore=[{self.name!r}])."
             )
+        if (self._watched is not None) != ("seen_at" in state):
+            kinds = ("a plateau schedule", "one that moves with the optimizer")
+            was, now = kinds if "seen_at" in state else reversed(kinds)
+            raise StateMismatch(
+                f"The saved state of LRSchedule {self.name!r} is that of {was}, and this is {now}; "
+                f"build the same kind, or resume(ignore=[{self.name!r}])."
+            )
+        if self._watched is not None:
+            self._watched.seen_at = state["seen_at"]
         self.scheduler.load_state_dict(state["scheduler"])
         self._primed, self._used = True, list(state["used"])
         for group, lr in zip(groups, state["lrs"]):
@@ -110,12 +147,21 @@ class LRSchedule:
 
     def _prepare(self, trainer: Engine) -> None:
         self._began_at = trainer.state.iteration
+        if self._watched is not None:
+            self._watched.begin(trainer)
         # Also on STARTED: an optimizer whose state was loaded without this schedule's carries an LR of its own.
         if isinstance(self.scheduler, Schedule):
             self.scheduler.apply()
         elif not self._primed:
             self.scheduler(trainer)
             self._primed = True
+
+    def _follow(self, trainer: Engine) -> None:
+        """Step with a new value; after all that measure and log at this edge."""
+        assert self._watched is not None
+        value = self._watched.new_value(trainer)
+        if value is not None:
+            self.scheduler.step(value)
 
     def _publish(self, trainer: Engine) -> None:
         groups = self._optimizer.param_groups

@@ -39,9 +39,10 @@ class WatchedMetric:
         self.seen_at = iteration
         return agreement.mean_floats([float(fresh[self.key])])[0]
 
-    def begin_anew(self) -> None:
-        """Forget what an earlier run brought."""
-        self.seen_at = None
+    def begin(self, trainer: Engine) -> None:
+        """A run begins: forget the value of an iteration that it has not come to, which was another run's."""
+        if self.seen_at is not None and self.seen_at > trainer.state.iteration:
+            self.seen_at = None
 
     def warn_if_never_written(self, trainer: Engine) -> None:
         """Tell, at the end of a run, that there was nothing to act upon."""

@@ -234,18 +234,21 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     trainer = trainer_with([4.0 - epoch for epoch in range(6)] if rank == 0 else [4.0 + epoch for epoch in range(6)])
     stopping = EarlyStopping("val/loss", patience=3)
     stopping.attach(trainer)
-    checkpoint = Checkpoint(f"{folder}/checkpoints")
-    checkpoint.attach(trainer)
+    checkpoint = Checkpoint(f"{folder}/checkpoints", best="val/loss", keep_last=9)
+    checkpoint.attach(trainer, Events.COMPLETED)
     trainer.run(numbers_loader(), max_epochs=6)
     state = trainer.state
-    torch.save([state.epoch, state.status, state.reason, stopping.best, stopping.bad], f"{folder}/{rank}.pt")
+    saved = [each.iteration for each in checkpoint.store.checkpoints()]
+    torch.save([state.epoch, state.status, state.reason, stopping.best, stopping.bad, saved], f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.timeout(120)  # ranks that decide otherwise wait for each other
 @pytest.mark.distributed
-def test_two_ranks_stop_together_by_the_mean_of_their_values(tmp_path: Path) -> None:
+def test_two_ranks_save_the_best_and_stop_by_the_mean_of_their_values(tmp_path: Path) -> None:
     mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
 
     assert first == second
-    assert first == [4, "completed", "early stopping: val/loss was not below 4, 3 times in a row", 4.0, 3]
+    reason = "early stopping: val/loss was not below 4, 3 times in a row"
+    assert first == [4, "completed", reason, 4.0, 3, [3, 12]]  # 3 updates an epoch

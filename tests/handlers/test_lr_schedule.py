@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from ignite.engine import Engine, Events
 from ignite.handlers.param_scheduler import (
     ConcatScheduler,
@@ -30,6 +33,7 @@ from torch.optim import lr_scheduler as torch_schedulers
 from ignite_engine import Trainer, Update
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.handlers.lr_schedule import LRSchedule
+from ignite_engine.registry import StateMismatch
 from ignite_engine.schedules import (
     Schedule,
     constant,
@@ -390,6 +394,11 @@ def test_a_schedule_that_needs_a_metric_is_refused_in_one_line(make: Callable[[O
         LRSchedule(make(sgd()))
 
 
+def test_a_metric_for_a_schedule_that_takes_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^metric='val/loss' has no effect on a Schedule, .*: leave it out, or"):
+        LRSchedule(constant(sgd()), metric="val/loss")
+
+
 def test_what_is_no_scheduler_is_refused_with_the_remedy() -> None:
     with pytest.raises(TypeError, match=r"got SGD; make one with warmup_cosine\("):
         LRSchedule(sgd())
@@ -559,3 +568,134 @@ def test_two_schedules_need_two_names() -> None:
     trainer, schedule, _ = real_trainer(5, [1])
     with pytest.raises(ValueError, match="'lr_schedule' is taken"):
         LRSchedule(schedule).attach(trainer)
+
+
+# --- a plateau --------------------------------------------------------------------------------------------------------
+
+LOSSES = (5.0, 4.0, 4.5, 4.5, 4.5, 3.0, 3.5, 3.5, math.nan, 3.5, 3.5, 2.0)
+
+
+def torchs_plateau_lrs(**options: Any) -> list[float]:
+    """LR of each epoch by torch itself, stepped at the end of each epoch with its loss."""
+    optimizer = sgd()
+    plateau = torch_schedulers.ReduceLROnPlateau(optimizer, **options)
+    lrs = []
+    for loss in LOSSES:
+        lrs.append(optimizer.param_groups[0]["lr"])
+        plateau.step(loss)
+    return lrs
+
+
+def plateau_trainer(values: Sequence[float] = LOSSES, **options: Any) -> tuple[Trainer, list[float]]:
+    """Epochs of two updates; at each epoch's end its value becomes ``val/loss``. Collects the LR of each update."""
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=BASE)
+    used: list[float] = []
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        used.append(optimizer.param_groups[0]["lr"])
+        loss: torch.Tensor = model(batch).mean()
+        return loss
+
+    trainer = Trainer(Update(model, optimizer, loss_fn))
+
+    @trainer.on(Events.EPOCH_COMPLETED)
+    def _(trainer: Trainer) -> None:
+        trainer.state.metrics["val/loss"] = values[trainer.state.epoch - 1]
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def _(trainer: Trainer) -> None:
+        trainer.state.metrics["other"] = 0.0  # fresh at every edge, and none of the plateau's business
+
+    LRSchedule(torch_schedulers.ReduceLROnPlateau(optimizer, **options), metric="val/loss").attach(trainer)
+    return trainer, used
+
+
+TWO_BATCHES = [torch.ones(3, 2)] * 2
+PLATEAUS = [
+    {"patience": 1},
+    {"patience": 0, "factor": 0.5, "cooldown": 1},
+    {"patience": 1, "factor": 0.5, "mode": "max", "threshold": 0.5, "threshold_mode": "abs", "min_lr": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", PLATEAUS)
+def test_plateau_lrs_are_those_of_torch_stepped_once_per_value(options: dict[str, Any]) -> None:
+    trainer, used = plateau_trainer(**options)
+    trainer.run(TWO_BATCHES, max_epochs=len(LOSSES))
+    expected = torchs_plateau_lrs(**options)
+
+    assert len(set(expected)) > 2
+    assert used == [lr for lr in expected for _ in range(2)]
+
+
+@pytest.mark.parametrize("options", PLATEAUS)
+def test_plateau_resumed_at_any_edge_goes_on_exactly(options: dict[str, Any]) -> None:
+    whole = [lr for lr in torchs_plateau_lrs(**options) for _ in range(2)]
+    for cut in (1, 4, 5, 8, 17):
+        first, used = plateau_trainer(**options)
+        first.add_event_handler(Events.ITERATION_COMPLETED(once=cut), lambda trainer: trainer.request_stop("enough"))
+        first.run(TWO_BATCHES, max_epochs=len(LOSSES))
+        shared, own = first.registry.capture()
+        resumed, used_after = plateau_trainer(**options)
+        resumed.registry.load(through_a_file({**shared, **own}), source="here")
+        resumed.run(TWO_BATCHES, max_epochs=len(LOSSES))
+
+        assert "lr_schedule" in shared and len(used) == cut
+        assert used + used_after == whole
+
+
+def test_lr_written_beside_the_metric_that_lowers_it_is_the_one_that_was_used() -> None:
+    trainer, used = plateau_trainer([1.0, 1.0, 1.0, 1.0], patience=0)
+    written: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: written.append(trainer.state.metrics.get("lr", BASE)))
+    trainer.run(TWO_BATCHES, max_epochs=4)
+
+    assert used == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
+    assert written[1:] == used[:-1]
+
+
+def test_resumed_plateau_takes_the_patience_that_it_is_given_now() -> None:
+    first, _ = plateau_trainer([1.0] * 9, patience=1)
+    first.run(TWO_BATCHES, max_epochs=2)
+    shared, own = first.registry.capture()
+    resumed, used = plateau_trainer([1.0] * 9, patience=3)
+    resumed.registry.load({**shared, **own}, source="here")
+    resumed.run(TWO_BATCHES, max_epochs=6)
+
+    assert used == pytest.approx([0.5] * 6 + [0.05] * 2)  # values 2 to 5 were no better; the sixth epoch has the new LR
+
+
+def test_state_of_another_kind_of_schedule_is_told_in_one_line() -> None:
+    plateau = LRSchedule(torch_schedulers.ReduceLROnPlateau(sgd()), metric="val/loss")
+    moving = LRSchedule(constant(sgd()))
+    with pytest.raises(StateMismatch, match=r"^The saved state .* is that of a plateau schedule, and this is one that"):
+        moving.load_state_dict(plateau.state_dict())
+    with pytest.raises(StateMismatch, match="is that of one that moves with the optimizer, and this is a plateau"):
+        plateau.load_state_dict(moving.state_dict())
+
+
+def test_plateau_whose_metric_nobody_writes_is_a_warning() -> None:
+    trainer, _, _ = real_trainer(5, [1, 1])
+    optimizer = trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]  # an Update
+    LRSchedule(torch_schedulers.ReduceLROnPlateau(optimizer), metric="val/los", name="plateau").attach(trainer)
+    with pytest.warns(UserWarning, match=r"LRSchedule 'plateau' follows 'val/los', which has not been written"):
+        trainer.run([(index, torch.ones(3, 2)) for index in range(2)], max_epochs=1)
+
+
+def _one_of_two_ranks(rank: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    # alone, rank 0 would keep its LR and rank 1 would lower it at its third value
+    trainer, used = plateau_trainer([4.0 - epoch if rank == 0 else 4.0 + epoch for epoch in range(5)], patience=1)
+    trainer.run(TWO_BATCHES, max_epochs=5)
+    torch.save(used, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_plateau_lr_is_the_same_on_two_ranks_with_values_of_their_own(tmp_path: Path) -> None:
+    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+
+    assert first == second == pytest.approx([0.5] * 6 + [0.05] * 4)
