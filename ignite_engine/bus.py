@@ -8,7 +8,7 @@ comparisons however many handlers are attached.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from ignite_engine.events import Phase
 
 NEVER = float("inf")
 Filter = Callable[[Engine, int], bool]
+Registered = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,74 @@ class Plan:
             self._due = min((entry.next_due(count) for entry in self._timed), default=NEVER)
 
 
-def compile_plan(
-    handlers: Sequence[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]], counter: str | None
-) -> Plan:
+class HandlerList(MutableSequence[Registered]):
+    """Ignite's handlers of one event; tells of each change, also where a profiler writes here past the engine.
+
+    Args:
+        changed: called after each change.
+    """
+
+    def __init__(self, changed: Callable[[], None], handlers: Iterable[Registered] = ()) -> None:
+        self._handlers, self._changed = list(handlers), changed
+        self.first = 0
+        """So many were put at the front on purpose: they run before all phases."""
+
+    def __len__(self) -> int:
+        return len(self._handlers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._handlers[index]
+
+    def __setitem__(self, index: Any, handler: Any) -> None:
+        self._handlers[index] = handler
+        self._changed()
+
+    def __delitem__(self, index: Any) -> None:
+        del self._handlers[index]
+        self._changed()
+
+    def insert(self, index: int, handler: Registered) -> None:
+        self._handlers.insert(index, handler)
+        self.first += index == 0
+        self._changed()
+
+    def append(self, handler: Registered) -> None:
+        self._handlers.append(handler)
+        self._changed()
+
+
+class HandlersByEvent(dict[Any, Any]):
+    """What Ignite keeps as ``_event_handlers``: a :class:`HandlerList` for each event."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        super().__init__()
+        self._changed = changed
+
+    def __missing__(self, event: Any) -> HandlerList:
+        handlers = HandlerList(self._changed)
+        super().__setitem__(event, handlers)
+        return handlers
+
+    def __setitem__(self, event: Any, handlers: Iterable[Registered]) -> None:
+        """Put Ignite's new list, from which it left out what was removed, in the place of the old one."""
+        before, now = self[event], HandlerList(self._changed, handlers)
+        left = [handler for handler, _, _ in now]
+        now.first = sum(any(handler is each for each in left) for handler, _, _ in before[: before.first])
+        super().__setitem__(event, now)
+        self._changed()
+
+
+def compile_plan(handlers: Sequence[Registered], counter: str | None) -> Plan:
     """A plan for Ignite's list of ``(handler, args, kwargs)``."""
     entries = []
-    for function, args, kwargs in handlers:
+    for index, (function, args, kwargs) in enumerate(handlers):
         takes_engine = bool(args) and isinstance(args[0], weakref.ref)
         # from __dict__: a handler may answer every getattr, as mocks and proxies do
         wrapped = getattr(function, "__dict__", {})
         handler = wrapped.get("bus_handler", function)
-        owner = getattr(handler, "__self__", handler)
-        phase = getattr(handler, "phase", getattr(owner, "phase", Phase.OTHER))
+        if wrapped.get("__wrapped__") is not handler:  # a wrapper around ours carries its attributes
+            handler, wrapped = function, {}
+        first = index < getattr(handlers, "first", 0)
         entries.append(
             Entry(
                 handler,
@@ -104,10 +161,21 @@ def compile_plan(
                 args[1:] if takes_engine else args,
                 kwargs,
                 wrapped.get("bus_filter"),
-                int(phase) if isinstance(phase, int) else Phase.OTHER,
+                -1 if first else _phase_of(handler),
             )
         )
     return Plan(entries, counter)
+
+
+def _phase_of(handler: Any) -> int:
+    """What the handler declares, or the object it is a method of, or the handler that it wraps."""
+    while handler is not None:
+        owner = getattr(handler, "__self__", handler)
+        phase = getattr(handler, "phase", getattr(owner, "phase", None))
+        if isinstance(phase, int):
+            return int(phase)
+        handler = getattr(handler, "__dict__", {}).get("__wrapped__")
+    return Phase.OTHER
 
 
 def _closure(function: Filter) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ignite.engine import Engine, Events
 
-from ignite_engine.bus import Plan, compile_plan
+from ignite_engine.bus import HandlersByEvent, Plan, compile_plan
 
 
 class PlannedEngine(Engine):
@@ -19,6 +20,14 @@ class PlannedEngine(Engine):
     def __init__(self, process_function: Callable[[Engine, Any], Any]) -> None:
         self._plans: dict[str, Plan] = {}
         super().__init__(process_function)
+        this = weakref.ref(self)
+
+        def changed() -> None:
+            engine = this()
+            if engine is not None:
+                engine._handlers_changed()
+
+        self._event_handlers = HandlersByEvent(changed)
 
     def hears(self, event: Any) -> bool:
         """Whether anybody listens to ``event``."""
@@ -56,13 +65,7 @@ class PlannedEngine(Engine):
         wrapper.bus_handler, wrapper.bus_filter = handler, event_filter  # type: ignore[attr-defined]
         return wrapper
 
-    def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        handle = super().add_event_handler(event_name, handler, *args, **kwargs)
-        self._plans.clear()
-        return handle
-
-    def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
-        super().remove_event_handler(handler, event_name)
+    def _handlers_changed(self) -> None:
         self._plans.clear()
 
     def _handle_exception(self, e: BaseException) -> None:

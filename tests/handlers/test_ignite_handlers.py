@@ -1,0 +1,331 @@
+"""Ignite's own handlers on our bus, attached as its documentation says; each test asserts what the handler is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from ignite.handlers import (
+    BasicTimeProfiler,
+    Checkpoint,
+    DiskSaver,
+    EarlyStopping,
+    EMAHandler,
+    EpochOutputStore,
+    FastaiLRFinder,
+    HandlersTimeProfiler,
+    ModelCheckpoint,
+    TerminateOnNan,
+    TimeLimit,
+    Timer,
+    global_step_from_engine,
+)
+from ignite.metrics import MeanSquaredError
+
+from ignite_engine import Phase, Trainer, TrainingEvents, create_evaluator
+from ignite_engine.handlers import Evaluation
+from tests.engine.builders import numbers_loader, one, trainer_of, weights
+
+
+def loss_of(output: Any) -> float:
+    return float(output["loss"])
+
+
+def predict(model: torch.nn.Module, batch: Any) -> Any:
+    inputs, targets = batch
+    return model(inputs), targets
+
+
+def constant(engine: Engine, batch: Any) -> float:
+    return 1.0
+
+
+# -- stopping ----------------------------------------------------------------------------------------------------------
+
+
+def stops_in(epoch: int, scores: list[float], attach: Callable[[Trainer, EarlyStopping], Any]) -> None:
+    trainer, given = trainer_of(), iter(scores)
+    stopping = EarlyStopping(patience=2, score_function=lambda engine: next(given), trainer=trainer)
+    attach(trainer, stopping)
+    state = trainer.run(numbers_loader(4), max_epochs=10)
+
+    assert (state.epoch, state.status, state.reason) == (epoch, "completed", "terminate")
+
+
+def test_early_stopping_on_the_trainer() -> None:
+    stops_in(5, [1, 2, 3, 3, 2, 9], lambda trainer, stop: trainer.add_event_handler(Events.EPOCH_COMPLETED, stop))
+
+
+@pytest.mark.parametrize("by", ["a handler", "Evaluation"])
+def test_early_stopping_on_an_evaluator(by: str) -> None:
+    """The way of Ignite's documentation: scored on the evaluator, stopping the trainer."""
+
+    def attach(trainer: Trainer, stopping: EarlyStopping) -> None:
+        evaluator = create_evaluator(trainer.update.model, predict)  # type: ignore[attr-defined]
+        evaluator.add_event_handler(Events.COMPLETED, stopping)
+        if by == "Evaluation":
+            Evaluation(evaluator, numbers_loader(4)).attach(trainer)
+        else:
+            trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(numbers_loader(4)))
+
+    stops_in(5, [1, 2, 3, 3, 2, 9], attach)
+
+
+def test_early_stopping_is_saved_with_the_trainer() -> None:
+    trainer = trainer_of()
+    stopping = EarlyStopping(patience=5, score_function=lambda engine: -engine.state.epoch, trainer=trainer)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, stopping)
+    trainer.run(numbers_loader(4), max_epochs=4)
+    _, local = trainer.registry.capture()
+
+    again = trainer_of()
+    loaded = EarlyStopping(patience=5, score_function=lambda engine: -engine.state.epoch, trainer=again)
+    again.registry.load({"ignite/EarlyStopping": local["ignite/EarlyStopping"]}, source="memory")
+    again.add_event_handler(Events.EPOCH_COMPLETED, loaded)
+
+    assert (loaded.counter, loaded.best_score) == (stopping.counter, stopping.best_score) == (3, -1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_terminate_on_nan_looks_into_the_updates_output(bad: float) -> None:
+    def loss_fn(model: torch.nn.Module, batch: Any) -> Any:
+        inputs, _ = batch
+        worse = bad if trainer.state.iteration == 3 else 1.0
+        return model(inputs).mean() * 0 + worse
+
+    trainer = trainer_of()
+    trainer.update.loss_fn = loss_fn  # type: ignore[attr-defined]
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
+    state = trainer.run(numbers_loader(12, 2))
+
+    assert (state.iteration, state.epoch_length, state.reason) == (3, 6, "terminate")
+
+
+class Clock:
+    """Time that passes only where a test says so, for Ignite's timers."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("ignite.handlers.timing.perf_counter", clock)
+    monkeypatch.setattr("ignite.handlers.time_limit.time", SimpleNamespace(time=clock))
+    return clock
+
+
+def test_time_limit_ends_the_run(clock: Clock) -> None:
+    trainer = Trainer(lambda engine, batch: clock.sleep(0.4))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, TimeLimit(limit_sec=1))
+    state = trainer.run(range(20))
+
+    assert (state.iteration, state.status) == (3, "completed")
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_timer_counts_and_averages_what_it_is_told_to(clock: Clock) -> None:
+    trainer, timer = Trainer(lambda engine, batch: clock.sleep(2.0)), Timer(average=True)
+    timer.attach(
+        trainer,
+        start=Events.STARTED,
+        resume=Events.ITERATION_STARTED,
+        pause=Events.ITERATION_COMPLETED,
+        step=Events.ITERATION_COMPLETED,
+    )
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: clock.sleep(5.0))
+    trainer.run(range(4))
+
+    assert (timer.step_count, timer.value()) == (4, 2.0)
+
+
+DATA_S, UPDATE_S, HANDLER_S = 0.5, 3.0, 2.0
+
+
+def slow_trainer(clock: Clock, event: Any) -> Trainer:
+    """Its update takes 3 s, and of two handlers of ``event`` each 2 s."""
+    trainer = Trainer(lambda engine, batch: clock.sleep(UPDATE_S))
+
+    def slow_handler() -> None:
+        clock.sleep(HANDLER_S)
+
+    def slow_measurement() -> None:
+        clock.sleep(HANDLER_S)
+
+    slow_measurement.phase = Phase.MEASURE  # type: ignore[attr-defined]
+    trainer.add_event_handler(event, slow_handler)
+    trainer.add_event_handler(event, slow_measurement)
+    return trainer
+
+
+class SlowData:
+    """Four batches, each of which takes 0.5 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(4):
+            self.clock.sleep(DATA_S)
+            yield index
+
+
+EACH = pytest.mark.parametrize(
+    "event", [Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=1)], ids=["plain", "every"]
+)
+
+
+@EACH
+def test_basic_time_profiler_tells_data_update_and_handlers_apart(clock: Clock, event: Any) -> None:
+    trainer, profiler = slow_trainer(clock, event), BasicTimeProfiler()
+    profiler.attach(trainer)
+    trainer.run(SlowData(clock), max_epochs=2)
+    results = profiler.get_results()
+
+    assert results["processing_stats"]["total"] == 8 * UPDATE_S
+    assert results["dataflow_stats"]["total"] == 8 * DATA_S
+    assert results["event_handlers_stats"]["ITERATION_COMPLETED"]["total"] == 16 * HANDLER_S
+    names = results["event_handlers_names"]["ITERATION_COMPLETED_names"]
+    assert [name.rpartition(".")[2] for name in names] == ["slow_handler", "slow_measurement"]
+    assert "slow_handler" in profiler.print_results(results)
+
+
+@EACH
+def test_handlers_time_profiler_times_each_handler(clock: Clock, event: Any) -> None:
+    trainer, profiler, order = slow_trainer(clock, event), HandlersTimeProfiler(), list[str]()
+
+    def after() -> None:
+        order.append("after")
+
+    def log() -> None:
+        order.append("log")
+
+    log.phase = Phase.LOG  # type: ignore[attr-defined]
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, after)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=8), log)
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: clock.sleep(1.0))
+    profiler.attach(trainer)
+    trainer.run(SlowData(clock), max_epochs=2)
+    rows = {(row[0].rpartition(".")[2], row[1]): row[2] for row in profiler.get_results()}  # type: ignore[union-attr]
+
+    assert rows["slow_handler", "ITERATION_COMPLETED"] == 8 * HANDLER_S
+    assert rows["slow_measurement", "ITERATION_COMPLETED"] == 8 * HANDLER_S
+    assert rows["<lambda>", "RESUME_POINT"] == 8 * 1.0
+    assert (rows["Processing", "None"], rows["Dataflow", "None"]) == (8 * UPDATE_S, 8 * DATA_S)
+    # timed or not, filters and phases hold, and nothing is left of it at the end
+    assert order == ["after"] * 7 + ["log", "after"]
+    assert not any(hasattr(entry.handler, "_profiler_original") for entry in trainer.plan(event).entries)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_saves_the_best_and_loads_into_another_trainer(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    update: Any = trainer.update
+    evaluator = create_evaluator(update.model, predict, {"mse": MeanSquaredError()})
+    Evaluation(evaluator, numbers_loader(8, 4)).attach(trainer)
+    objects = {"model": update.model, "optimizer": update.optimizers["optimizer"], "trainer": trainer}
+    best = Checkpoint(
+        objects,
+        DiskSaver(str(tmp_path), create_dir=True),
+        n_saved=2,
+        filename_prefix="best",
+        score_function=lambda engine: -engine.state.metrics["mse"],
+        score_name="mse",
+        global_step_transform=global_step_from_engine(trainer),
+    )
+    evaluator.add_event_handler(Events.COMPLETED, best)
+    trainer.run(numbers_loader(8, 2), max_epochs=3)
+
+    assert len(list(tmp_path.iterdir())) == 2 and best.last_checkpoint is not None
+    assert Path(str(best.last_checkpoint)).name.startswith("best_checkpoint_3_mse=-")
+    again = trainer_of(torch.nn.Sequential(*[type(layer)(*args) for layer, args in _layers(update.model)]))
+    loaded: Any = again.update
+    to_load = {"model": loaded.model, "optimizer": loaded.optimizers["optimizer"], "trainer": again}
+    Checkpoint.load_objects(to_load, tmp_path / Path(str(best.last_checkpoint)).name)
+
+    assert torch.equal(weights(again), weights(trainer))
+    assert (again.state.iteration, again.state.epoch, again.state.max_epochs) == (12, 3, 3)
+    state = again.run(numbers_loader(8, 2), max_epochs=4)
+    assert (state.iteration, state.epoch) == (16, 4)
+
+
+def _layers(model: Any) -> Any:
+    return [
+        (layer, (layer.in_features, layer.out_features) if hasattr(layer, "in_features") else ()) for layer in model
+    ]
+
+
+def test_model_checkpoint_writes_at_its_event(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    update: Any = trainer.update
+    saver = ModelCheckpoint(
+        str(tmp_path), "every", n_saved=None, global_step_transform=global_step_from_engine(trainer)
+    )
+    trainer.add_event_handler(Events.EPOCH_COMPLETED(every=2), saver, {"model": update.model})
+    trainer.run(numbers_loader(4), max_epochs=4)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["every_model_2.pt", "every_model_4.pt"]
+    saved = torch.load(tmp_path / "every_model_4.pt", weights_only=True)
+    assert all(torch.equal(saved[name], value) for name, value in update.model.state_dict().items())
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def test_epoch_output_store_keeps_every_output_of_the_epoch() -> None:
+    trainer, store, heard = trainer_of(), EpochOutputStore(), list[float]()
+    store.attach(trainer, "outputs")
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: heard.append(loss_of(trainer.state.output)))
+    state = trainer.run(numbers_loader(6, 2), max_epochs=2)
+
+    assert [loss_of(output) for output in store.data] == heard[3:]
+    assert state.outputs is store.data and len(set(heard)) == 6  # type: ignore[attr-defined]
+
+
+def test_ema_follows_the_weights_of_each_iteration() -> None:
+    trainer = trainer_of(lr=1.0)
+    update: Any = trainer.update
+    ema, expected = EMAHandler(update.model, momentum=0.25), [one(update.model).clone()]
+    ema.attach(trainer, event=Events.ITERATION_COMPLETED)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: expected.append(0.75 * expected[-1] + 0.25 * one(update.model))
+    )
+    trainer.run(numbers_loader(8, 2))
+
+    assert torch.allclose(one(ema.ema_model), expected[-1], atol=1e-6)
+    assert not torch.allclose(one(ema.ema_model), weights(trainer), atol=1e-3)
+
+
+def test_lr_finder_raises_the_rate_and_puts_everything_back() -> None:
+    trainer = trainer_of(lr=1e-5)
+    update: Any = trainer.update
+    before, finder = weights(trainer), FastaiLRFinder()
+    to_save = {"model": update.model, "optimizer": update.optimizers["optimizer"]}
+    with finder.attach(trainer, to_save, loss_of, num_iter=20, end_lr=10.0, diverge_th=1e9) as finding:
+        finding.run(numbers_loader(40, 2))
+    results = finder.get_results()
+
+    assert results["lr"][0] < 1e-4 < 1.0 < results["lr"][-1] and len(results["loss"]) == 20
+    assert torch.equal(weights(trainer), before)
+    assert update.optimizers["optimizer"].param_groups[0]["lr"] == 1e-5
+    state = trainer.run(numbers_loader(8, 2), max_epochs=2)
+    assert (state.iteration, state.optimizer_steps) == (8, 8)
