@@ -95,7 +95,10 @@ def _means(rows: list[Any]) -> dict[str, float]:
     for key in dict.fromkeys(key for row in named for key in row):
         values = [row[key] for row in named if key in row]
         if isinstance(values[0], torch.Tensor):
-            if values[0].numel() == 1:
+            first = values[0]
+            if all(v.shape == () and v.dtype is first.dtype and v.device == first.device for v in values):
+                means[key] = torch.stack(values).detach().double().mean().item()
+            elif values[0].numel() == 1:
                 means[key] = (
                     torch.stack([v.detach().reshape(()).double().to(values[0].device) for v in values]).mean().item()
                 )

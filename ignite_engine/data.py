@@ -222,7 +222,7 @@ class DataSource:
 
     ``pass_number`` and ``batch`` are the position: batch ``batch`` of pass ``pass_number`` is the next not yet
     consumed. On several ranks a sized loader that is shorter than its peers' repeats its last batch to the end of
-    the longest; ``padding`` and ``group_total`` of the newest group say what weighs nothing.
+    the longest (``uneven``); :meth:`padded` says what of a group weighs nothing.
     """
 
     def __init__(self, data: Any, accumulation_steps: int | None) -> None:
@@ -232,8 +232,8 @@ class DataSource:
         if not isinstance(self.sampler, ResumableSampler):
             self.sampler = None
         self.pass_number = self.batch = 0
-        self.padding = self.group_total = 0
         self.lengths: list[int] | None = None
+        self.uneven = False
         self._pending_state: dict[str, Any] | None = None
         self._iterator: Any = None
 
@@ -255,6 +255,7 @@ class DataSource:
                 "use fewer ranks, a smaller batch_size or more data."
             )
         self.lengths = lengths
+        self.uneven = len(set(lengths)) > 1
 
     @property
     def batches(self) -> int | None:
@@ -274,7 +275,7 @@ class DataSource:
     def __iter__(self) -> Iterator[Any]:
         """The rest of the current pass, from ``batch`` on."""
         batches = self._from_position()
-        if self._uneven and self.batches is not None:
+        if self.uneven and self.batches is not None:
             batches = self._repeat_last(batches, self.batches - self.batch)
         return self._groups(batches) if self.grouped else batches
 
@@ -317,10 +318,6 @@ class DataSource:
             yield batch
             yield from iterator
 
-    @property
-    def _uneven(self) -> bool:
-        return self.lengths is not None and len(set(self.lengths)) > 1
-
     def _repeat_last(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         batch, given = None, 0
         for batch in islice(batches, count):
@@ -337,13 +334,11 @@ class DataSource:
         self.sampler.start = (len(self.data) - 1) * self.data.batch_size
         return next(iter(self.data))
 
-    def describe_group(self, count: int) -> None:
-        """Set ``padding`` and ``group_total`` for the next ``count`` batches from the position on."""
-        if self.lengths is None or not self._uneven:
-            self.padding = self.group_total = 0
-            return
+    def padded(self, count: int) -> tuple[int, int]:
+        """Of the next ``count`` batches: how many repeat the last, and how many do not, over all ranks."""
+        assert self.lengths is not None
         real = [max(0, min(count, length - self.batch)) for length in self.lengths]
-        self.padding, self.group_total = count - real[agreement.rank()], sum(real)
+        return count - real[agreement.rank()], sum(real)
 
     def abandon(self) -> None:
         """End the workers of the present pass at once: they may be busy for long with what nobody wants any more."""

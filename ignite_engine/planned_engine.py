@@ -19,6 +19,8 @@ class PlannedEngine(Engine):
 
     def __init__(self, process_function: Callable[[Engine, Any], Any]) -> None:
         self._plans: dict[str, Plan] = {}
+        self.heard: set[str] = set()
+        """Names of the events that somebody listens to; the others need not be fired."""
         super().__init__(process_function)
         this = weakref.ref(self)
 
@@ -31,7 +33,7 @@ class PlannedEngine(Engine):
 
     def hears(self, event: Any) -> bool:
         """Whether anybody listens to ``event``."""
-        return bool((self._plans.get(event._name_) or self.plan(event)).entries)
+        return _name(event) in self.heard
 
     def fire_event(self, event_name: Any) -> None:
         if getattr(event_name, "_name_", event_name) not in self._plans:
@@ -40,7 +42,7 @@ class PlannedEngine(Engine):
 
     def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
         self.last_event_name = event_name
-        plan = self._plans.get(event_name if type(event_name) is str else event_name._name_)
+        plan = self._plans.get(_name(event_name))
         if plan is None:
             plan = self.plan(event_name)
         if plan.entries:
@@ -48,7 +50,7 @@ class PlannedEngine(Engine):
 
     def plan(self, event: Any) -> Plan:
         """The compiled handlers of ``event``."""
-        key = event if type(event) is str else event._name_
+        key = _name(event)
         if key in self._plans:
             return self._plans[key]
         counter = self.state.event_to_attr.get(event)
@@ -67,9 +69,16 @@ class PlannedEngine(Engine):
 
     def _handlers_changed(self) -> None:
         self._plans.clear()
+        self.heard.clear()
+        self.heard.update(_name(event) for event, handlers in self._event_handlers.items() if handlers)
 
     def _handle_exception(self, e: BaseException) -> None:
         if self._event_handlers.get(Events.EXCEPTION_RAISED):
             self._fire_event(Events.EXCEPTION_RAISED, e)
         else:
             raise e
+
+
+def _name(event: Any) -> str:
+    name: str = event if type(event) is str else event._name_
+    return name

@@ -56,11 +56,10 @@ class RunPosition:
 
     def group_fetched(self, group: Any) -> None:
         self.clean = False
-        self._batches = len(group) if isinstance(group, Group) else 1
-        if self.source is not None:
-            self.source.describe_group(self._batches)
+        self._batches = len(group) if type(group) is Group else 1
+        if self.source is not None and self.source.uneven:
             state = self._trainer.state
-            state.padding, state.group_total = self.source.padding, self.source.group_total
+            state.padding, state.group_total = self.source.padded(self._batches)
 
     def group_lost(self) -> None:
         """A user's handler swallowed the error of an update: its group comes no more."""
@@ -117,6 +116,7 @@ class RunPosition:
     def take(self, source: DataSource, *, anew: bool = False) -> None:
         """Go over to another source, at the position that is waiting for it."""
         before, self.source = self.source, source
+        self._trainer.state.padding = self._trainer.state.group_total = 0
         if anew:
             if before is not None:  # another pass: the same order again would be no other data
                 source.pass_number = before.pass_number + int(before.batch > 0)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -75,6 +75,7 @@ class Trainer(PlannedEngine):
         for name, obj, shared in getattr(update, "stateful", lambda: ())():
             self.registry.register(name, obj, shared=shared)
         self._vote = agreement.Vote()
+        self._alone = True
         self._requests = 0
         self._stop: tuple[str, int | None] | None = None
         self.failed = self._begun = False
@@ -201,6 +202,9 @@ class Trainer(PlannedEngine):
         state.stopping = state.last = False
         self.was_terminated = bool(self.should_terminate)
         self._requests, self._stop = 0, None
+        self._alone = agreement.world_size() == 1
+        if hasattr(self.update, "run_starts"):
+            self.update.run_starts()
         if isinstance(model := getattr(self.update, "model", None), nn.Module):
             model.train()
 
@@ -260,28 +264,61 @@ class Trainer(PlannedEngine):
         yield from self._maybe_terminate_or_interrupt()
 
     def _run_once_on_dataset_as_gen(self) -> Generator[Any, None, float]:
-        state, position, started = self.state, self.position, time.time()
+        # Everything here is paid at every iteration: an event that nobody hears is not fired, only noted.
+        state, position, heard, started = self.state, self.position, self.heard, time.time()
+        has_data = state.dataloader is not None
         try:
-            while (group := (yield from self._fetch())) is not _END:
+            while True:
+                state.batch = None
+                if has_data:
+                    self.last_event_name = Events.GET_BATCH_STARTED
+                    if "GET_BATCH_STARTED" in heard:
+                        self._fire_event(Events.GET_BATCH_STARTED)
+                        yield from self._maybe_terminate_or_interrupt()
+                group = self._next(self._dataloader_iter)
+                if group is _END:
+                    group = yield from self._fetch_from_next_pass()
+                    if group is _END:
+                        break
+                # set anew here, not at the epoch's end: handlers of EPOCH_COMPLETED read the last output
+                state.batch, state.output = group, None
+                if has_data:
+                    self.last_event_name = Events.GET_BATCH_COMPLETED
+                    if "GET_BATCH_COMPLETED" in heard:
+                        self._fire_event(Events.GET_BATCH_COMPLETED)
+                        yield from self._maybe_terminate_or_interrupt()
+
                 position.group_fetched(group)
                 state.iteration += 1
-                self._fire_event(Events.ITERATION_STARTED)
-                yield from self._maybe_terminate_or_interrupt()
+                self.last_event_name = Events.ITERATION_STARTED
+                if "ITERATION_STARTED" in heard:
+                    self._fire_event(Events.ITERATION_STARTED)
+                    yield from self._maybe_terminate_or_interrupt()
 
                 state.output = self._process_function(self, state.batch)
                 position.group_consumed()
-                self._fire_event(Events.ITERATION_COMPLETED)
+                self.last_event_name = Events.ITERATION_COMPLETED
+                if "ITERATION_COMPLETED" in heard:
+                    self._fire_event(Events.ITERATION_COMPLETED)
 
                 if position.epoch_iteration == state.epoch_length and not position.measured:
                     if self.should_terminate:
                         self._edge(last=True)
                     yield from self._maybe_terminate_or_interrupt()
                     break
-                finished = state.iteration == state.max_iters
-                self._edge(last=finished or bool(self.should_terminate))
-                if finished:
+                if state.iteration == state.max_iters:
+                    self._edge(last=True)
                     self.should_terminate = self.should_terminate or True
-                yield from self._maybe_terminate_or_interrupt()
+                elif (
+                    self.should_terminate
+                    or not self._alone
+                    or self._requests
+                    or state.metrics.fresh
+                    or ("RESUME_POINT" in heard)
+                ):
+                    self._edge(last=bool(self.should_terminate))
+                if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
+                    yield from self._maybe_terminate_or_interrupt()
         except _EngineTerminateSingleEpochException:
             self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=position.epoch_iteration)
             position.end_pass()
@@ -293,19 +330,11 @@ class Trainer(PlannedEngine):
             position.group_lost()
         return time.time() - started
 
-    def _fetch(self) -> Generator[Any, None, Any]:
-        """The next group, or ``_END`` where the epoch ends with the data."""
+    def _fetch_from_next_pass(self) -> Generator[Any, None, Any]:
+        """The first group of the next pass over the data, or ``_END`` where the epoch ends with this one."""
         state, position = self.state, self.position
-        assert self._dataloader_iter is not None
-        has_data, emptied = state.dataloader is not None, False
-        state.batch = None
-        if has_data:
-            self._fire_event(Events.GET_BATCH_STARTED)
-            yield from self._maybe_terminate_or_interrupt()
+        emptied = False
         while True:
-            group = self._next(self._dataloader_iter)
-            if group is not _END:
-                break
             if position.measured and position.epoch_iteration:
                 state.epoch_length = position.epoch_iteration
             if emptied or (position.measured and position.source_is_fresh):
@@ -318,7 +347,7 @@ class Trainer(PlannedEngine):
                     if state.max_epochs is None:  # else epochs without an iteration would follow for ever
                         state.reason, self.should_terminate = "end of data", True
                 return _END
-            if has_data:
+            if state.dataloader is not None:
                 self._fire_event(Events.DATALOADER_STOP_ITERATION)
                 yield from self._maybe_terminate_or_interrupt()
             position.end_pass()
@@ -328,14 +357,10 @@ class Trainer(PlannedEngine):
                 return _END
             self._setup_dataloader_iter()
             emptied = True
-        # set anew here, not at the epoch's end: handlers of EPOCH_COMPLETED read the last output
-        state.batch, state.output = group, None
-        if has_data:
-            self._fire_event(Events.GET_BATCH_COMPLETED)
-            yield from self._maybe_terminate_or_interrupt()
-        return group
+            if (group := self._next(self._dataloader_iter)) is not _END:
+                return group
 
-    def _next(self, iterator: Iterator[Any]) -> Any:
+    def _next(self, iterator: Any) -> Any:
         try:
             self.fetching = True
             try:
@@ -365,6 +390,7 @@ class Trainer(PlannedEngine):
         state.last = state.last or bool(self.should_terminate)  # what was measured may have ended the run
         if self.hears(TrainingEvents.RESUME_POINT):  # else `last_event_name` stays Ignite's
             self._fire_event(TrainingEvents.RESUME_POINT)
+        state.save_requested = False
 
     def _last_edge(self) -> None:
         """``terminate()`` outside an iteration: the edge before it was not known to be the last."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.gradients import clip_gradients, gradient_norm
 from ignite_engine.precision import autocast, check_precision, loss_scaler
 from ignite_engine.registry import ModelState, OptimizerState
+from ignite_engine.stepping import step
 
 LossFn = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Mapping[str, Tensor]]"]
 
@@ -69,7 +69,11 @@ class Update:
         self._wrapped = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
         # under FSDP2 one context over several micro-batches gives gradients off by 16-29 %
         self._shares_cast = precision != "fp32" and not any(hasattr(p, "full_tensor") for p in model.parameters())
+        # one context for good: making one costs more than entering it
+        self._autocast = autocast(precision, self.device.type)
+        self._casts, self._on_host = precision != "fp32", self.device.type == "cpu"
         self._factors: dict[float, Tensor] = {}
+        self._scales: dict[tuple[int, int, int], list[float]] = {}
         self._group_count = -1
         self._parameters: list[Tensor] = []
 
@@ -79,22 +83,16 @@ class Update:
             self._bind(engine)
         state = engine.state
         micro_batches = batch if self._grouped or isinstance(batch, Group) else (batch,)
-        padding: int = state.padding  # type: ignore[attr-defined]  # set in _bind where it is not ours
-        scales = micro_batch_scales(
-            micro_batches,
-            padding=padding,
-            group_total=state.group_total,  # type: ignore[attr-defined]
-            weight_fn=self.weight_fn,
-        )
+        scales = self._scales_of(micro_batches, state)
         parameters = self._clear_gradients()
         if scales is None:
             return self._skip(state, {"loss": torch.zeros((), device=self.device)})
-        if 0.0 in scales and not self._wrapped and any(scales):
+        if not self._wrapped and 0.0 in scales and any(scales):
             # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
             micro_batches = [each for each, scale in zip(micro_batches, scales, strict=True) if scale]
             scales = [scale for scale in scales if scale]
-        if len(micro_batches) == 1:
-            output = self._forward_backward(state, micro_batches, scales)
+        if len(scales) == 1:
+            output = self._forward_backward(state, micro_batches, scales, self._casts)
         else:
             output = self._accumulate(state, micro_batches, scales, parameters)
         return self._step(state, parameters, output)
@@ -108,16 +106,31 @@ class Update:
         if self.scaler is not None:
             yield "scaler", self.scaler, True
 
+    def run_starts(self) -> None:
+        """A run begins: what follows from the number of ranks is asked anew."""
+        self._scales.clear()
+
+    def _scales_of(self, micro_batches: Any, state: Any) -> list[float] | None:
+        key = len(micro_batches), state.padding, state.group_total
+        scales = self._scales.get(key)
+        if scales is None:
+            scales = micro_batch_scales(
+                micro_batches, padding=state.padding, group_total=state.group_total, weight_fn=self.weight_fn
+            )
+            if self.weight_fn is None and scales is not None:
+                self._scales[key] = scales
+        return scales
+
     def _accumulate(
         self, state: Any, micro_batches: Any, scales: list[float], parameters: list[Tensor]
     ) -> dict[str, Tensor]:
         if self._wrapped:
             check_accumulates(self.model)
-        if not self._shares_cast or self._hears(TrainingEvents.BACKWARD_COMPLETED):
-            return self._forward_backward(state, micro_batches, scales)
+        if not self._shares_cast or "BACKWARD_COMPLETED" in self._heard:
+            return self._forward_backward(state, micro_batches, scales, self._casts)
         versions = [parameter._version for parameter in parameters]
-        with autocast(self.precision, self.device.type):  # each weight is cast once a group, bit-equal
-            output = self._forward_backward(state, micro_batches, scales, cast=False)
+        with self._autocast:  # each weight is cast once a group, bit-equal
+            output = self._forward_backward(state, micro_batches, scales, False)
         if versions != [parameter._version for parameter in parameters]:
             raise ValueError(
                 "loss_fn changed a weight in place, which the other micro-batches of the group may not have seen: "
@@ -125,23 +138,17 @@ class Update:
             )
         return output
 
-    def _forward_backward(
-        self, state: Any, micro_batches: Any, scales: list[float], *, cast: bool = True
-    ) -> dict[str, Tensor]:
-        model, loss_fn, last = self.model, self.loss_fn, len(scales) - 1
-        hears = self._hears(TrainingEvents.BACKWARD_COMPLETED)
-        cast = cast and self.precision != "fp32"
+    def _forward_backward(self, state: Any, micro_batches: Any, scales: list[float], cast: bool) -> dict[str, Tensor]:
+        wrapped, hears = self._wrapped, "BACKWARD_COMPLETED" in self._heard
         losses: list[Tensor] = []
         extras: list[Mapping[str, Tensor]] = []
-        for index, batch in enumerate(to_device(micro_batches, self.device)):
-            with gradient_sync(model, last=index == last) if self._wrapped else _NOTHING:
-                with autocast(self.precision, self.device.type) if cast else _NOTHING:
-                    result = loss_fn(model, batch)
-                if isinstance(result, tuple):
-                    result, named = result
-                    extras.append(named)
-                result.backward(self._incoming(scales[index], result))
-            losses.append(result.detach())
+        for batch in micro_batches if self._on_host else to_device(micro_batches, self.device):
+            scale = scales[len(losses)]
+            if wrapped:
+                with gradient_sync(self.model, last=len(losses) == len(scales) - 1):
+                    losses.append(self._backward(batch, scale, extras, cast))
+            else:
+                losses.append(self._backward(batch, scale, extras, cast))
             if hears:
                 state.micro_batches += 1
                 self._fire(TrainingEvents.BACKWARD_COMPLETED)
@@ -152,9 +159,22 @@ class Update:
             output[name] = _weighted([named[name].detach() for named in extras], scales)
         return output
 
+    def _backward(self, batch: Any, scale: float, extras: list[Mapping[str, Tensor]], cast: bool) -> Tensor:
+        """Forward and backward of one micro-batch on the device; its mean loss, detached."""
+        if cast:
+            with self._autocast:
+                result = self.loss_fn(self.model, batch)
+        else:
+            result = self.loss_fn(self.model, batch)
+        if isinstance(result, tuple):
+            result, named = result
+            extras.append(named)
+        result.backward(self._incoming(scale, result))
+        return result.detach()
+
     def _step(self, state: Any, parameters: list[Tensor], output: dict[str, Tensor]) -> dict[str, Tensor]:
         finite = self.scaler is None or self.scaler.unscale_all(self.optimizers.values())
-        if self._hears(TrainingEvents.OPTIMIZER_STEP_STARTED):
+        if "OPTIMIZER_STEP_STARTED" in self._heard:
             self._fire(TrainingEvents.OPTIMIZER_STEP_STARTED)
         if self.clip_norm is not None:
             output["grad_norm"] = clip_gradients(parameters, self.clip_norm)
@@ -162,19 +182,19 @@ class Update:
             output["grad_norm"] = gradient_norm([p.grad for p in parameters if p.grad is not None])
         if finite:
             for optimizer in self.optimizers.values():
-                optimizer.step()
+                step(optimizer)
         if self.scaler is not None:
             self.scaler.adjust()
         if not finite:
             return self._skip(state, output)
         state.optimizer_steps += 1
-        if self._hears(TrainingEvents.OPTIMIZER_STEP_COMPLETED):
+        if "OPTIMIZER_STEP_COMPLETED" in self._heard:
             self._fire(TrainingEvents.OPTIMIZER_STEP_COMPLETED)
         return output
 
     def _skip(self, state: Any, output: dict[str, Tensor]) -> dict[str, Tensor]:
         state.skipped_steps += 1
-        if self._hears(TrainingEvents.OPTIMIZER_STEP_SKIPPED):
+        if "OPTIMIZER_STEP_SKIPPED" in self._heard:
             self._fire(TrainingEvents.OPTIMIZER_STEP_SKIPPED)
         return output
 
@@ -188,7 +208,9 @@ class Update:
         return factor if self.scaler is None else self.scaler.scale(factor)
 
     def _clear_gradients(self) -> list[Tensor]:
-        groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers.values())
+        groups = 0
+        for optimizer in self.optimizers.values():
+            groups += len(optimizer.param_groups)
         if groups != self._group_count:
             self._group_count = groups
             self._parameters = list(_unique(self.optimizers.values()))
@@ -199,22 +221,23 @@ class Update:
     def _bind(self, engine: Engine) -> None:
         self._engine = engine
         self._grouped = getattr(engine, "accumulation_steps", None) is not None
-        self._hears = getattr(engine, "hears", lambda event: True)
+        self._heard = getattr(engine, "heard", _EVERY_EVENT)
         self._fire = engine.fire_event
         if not engine.has_registered_events(TrainingEvents.BACKWARD_COMPLETED):
             engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
             engine.state.padding = engine.state.group_total = 0  # type: ignore[attr-defined]
 
 
-_NOTHING = nullcontext()
+_EVERY_EVENT = frozenset(event.name for event in TrainingEvents)
 
 
 def _weighted(values: list[Tensor], scales: list[float]) -> Tensor:
     """The sum of ``values * scales``, shape ``()``."""
     if len(values) == 1:
         return values[0] if scales[0] == 1.0 else values[0] * scales[0]
-    if len(set(scales)) == 1:
-        return torch.stack(values).sum() * scales[0]
+    if scales.count(scales[0]) == len(scales):
+        summed = torch.stack(values)
+        return summed.mean() if scales[0] * len(scales) == 1.0 else summed.sum() * scales[0]
     return torch.stack([value * scale for value, scale in zip(values, scales, strict=True)]).sum()
 
 

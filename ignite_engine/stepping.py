@@ -1,0 +1,37 @@
+"""An optimizer's step without torch's wrapper around it, wherever nobody could tell the difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.autograd import profiler
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+
+def step(optimizer: Optimizer) -> None:
+    """As ``optimizer.step()``.
+
+    torch wraps every optimizer's step in a span for the profiler and two rounds of hooks, 8 us on an idle machine and
+    29 us among the cache misses of a real step, profiler or not. Without a profiler, without hooks and without
+    another's patch (an LR scheduler of torch puts one on the instance) the wrapped function itself is called.
+    """
+    hooked = type(optimizer).step
+    if (
+        getattr(hooked, "__code__", None) is not _WRAPPER
+        or "step" in optimizer.__dict__
+        or getattr(profiler, "_is_profiler_enabled", True)
+        or getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or getattr(optimizer, "_optimizer_step_post_hooks", True)
+        or getattr(torch_optimizer, "_global_optimizer_pre_hooks", True)
+        or getattr(torch_optimizer, "_global_optimizer_post_hooks", True)
+    ):
+        optimizer.step()
+    else:
+        hooked.__wrapped__(optimizer)  # type: ignore[attr-defined]  # functools.wraps put it there
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+_WRAPPER = Optimizer.profile_hook_step(_nothing).__code__  # type: ignore[attr-defined]  # a plain function
