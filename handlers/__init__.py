@@ -2,6 +2,7 @@
 
 from ignite_engine.handlers.checkpoint import Checkpoint
 from ignite_engine.handlers.early_stopping import EarlyStopping
+from ignite_engine.handlers.ema import EMA
 from ignite_engine.handlers.evaluation import Evaluation
 from ignite_engine.handlers.interrupt import GracefulStop
 from ignite_engine.handlers.lr_schedule import LRSchedule
@@ -22,6 +23,7 @@ from ignite_engine.schedules import (
 )
 
 __all__ = [
+    "EMA",
     "Checkpoint",
     "ConsoleSink",
     "EarlyStopping",

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
@@ -140,9 +140,12 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.held: Mapping[str, Tensor] = {}
+        """The model's own values by name, while others stand in their place for an evaluation."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {clean_name(name): value for name, value in unwrap(self.model).state_dict().items()}
+        state = {clean_name(name): value for name, value in unwrap(self.model).state_dict().items()}
+        return {name: self.held.get(name, value) for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load by name.

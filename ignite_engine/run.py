@@ -139,7 +139,12 @@ class Run:
         if path is None:
             raise FileNotFoundError(f"{store.directory} holds no valid checkpoint; train first, or give --checkpoint.")
         loaded = store.load(path, idist.get_rank())
-        self.trainer.registry.objects["model"].load_state_dict(loaded.shared["model"])
+        for name, each in self.trainer.registry.objects.items():
+            if name == "model" or getattr(each, "serves_evaluation", False):
+                if name in loaded.shared:
+                    each.load_state_dict(loaded.shared[name])
+                else:
+                    logger.warning("%s holds no %s: the model's own weights are evaluated.", path, name)
         self.trainer.state.iteration = loaded.manifest.iteration
         self.trainer.state.metrics.clear()
         for evaluation in self.evaluations():

@@ -1,0 +1,202 @@
+"""An exponential moving average of the weights, and evaluations that see it in their place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+
+from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine.registry import ModelState, StateMismatch, clean_name, unwrap
+
+
+class EMA:
+    """The moving average of all floating-point parameters: ``average = decay * average + (1 - decay) * weights``.
+
+    Args:
+        decay: from 0 (the weights themselves) to below 1; 0.999 remembers about the last 1,000 updates.
+        warmup: the decay of update n, counted from 0, is at most ``(1 + n) / (10 + n)``: a short run's average is not
+            held back by the weights that it began with.
+        evaluate: names of the evaluations that see the average; None: all of them.
+        name: in checkpoints; a second average needs its own.
+
+    It moves on applied optimizer steps alone, without a host sync, and is kept in fp32 where the weights have less.
+    Buffers are not averaged: beside the average stand the model's own. While an evaluation runs, the average stands in
+    the model's parameters; they are put back however it ends, and a checkpoint made meanwhile holds them as the model.
+    That takes room for one more copy of the parameters.
+
+    In a checkpoint ``weights`` maps the names of the model's state to the averages, so that
+    ``{**parts["model"], **parts["ema"]["weights"]}`` is the averaged model. Evaluating a checkpoint uses it likewise.
+
+    Raises:
+        ValueError: ``decay`` is out of its range; two averages are asked to stand in one evaluation.
+        TypeError: (in ``attach``) the trainer's update has no model.
+    """
+
+    serves_evaluation = True
+    """Its state is loaded where a checkpoint is only evaluated."""
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        *,
+        warmup: bool = True,
+        evaluate: Collection[str] | None = None,
+        name: str = "ema",
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be at least 0 and below 1, got {decay}; 0.999 is usual.")
+        if isinstance(evaluate, str):
+            raise ValueError(f"evaluate must be a collection of names, got {evaluate!r}; write ({evaluate!r},).")
+        self.decay, self.warmup, self.evaluate, self.name = decay, warmup, evaluate, name
+        self.updates = 0
+        """Applied steps that it has followed."""
+        self._model: nn.Module | None = None
+        self._averages: dict[str, Tensor] = {}
+        self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._loaded = False
+        self._began_at = 0
+
+    def attach(self, trainer: Trainer, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
+        """Follow the weights at ``event``."""
+        model = getattr(trainer.update, "model", None)
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "EMA needs to know the model: make the Trainer from an Update, or give your own update a 'model'."
+            )
+        self._model = unwrap(model)
+        trainer.register(self.name, self, shared=True)
+        trainer.add_event_handler(Events.STARTED, self._start)
+        trainer.add_event_handler(event, self)
+        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._swap_in)
+        trainer.add_event_handler(Events.COMPLETED, self._warn_if_unmoved)
+
+    @torch.no_grad()
+    def __call__(self, trainer: Trainer) -> None:
+        """Take in the weights of the update just made."""
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+        for averages, followed in self._pairs:
+            dtype = averages[0].dtype
+            parameters = followed
+            if followed[0].dtype != dtype or hasattr(followed[0], "to_local"):
+                parameters = [_local(parameter).to(dtype) for parameter in followed]
+            torch._foreach_lerp_(averages, parameters, 1.0 - decay)
+        self.updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by the names of the model's state, tied ones under each of theirs; and ``updates``."""
+        if not self._averages:
+            self._average_anew()
+        weights = {name: self._averages[first] for name, first, _ in self._named()}
+        return {"updates": self.updates, "weights": weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the averages; the decay stays as it was given.
+
+        Raises:
+            StateMismatch: the model has other parameters than the averaged one.
+        """
+        saved: Mapping[str, Tensor] = state["weights"]
+        here = {name: parameter.shape for name, _, parameter in self._named()}
+        different = [name for name in {**here, **saved} if name not in saved or here.get(name) != saved[name].shape]
+        if different:
+            raise StateMismatch(
+                f"The model is not the one that was averaged ({', '.join(different[:3])} differ): build it as it was "
+                f"saved, or leave the average out with resume(ignore=[{self.name!r}])."
+            )
+        self._average_anew()
+        with torch.no_grad():
+            for name, average in self._averages.items():
+                average.copy_(saved[name])
+        self.updates, self._loaded = state["updates"], True
+
+    def _start(self, trainer: Trainer) -> None:
+        self._began_at = trainer.state.iteration
+        if not self._averages or (trainer.state.iteration == 0 and not self._loaded):
+            self._average_anew()
+        self._loaded = False
+
+    def _swap_in(self, trainer: Trainer) -> None:
+        evaluation = trainer.state.evaluating
+        if not self._averages or evaluation is None:
+            return
+        if self.evaluate is not None and evaluation.name not in self.evaluate:
+            return
+        registered = trainer.registry.objects.get("model")
+        state = registered if isinstance(registered, ModelState) else None  # a user's update may save it by itself
+        if state is not None and state.held:
+            raise ValueError(
+                f"Two averages are asked to stand in the evaluation {evaluation.name!r}: "
+                "give each EMA its own evaluations with evaluate=(...)."
+            )
+        self._reshard()
+        kept = {first: parameter.detach().clone() for _, first, parameter in self._named()}
+        evaluation.undo.callback(self._put_back, state, kept)
+        if state is not None:
+            state.held = {name: kept[first] for name, first, _ in self._named()}
+        self._set(self._averages)
+
+    def _put_back(self, state: ModelState | None, kept: Mapping[str, Tensor]) -> None:
+        self._set(kept)
+        if state is not None:
+            state.held = {}
+
+    @torch.no_grad()
+    def _set(self, values: Mapping[str, Tensor]) -> None:
+        """Give the parameters the values of ``values``, in place."""
+        self._reshard()
+        own = {first: parameter for _, first, parameter in self._named()}
+        torch._foreach_copy_([_local(own[name]) for name in values], [_local(value) for value in values.values()])
+
+    def _reshard(self) -> None:
+        """Let FSDP2 drop the whole parameters that it keeps of the last forward: they would outlive other values."""
+        assert self._model is not None
+        for module in self._model.modules():
+            if callable(reshard := getattr(module, "reshard", None)):
+                reshard()
+
+    @torch.no_grad()
+    def _average_anew(self) -> None:
+        """Begin with the weights as they are."""
+        self.updates, self._averages = 0, {}
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for _, first, parameter in self._named():
+            if first in self._averages:
+                continue
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            self._averages[first] = average = parameter.detach().clone().to(wide)
+            kind = (parameter.dtype, parameter.device, type(parameter.data))
+            averages, parameters = groups.setdefault(kind, ([], []))
+            averages.append(_local(average))
+            parameters.append(parameter)
+        self._pairs = list(groups.values())
+
+    def _named(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Name in the model's state, first name of the same (perhaps tied) parameter, and the parameter."""
+        if self._model is None:
+            raise RuntimeError("EMA knows no model yet: call attach(trainer) before.")
+        first_names: dict[int, str] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if parameter.is_floating_point() or parameter.is_complex():
+                first = first_names.setdefault(id(parameter), clean_name(name))
+                yield clean_name(name), first, parameter
+
+    def _warn_if_unmoved(self, trainer: Trainer) -> None:
+        iterations = trainer.state.iteration - self._began_at
+        if not self.updates and iterations and not trainer.state.skipped_steps:
+            warnings.warn(
+                f"EMA {self.name!r} did not move in {iterations} iterations: the update fired no "
+                "OPTIMIZER_STEP_COMPLETED; fire it after optimizer.step(), as Update does.",
+                stacklevel=2,
+            )
+
+    _start.phase = Phase.EVALUATE - 1  # type: ignore[attr-defined]  # an evaluation at STARTED sees this run's average
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
