@@ -21,7 +21,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     if _are_alike(gradients):
-        alike: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        alike: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
         return alike
     norms: list[Any] = list(torch._foreach_norm([_values(gradient) for gradient in gradients]))
     # as torch.nn.utils.get_total_norm

@@ -34,4 +34,4 @@ def step(optimizer: Optimizer) -> None:
 def _nothing(*_: Any) -> None: ...
 
 
-_WRAPPER = Optimizer.profile_hook_step(_nothing).__code__  # type: ignore[attr-defined]  # a plain function
+_WRAPPER = Optimizer.profile_hook_step(_nothing).__code__
