@@ -1,6 +1,7 @@
 """Handlers for the bus of a :class:`ignite_engine.Trainer`; each attaches by itself and knows no other."""
 
 from ignite_engine.handlers.checkpoint import Checkpoint
+from ignite_engine.handlers.clearml_log import ClearMLLogger
 from ignite_engine.handlers.early_stopping import EarlyStopping
 from ignite_engine.handlers.ema import EMA
 from ignite_engine.handlers.evaluation import Evaluation
@@ -25,6 +26,7 @@ from ignite_engine.schedules import (
 __all__ = [
     "EMA",
     "Checkpoint",
+    "ClearMLLogger",
     "ConsoleSink",
     "EarlyStopping",
     "Evaluation",

@@ -165,6 +165,7 @@ class Checkpoint:
             logger.warning("%s", error)
             return
         self.error, self._saved_at, self._resumed_from = None, _edge_of(trainer), path.name
+        state.checkpoint_path = path
         trainer.fire_event(TrainingEvents.CHECKPOINT_SAVED)
         try:
             self.store.apply(self.retention)

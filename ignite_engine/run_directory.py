@@ -54,19 +54,8 @@ class RunDirectory:
     def write_environment(self, world_size: int) -> None:
         """Store what the run ran with: versions, machine, devices, command line."""
         packages = {each.name: each.version for each in importlib.metadata.distributions()}
-        devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
         values = {
-            "command": sys.argv,
-            "working_directory": str(Path.cwd()),
-            "python": sys.version,
-            "platform": platform.platform(),
-            "processor": platform.processor() or platform.machine(),
-            "cpus": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "devices": devices,
-            "cuda": torch.version.cuda,
-            "world_size": world_size,
-            "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            **environment_values(world_size),
             "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
         }
         write_whole(self.environment, json.dumps(values, indent=1) + "\n")
@@ -155,6 +144,23 @@ class PhaseTimes:
         """One line: all phases and their sum."""
         told = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
         logger.info("Start-up took %.2f s: %s.", sum(self.seconds.values()), told)
+
+
+def environment_values(world_size: int) -> dict[str, Any]:
+    """What this process runs with, as plain values: command, machine, devices; without the versions of packages."""
+    return {
+        "command": sys.argv,
+        "working_directory": str(Path.cwd()),
+        "python": sys.version,
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "devices": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "world_size": world_size,
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ignite.engine import State
@@ -65,6 +66,8 @@ class TrainingState(State):
     """Evaluations completed. Writer: Evaluation."""
     checkpoints: int
     """Checkpoints committed. Writer: Checkpoint."""
+    checkpoint_path: Path | None
+    """The directory of the checkpoint committed last, None before the first. Writer: Checkpoint."""
     windows: int
     """Windows of a streamed source begun. Writer: the windowed loader."""
     padding: int
@@ -90,6 +93,7 @@ class TrainingState(State):
         self.metrics = Metrics(self.metrics)
         for name in COUNTERS:
             setattr(self, name, 0)
+        self.checkpoint_path = None
         self.padding = 0
         self.group_total = 0
         self.status = "created"

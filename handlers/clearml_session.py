@@ -1,0 +1,233 @@
+"""The process that talks to ClearML, started as a script by ``clearml_log`` and imported by nobody.
+
+What ClearML does to its process (signal handlers, patched functions, threads, hooks on fork and exit) happens here and
+not where the model trains. It reads one JSON object a line from standard input until that ends, and answers on
+standard output with ``{"task_id": ...}`` once there is a task, or with ``{"error": ...}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clearml import OutputModel
+
+FRAMEWORKS = (
+    "matplotlib", "tensorflow", "tensorboard", "pytorch", "xgboost", "scikit", "fastai", "lightgbm", "hydra",
+    "tfdefines", "joblib", "megengine", "catboost", "gradio", "jsonargparse",
+)  # fmt: skip
+START_WITHIN_S, END_WITHIN_S = 60, 600
+KILLED = "the training process ended without a word; it was perhaps killed"
+
+
+class Session:
+    """One ClearML task.
+
+    Args:
+        settings: of ``clearml_log``: ``offline``, ``folder``, ``project``, ``task``, ``tags``, ``config``,
+            ``environment``, ``command`` (``sys.argv`` of the training), ``task_id`` (of the task to go on with, or
+            None) and ``written`` (the last iteration of each of its series).
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.offline: bool = settings["offline"]
+        folder = Path(settings["folder"])
+        before: str | None = settings["task_id"]
+        if self.offline:
+            os.environ |= {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": str(folder)}
+            if before:
+                cut_back(folder / "offline" / before / "metrics.jsonl", settings["written"])
+        else:
+            os.environ.pop("CLEARML_OFFLINE_MODE", None)
+        sys.argv = settings["command"]
+
+        from clearml import Logger, Task
+        from clearml.backend_interface.task.task import Task as BackendTask
+        from clearml.config.cache import SessionCache
+
+        tasks: Any = Task
+        reporting: Any = BackendTask
+        # with it a report blocks for seconds and close() takes up to two minutes
+        reporting._report_subprocess_enabled = False
+        if self.offline:
+            SessionCache.SESSION_CACHE_FOLDER = str(folder)  # else a file in the user's home
+        goes_on = before if before and before.startswith("offline-") == self.offline else None
+        self.task = tasks.init(
+            project_name=settings["project"],
+            task_name=settings["task"],
+            tags=settings["tags"],
+            reuse_last_task_id=False,
+            continue_last_task=goes_on or False,
+            auto_connect_arg_parser=False,
+            auto_connect_frameworks={**dict.fromkeys(FRAMEWORKS, False), "detect_repository": not self.offline},
+            auto_resource_monitoring=False,
+            auto_connect_streams=False,
+        )
+        self.known_until = -1
+        """Points up to this iteration are on the server already."""
+        if self.task.id == goes_on:
+            self.task.set_initial_iteration(0)  # our iterations go on by themselves
+            if not self.offline:
+                self.known_until = self.task.get_last_iteration()
+        elif before:
+            self.task.set_user_properties(continues=before)
+        self.logger: Logger = self.task.get_logger()
+        self.model: dict[str, Any] | None = None
+        self._output: OutputModel | None = None
+        self._connect(settings)
+
+    def _connect(self, settings: Mapping[str, Any]) -> None:
+        packages = {each.name: each.version for each in importlib.metadata.distributions()}
+        environment = {**settings["environment"], "packages": dict(sorted(packages.items()))}
+        self.task.connect_configuration(environment, name="environment")
+        if settings["config"]:
+            self.task.connect_configuration(settings["config"], name="config")
+            self.task.set_parameters_as_dict(settings["config"])
+        self.task.set_user_properties(status="running", reason="")
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Carry out one message: values, a model, or the end."""
+        if "values" in message:
+            self._report(message["iteration"], message["values"])
+        elif "model" in message:
+            self.model = message["model"]
+            if not self.offline:
+                self._register_model()
+        else:
+            self.end(message["status"], message["reason"] or "")
+
+    def _report(self, iteration: int, values: Mapping[str, Any]) -> None:
+        if iteration <= self.known_until:
+            return
+        for name, value in values.items():
+            title, _, series = name.partition("/")
+            number = float(value)
+            if math.isfinite(number):
+                self.logger.report_scalar(title, series or title, number, iteration)
+            else:  # ClearML would draw it as 0
+                self.logger.report_text(f"iteration {iteration}: {name} is {value}", print_console=False)
+
+    def _register_model(self) -> None:
+        """Name the newest checkpoint as the task's output model; its files stay where they are."""
+        from clearml import OutputModel
+
+        if self.model is None:
+            return
+        if self._output is None:
+            self._output = OutputModel(task=self.task, name="checkpoint", framework="PyTorch")
+            if self.offline:
+                model: Any = self._output._get_base_model()
+                model.locked = False  # 2.1.12 asks for it and does not set it
+        uri = Path(self.model["path"]).as_uri()
+        self._output.update_weights(register_uri=uri, iteration=self.model["iteration"], update_comment=False)
+
+    def end(self, status: str, reason: str) -> None:
+        """Close the task as ``completed``, ``interrupted`` or ``failed``."""
+        if self.offline:  # only the newest: each would become a model when the session is imported
+            self._register_model()
+        self.task.set_user_properties(status=status, reason=reason)
+        self.task.flush(wait_for_uploads=True)
+        self.task.close()
+        # after close(), which marks every task that did not raise in this process as completed
+        if self.offline:
+            return
+        if status == "failed":
+            self.task.mark_failed(status_reason=reason, force=True)
+        elif status != "completed":
+            self.task.stopped(status_reason=reason, force=True)
+
+
+def cut_back(path: Path, written: Mapping[str, int]) -> None:
+    """Drop the points of an offline session that a resumed run will report again.
+
+    Args:
+        path: its ``metrics.jsonl``, a list of events a line; it need not be there.
+        written: the last iteration to keep of each series.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            events = json.loads(line)
+        except ValueError:  # the process was killed while it wrote
+            continue
+        kept.append([each for each in events if each.get("iter", 0) <= written.get(series_of(each), -1)])
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(events) + "\n" for events in kept if events), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def series_of(event: Mapping[str, Any]) -> str:
+    """The name under which the training reported ``event``."""
+    title, series = event.get("metric", ""), event.get("variant", "")
+    return title if title == series else f"{title}/{series}"
+
+
+def main() -> int:
+    """Serve one training; returns the exit code."""
+    ignore_stops()
+    os.nice(5)  # the training goes first
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # ClearML prints
+    messages: Iterator[dict[str, Any]] = (json.loads(line) for line in sys.stdin.buffer if line.endswith(b"\n"))
+    settings = next(messages, None)
+    if settings is None:
+        return 0
+    failed = False
+
+    def say(**answer: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the training was killed
+            print(json.dumps(answer), file=answers, flush=True)
+
+    def tell(error: Exception) -> None:
+        nonlocal failed
+        failed = True
+        traceback.print_exc()
+        say(error=f"{type(error).__name__}: {error}")
+
+    def give_up(*_: Any) -> None:
+        say(error="TimeoutError: ClearML's server did not answer")
+        os._exit(1)
+
+    signal.signal(signal.SIGALRM, give_up)  # ClearML itself would try for ever
+    signal.alarm(START_WITHIN_S)
+    try:
+        session = Session(settings)
+    except Exception as error:
+        tell(error)
+        return 1
+    signal.alarm(0)
+    ignore_stops()  # Task.init() takes the signals
+    say(task_id=session.task.id)
+    for message in chain(messages, [{"status": "failed", "reason": KILLED}]):
+        if "status" in message:
+            signal.alarm(END_WITHIN_S)
+        try:
+            session.take(message)
+        except Exception as error:  # the other values are worth having
+            tell(error)
+        if "status" in message:
+            break
+    return int(failed)
+
+
+def ignore_stops() -> None:
+    """A stop is for the training, which then says how it ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""What ClearML is told, read back from its offline session and from a server; and what the training notices of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.handlers import Checkpoint, ClearMLLogger, GracefulStop, MemoryLogger, MetricLogger, clearml_log
+from tests.engine.builders import numbers_loader, trainer_of
+from tests.handlers.clearml_server import clearml_server
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("CLEARML_", "TRAINS_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
+
+
+class Told:
+    """An offline session, read from its zip."""
+
+    def __init__(self, run: Path) -> None:
+        (zipped,) = run.glob("clearml/offline/*.zip")  # one session, however often the run went on
+        with zipfile.ZipFile(zipped) as archive:
+            self.task: dict[str, Any] = json.loads(archive.read("task.json"))
+            lines = archive.read("metrics.jsonl").decode().splitlines() if "metrics.jsonl" in archive.namelist() else []
+            self.log = archive.read("log.jsonl").decode()
+        events = [event for line in lines for event in json.loads(line)]
+        self.points = [(event["metric"], event["variant"], event["iter"], event["value"]) for event in events]
+        properties = self.task["hyperparams"]["properties"]
+        self.ending = (properties["status"]["value"], properties["reason"]["value"])
+
+
+def built(run: Path, *, every: int = 1, saves: bool = True, **options: Any) -> tuple[Trainer, ClearMLLogger]:
+    """A trainer that logs to ``run`` at each ``every``-th iteration, resumed where there is something to resume."""
+    trainer, sink = trainer_of(), ClearMLLogger(run, **options)
+    MetricLogger(run, sinks=[sink], console=False).attach(trainer, Events.ITERATION_COMPLETED(every=every))
+    if saves:
+        checkpoint = Checkpoint(run / "checkpoints")
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+        checkpoint.resume()
+    return trainer, sink
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+
+def test_offline_session_tells_metrics_memory_config_environment_model_and_ending(tmp_path: Path) -> None:
+    trainer, sink = built(tmp_path, config={"optimizer": {"lr": 0.25}, "empty": None}, project="mine", tags=["first"])
+    MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=6))
+    trainer.run(numbers_loader())
+
+    told = Told(tmp_path)
+    assert (told.task["id"], told.task["project_name"], told.task["tags"]) == (sink.task_id, "mine", ["first"])
+    assert told.task["name"] == tmp_path.name
+    assert [point[2:] for point in told.points if point[0] == "loss"] == [
+        (line["iteration"], line["loss"]) for line in lines(tmp_path)
+    ]
+    memory = {point[1]: point[2:] for point in told.points if point[0] == "memory"}
+    assert memory["host_rss_mib"] == (6, lines(tmp_path)[-1]["memory/host_rss_mib"])
+    assert told.task["hyperparams"]["optimizer"]["lr"]["value"] == "0.25"
+    assert "lr = 0.25" in told.task["configuration"]["config"]["value"]
+    environment = told.task["configuration"]["environment"]["value"]
+    assert f'torch = "{torch.__version__}"' in environment and "working_directory" in environment
+    models = [model["weights"] for model in told.task["offline_output_models"]]
+    assert [(model["register_uri"], model["iteration"]) for model in models] == [
+        ((tmp_path / "checkpoints" / "iteration_00000006").as_uri(), 6)
+    ]
+    assert told.ending == ("completed", "max_epochs")
+
+
+def test_resumed_run_goes_on_with_its_task_and_no_point_stands_twice(tmp_path: Path) -> None:
+    trainer, first = built(tmp_path)
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=6), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(numbers_loader(24))
+    failed = Told(tmp_path)
+    trainer, second = built(tmp_path)
+    trainer.run(numbers_loader(24))
+    expected = [(line["iteration"], line["loss"]) for line in lines(tmp_path)]
+    trainer, third = built(tmp_path)  # at its end already: its last point is there
+    trainer.add_event_handler(Events.STARTED, lambda: trainer.state.metrics.update(loss=0.0))
+    trainer.run(numbers_loader(24), max_epochs=1)
+
+    assert failed.ending == ("failed", "ZeroDivisionError: division by zero")
+    assert [point[2] for point in failed.points if point[0] == "loss"] == [1, 2, 3, 4, 5, 6]  # two of them to be cut
+    assert first.task_id == second.task_id == third.task_id == Told(tmp_path).task["id"]
+    told = Told(tmp_path)
+    assert [point[2:] for point in told.points if point[0] == "loss"] == expected
+    assert max(Counter(point[:3] for point in told.points).values()) == 1
+    assert told.ending == ("completed", "max_epochs")
+
+
+def test_stop_is_ours_and_clearml_hears_of_it_from_us(tmp_path: Path) -> None:
+    """A Ctrl-C or a cluster's SIGTERM goes to every process; ClearML's own waits for the training's word."""
+    trainer, sink = built(tmp_path)
+    GracefulStop(exit=False).attach(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=3))
+    def stop() -> None:
+        assert sink._session is not None and sink._session.task_id(30)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(sink._session.process.pid, number)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    state = trainer.run(numbers_loader(24))
+
+    assert (state.status, state.reason) == ("interrupted", "SIGINT") and state.iteration < 12
+    assert Told(tmp_path).ending == ("interrupted", "SIGINT")
+    assert [point[2] for point in Told(tmp_path).points if point[0] == "loss"] == list(range(1, state.iteration + 1))
+
+
+def test_training_process_stays_as_it_is(tmp_path: Path) -> None:
+    import argparse
+    from multiprocessing.process import BaseProcess
+
+    def everything() -> list[Any]:
+        handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+        patched = [sys.exit, sys.excepthook, torch.save, torch.load, os.fork, os._exit, BaseProcess.run]
+        return [*handlers, *patched, argparse.ArgumentParser.parse_args, threading.active_count(), dict(os.environ)]
+
+    trainer, sink = built(tmp_path, saves=False)
+    before, within, pids = everything(), [], []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def look() -> None:
+        assert sink._session is not None
+        within.append(everything())
+        pids.append(sink._session.process.pid)
+
+    trainer.run(numbers_loader())
+
+    assert within == [before] * 6 and everything() == before
+    assert "clearml" not in sys.modules
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+    assert Told(tmp_path).points
+
+
+def test_forked_loader_workers_and_the_task_leave_each_other_alone(tmp_path: Path) -> None:
+    trainer, _ = built(tmp_path, saves=False)
+    trainer.run(numbers_loader(num_workers=2, multiprocessing_context="fork"))
+
+    assert [point[2] for point in Told(tmp_path).points if point[0] == "loss"] == [1, 2, 3, 4, 5, 6]
+    assert Told(tmp_path).ending == ("completed", "max_epochs")
+
+
+def test_killed_training_is_told_as_failed(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from ignite.engine import Events
+from tests.handlers.test_clearml_log import Path, built, numbers_loader
+trainer, sink = built(Path({str(tmp_path)!r}))
+trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: os.kill(os.getpid(), signal.SIGKILL))
+trainer.run(numbers_loader(24))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob("clearml/offline/*.zip")) or b"Offline session stored" not in _log(tmp_path):
+        assert time.monotonic() < until, _log(tmp_path)
+        time.sleep(0.05)
+
+    assert done.returncode == -signal.SIGKILL
+    assert Told(tmp_path).ending[0] == "failed" and "perhaps killed" in Told(tmp_path).ending[1]
+    assert [point[2] for point in Told(tmp_path).points if point[0] == "loss"] == [1, 2]
+
+
+def _log(run: Path) -> bytes:
+    return (run / "clearml" / "session.log").read_bytes()
+
+
+def test_what_is_no_finite_number_is_a_line_and_no_point(tmp_path: Path) -> None:
+    sink = ClearMLLogger(tmp_path)
+    trainer = Trainer(lambda engine, batch: batch)
+    MetricLogger(sinks=[sink], console=False).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(word="good", flag=True))
+    trainer.run([1.0, float("nan"), float("inf")])
+
+    told = Told(tmp_path)
+    assert [point for point in told.points if point[0] != "epoch"] == [("loss", "loss", 1, 1.0)]
+    assert "iteration 2: loss is nan" in told.log and "iteration 3: loss is inf" in told.log
+
+
+def test_a_report_takes_less_than_100_us_and_close_less_than_a_second(tmp_path: Path) -> None:
+    sink, trainer = ClearMLLogger(tmp_path), Trainer(lambda engine, batch: batch)
+    sink._start(trainer)
+    assert sink._session is not None and sink._session.task_id(60)
+    values = {f"group/name{index}": index * 1.2345 for index in range(12)}
+    took_s = []
+    for iteration in range(1, 301):
+        began = time.thread_time()
+        sink.write(iteration, values)
+        took_s.append(time.thread_time() - began)
+    began = time.perf_counter()
+    trainer.state.status = "completed"
+    sink._end(trainer)
+    closing_s = time.perf_counter() - began
+
+    assert sorted(took_s)[150] < 100e-6  # in the middle: a first one warms up
+    assert closing_s < 3  # 0.2 to 0.4 s; with ClearML's reporting process it would be 5 to 119 s
+    assert len(Told(tmp_path).points) == 300 * len(values)
+
+
+def test_session_that_fails_is_one_warning_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text("""import sys; print('{"error": "ValueError: wrong key"}', flush=True); sys.exit(1)""")
+    monkeypatch.setattr(clearml_log, "_SCRIPT", script)
+    trainer, sink = built(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: sink._session.process.wait(60))  # type: ignore[union-attr]
+    state = trainer.run(numbers_loader())
+
+    assert (state.status, len(lines(tmp_path))) == ("completed", 6)
+    told = [text for text in warnings_of(caplog) if "sink" in text]
+    assert len(told) == 1 and told[0].startswith("The sink clearml (ClearMLLogger) failed: RuntimeError: ")
+    assert "ended: ValueError: wrong key; see " in told[0]
+
+
+def test_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no folder")
+    trainer = trainer_of()
+    ClearMLLogger(tmp_path / "file").attach(trainer)
+    trainer.run(numbers_loader())
+
+    assert trainer.state.status == "completed"
+    assert len(warnings_of(caplog)) == 1 and "make the place writable" in warnings_of(caplog)[0]
+
+
+def test_other_ranks_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ignite.distributed.get_rank", lambda: 1)
+    trainer, sink = trainer_of(), ClearMLLogger(tmp_path)
+    sink.attach(trainer)
+    trainer.run(numbers_loader())
+
+    assert not (tmp_path / "clearml").exists()
+    assert sink.state_dict() == {"task_id": None, "written": {}}
+
+
+@pytest.mark.parametrize(
+    ("variables", "online"),
+    [
+        ({}, False),
+        ({"CLEARML_API_ACCESS_KEY": "key"}, True),
+        ({"CLEARML_API_HOST": "http://127.0.0.1:1"}, True),
+        ({"CLEARML_API_HOST": "http://127.0.0.1:1", "CLEARML_OFFLINE_MODE": "1"}, False),
+        ({"CLEARML_CONFIG_FILE": __file__}, True),
+    ],
+)
+def test_online_where_the_user_has_configured_a_server(
+    variables: dict[str, str], online: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert clearml_log.server_is_configured() is online
+
+
+def test_server_gets_all_of_it_once_over_a_failure_and_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with clearml_server() as (server, variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        trainer, first = built(tmp_path, config={"optimizer": {"lr": 0.25}})
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=6), lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.run(numbers_loader(24))
+        failed, sent = dict(server.tasks["task0"]), len(server.scalars)
+        trainer, second = built(tmp_path, config={"optimizer": {"lr": 0.25}})
+        trainer.run(numbers_loader(24))
+
+    assert first.task_id == second.task_id == "task0" and list(server.tasks) == ["task0"]
+    assert (failed["status"], failed["status_reason"]) == ("failed", "ZeroDivisionError: division by zero")
+    assert sent == 2 * 6
+    task = server.tasks["task0"]
+    assert task["status"] == "completed" and task["hyperparams"]["optimizer"]["lr"]["value"] == "0.25"
+    assert task["configuration"].keys() == {"config", "environment"}
+    assert [point[2:] for point in sorted(server.scalars) if point[0] == "loss"] == [
+        (line["iteration"], line["loss"]) for line in lines(tmp_path)
+    ]
+    uris = [model["uri"] for model in server.models.values()]
+    assert uris[-1] == (tmp_path / "checkpoints" / "iteration_00000012").as_uri()
