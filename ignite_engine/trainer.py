@@ -24,6 +24,7 @@ from typing import Any
 
 from ignite.engine import Engine, Events
 from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSingleEpochException
+from ignite.engine.utils import _to_hours_mins_secs
 from torch import nn
 
 from ignite_engine import agreement, rng
@@ -258,6 +259,7 @@ class Trainer(PlannedEngine):
         if self.should_terminate_single_epoch != "skip_epoch_completed":
             self._fire_event(Events.EPOCH_COMPLETED)
             state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
+        self._log_time(f"Epoch[{state.epoch}] Complete.", time.time() - started)
         self.should_terminate_single_epoch = False
         self.position.end_epoch()
         self._edge(last=bool(self.should_terminate) or self._is_done(state))
@@ -423,7 +425,13 @@ class Trainer(PlannedEngine):
             started = time.time()
             self._fire_event(Events.COMPLETED)
             self._publish()
-            state.times[Events.COMPLETED.name] = duration + time.time() - started
+            duration += time.time() - started
+            state.times[Events.COMPLETED.name] = duration
+        self._log_time("Engine run finished.", duration)
+
+    def _log_time(self, what: str, duration: float) -> None:
+        hours, minutes, seconds = _to_hours_mins_secs(duration)
+        self.logger.info(f"{what} Time taken: {hours:02d}:{minutes:02d}:{seconds:06.3f}")
 
     def _only_complete(self, data: Any) -> None:
         """A finished run started again: no iteration, but everything that happens at the start and at the end."""
