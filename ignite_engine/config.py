@@ -15,6 +15,8 @@ from ignite_engine.config_sections import (
     CheckpointSection,
     DataSection,
     DistributedSection,
+    EarlyStoppingSection,
+    EmaSection,
     EvaluationSection,
     Every,
     LoggingSection,
@@ -39,6 +41,8 @@ class Config(Section):
     schedule: ScheduleSection = ScheduleSection()
     update: UpdateSection = UpdateSection()
     evaluation: EvaluationSection = EvaluationSection()
+    early_stopping: EarlyStoppingSection = EarlyStoppingSection()
+    ema: EmaSection = EmaSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
     distributed: DistributedSection = DistributedSection()
@@ -82,6 +86,14 @@ class Config(Section):
             yield f"schedule.decay_shape has no effect: {named}, and only wsd has a decay at the end"
         if schedule.power is not None and schedule.name != "polynomial":
             yield f"schedule.power has no effect: {named}, expected polynomial"
+        if schedule.name == "plateau":
+            for key in ("warmup", "total"):
+                if getattr(schedule, key):
+                    yield f"schedule.{key} has no effect: {named}, which follows its metric from the first update"
+        else:
+            for key in ("metric", "mode", "factor", "patience", "min_delta"):
+                if getattr(schedule, key) is not None:
+                    yield f"schedule.{key} has no effect: {named}, expected plateau"
         if schedule.name == "constant":
             if schedule.min_ratio is not None:
                 yield f"schedule.min_ratio has no effect: {named}"
@@ -94,11 +106,22 @@ class Config(Section):
                 yield "data.persistent_workers has no effect: data.num_workers is 0"
         if self.update.grad_scaler is not None and self.update.precision != "fp16":
             yield f"update.grad_scaler has no effect: update.precision is {self.update.precision}, not fp16"
+        if self.early_stopping.metric is None:
+            for key in _changed(self.early_stopping):
+                yield f"early_stopping.{key} has no effect: early_stopping.metric names no metric"
+        if self.ema.decay is None:
+            for key in _changed(self.ema):
+                yield f"ema.{key} has no effect: ema.decay is not given, so there is no average"
         if self.checkpoint.best is None:
             if self.checkpoint.keep_best != 1:
                 yield "checkpoint.keep_best has no effect: checkpoint.best names no metric"
             if self.checkpoint.mode != "min":
                 yield "checkpoint.mode has no effect: checkpoint.best names no metric"
+
+
+def _changed(section: Section) -> list[str]:
+    """The keys whose value is not the default; a resolved config names every key."""
+    return [key for key, field in type(section).model_fields.items() if getattr(section, key) != field.default]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -176,6 +199,7 @@ def _expectation(kind: str, context: Mapping[str, Any]) -> str:
         "bool_type": "true or false",
         "string_type": "text",
         "dict_type": "a mapping",
+        "list_type": "a list",
         "model_type": "a mapping of settings",
         "model_attributes_type": "a mapping of settings",
         "string_too_short": "some text",

@@ -187,13 +187,24 @@ def _fault(key: str, complaint: str) -> PydanticCustomError:
 class ScheduleSection(Section):
     """The learning rate over the run, in updates: a warm-up from 0 to ``optimizer.lr``, then the named shape."""
 
-    name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt", "polynomial"] = "constant"
+    name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt", "polynomial", "plateau"] = "constant"
     warmup: StepsOrFraction = 0  # updates, or a fraction of the total
     total: Count | None = None  # updates; default: the length of the run
     min_ratio: Annotated[NotNegative, Field(le=1)] | None = None  # the last rate over the peak rate; default 0
     decay: StepsOrFraction | None = None  # wsd: the length of the decay at the end; default 0.1
     decay_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] | None = None  # wsd; default linear
     power: Positive | None = None  # polynomial; default 2
+    metric: str | None = None  # plateau: a metric's key, such as val/loss, whose standstill lowers the rate
+    mode: Literal["min", "max"] | None = None  # plateau: whether a smaller or a larger value is better; default min
+    factor: Annotated[Positive, Field(lt=1)] | None = None  # plateau: what the rate is multiplied by; default 0.1
+    patience: Count | None = None  # plateau: new values in a row without improvement; default 5
+    min_delta: NotNegative | None = None  # plateau: an improvement is larger than this; default 0
+
+    @model_validator(mode="after")
+    def _a_plateau_is_of_a_metric(self) -> ScheduleSection:
+        if self.name == "plateau" and self.metric is None:
+            raise _fault("name", "got 'plateau', but no schedule.metric; expected a metric's key, such as val/loss.")
+        return self
 
 
 class UpdateSection(Section):
@@ -228,6 +239,23 @@ class EvaluationSection(Section):
     at_end: bool = True
     limit: Count | None = None  # batches per set and rank; default: all
     precision: Literal["fp32", "bf16", "fp16"] | None = None  # default: as in training
+
+
+class EarlyStoppingSection(Section):
+    """Completing the run when a metric gets no better."""
+
+    metric: str | None = None  # a metric's key, such as val/loss; nothing: the run goes to its end
+    mode: Literal["min", "max"] = "min"  # whether a smaller or a larger value is better
+    patience: Count = 5  # new values in a row without improvement
+    min_delta: NotNegative = 0.0  # an improvement is larger than this
+
+
+class EmaSection(Section):
+    """A moving average of the weights."""
+
+    decay: Annotated[Number, Field(ge=0, lt=1)] | None = None  # per update, such as 0.999; nothing: no average
+    warmup: bool = True  # the first updates' decay is smaller
+    evaluate: list[str] | None = None  # sets that are evaluated with the average; default: all
 
 
 class CheckpointSection(Section):

@@ -154,13 +154,21 @@ def _check_fit(config: Config, task: Task) -> None:
     if not task.val_sets and config.evaluation.model_fields_set:
         place = config.place("evaluation")
         warnings.warn(f"{place}: evaluation has no effect: the task has no val_sets.", ConfigWarning, stacklevel=3)
-    best = config.checkpoint.best
+    for unknown in set(config.ema.evaluate or ()) - {*task.val_sets, *task.test_sets}:
+        near = did_you_mean(unknown, [*task.val_sets, *task.test_sets])
+        raise config.error("ema.evaluate", f"got {unknown!r}, expected names of the task's sets{near}")
     known = ["loss", *(f"{name}/{metric}" for name in task.val_sets for metric in task.metrics or ["loss"])]
-    if best is None or best in known or task.handlers:  # a user's handler may write any key
-        return
-    near = did_you_mean(best, known)
-    if best.partition("/")[0] not in task.val_sets or not near.startswith("; known"):
-        raise config.error("checkpoint.best", f"got {best!r}, expected a metric of this run{near}")
+    named = {
+        "checkpoint.best": config.checkpoint.best,
+        "early_stopping.metric": config.early_stopping.metric,
+        "schedule.metric": config.schedule.metric,
+    }
+    for key, metric in named.items():
+        if metric is None or metric in known or task.handlers:  # a user's handler may write any key
+            continue
+        near = did_you_mean(metric, known)
+        if metric.partition("/")[0] not in task.val_sets or not near.startswith("; known"):
+            raise config.error(key, f"got {metric!r}, expected a metric of this run{near}")
 
 
 def _on_device(config: Config, model: nn.Module) -> nn.Module:
@@ -201,6 +209,9 @@ def _optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
 
 def _schedule(config: Config, optimizer: Optimizer, total: int) -> handlers.Schedule:
     section = config.schedule
+    if section.name == "plateau":
+        what = f"plateau: as below, until {section.metric} gets no better"
+        return handlers.Schedule(optimizer, lambda step: 1.0, what)
     factory = SCHEDULES[section.name]
     given = {
         "min_ratio": section.min_ratio,
@@ -214,6 +225,22 @@ def _schedule(config: Config, optimizer: Optimizer, total: int) -> handlers.Sche
         return factory(optimizer, section.warmup, total=section.total or total, **options)
     except ValueError as error:
         raise config.error("schedule", str(error)) from None
+
+
+def _lr_schedule(config: Config, run: Run, optimizer: Optimizer) -> handlers.LRSchedule:
+    section = config.schedule
+    if section.name != "plateau":
+        return handlers.LRSchedule(run.schedule)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer,
+        mode=section.mode or "min",
+        factor=section.factor or 0.1,
+        patience=(section.patience or 5) - 1,  # torch's are the values that are still borne
+        threshold=section.min_delta or 0.0,
+        threshold_mode="abs",
+        min_lr=[group["lr"] * (section.min_ratio or 0.0) for group in optimizer.param_groups],
+    )
+    return handlers.LRSchedule(plateau, metric=section.metric)
 
 
 def _evaluations(
@@ -243,7 +270,9 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
     def already_finished(engine: Engine, count: int) -> bool:
         return run.trained_nothing
 
-    handlers.LRSchedule(run.schedule).attach(trainer)
+    _lr_schedule(config, run, trainer.update.optimizers["optimizer"]).attach(trainer)  # type: ignore[attr-defined]
+    if config.ema.decay is not None:
+        handlers.EMA(config.ema.decay, warmup=config.ema.warmup, evaluate=config.ema.evaluate).attach(trainer)
     for each in evaluations:
         if evaluation.at_start:
             each.attach(trainer, Events.STARTED(event_filter=before_the_first_update))
@@ -259,6 +288,11 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
     handlers.MetricLogger(run.directory.path, console=logging.console).attach(trainer, pace(logging.every))
     if logging.progress:
         handlers.Progress().attach(trainer)
+    stopping = config.early_stopping
+    if stopping.metric is not None:
+        handlers.EarlyStopping(
+            stopping.metric, mode=stopping.mode, patience=stopping.patience, min_delta=stopping.min_delta
+        ).attach(trainer)
     section = config.checkpoint
     run.checkpoint = handlers.Checkpoint(
         run.directory.checkpoints,

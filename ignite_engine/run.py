@@ -123,11 +123,12 @@ class Run:
         """A resumed run that has made no update: it was at its end."""
         return 0 < self.began_at == self.trainer.state.iteration
 
-    def evaluate(self, checkpoint: Path | None = None) -> dict[str, float | int | str]:
+    def evaluate(self, checkpoint: Path | str | None = None) -> dict[str, float | int | str]:
         """Metrics of every validation and test set with the weights of a checkpoint; a collective, nothing is written.
 
         Args:
-            checkpoint: its directory; None: the best by the config's metric, or else the newest, if it is valid.
+            checkpoint: its directory, ``best`` (by the config's metric) or ``newest``; None: the best, or the newest
+                where there is no best one.
 
         Raises:
             CheckpointError: it is damaged, or no checkpoint.
@@ -137,7 +138,10 @@ class Run:
         store = self.checkpoint.store
         path = gather_objects(self._chosen(store, checkpoint) if idist.get_rank() == 0 else None)[0]
         if path is None:
-            raise FileNotFoundError(f"{store.directory} holds no valid checkpoint; train first, or give --checkpoint.")
+            scored = f" with {self.best[0]}" if checkpoint == "best" and self.best else ""
+            raise FileNotFoundError(
+                f"{store.directory} holds no valid checkpoint{scored}; train first, or give --checkpoint."
+            )
         loaded = store.load(path, idist.get_rank())
         for name, each in self.trainer.registry.objects.items():
             if name == "model" or getattr(each, "serves_evaluation", False):
@@ -199,10 +203,10 @@ class Run:
                 "%s belonged to a run without a checkpoint: it is now %s.", self.directory.metrics, aside.name
             )
 
-    def _chosen(self, store: CheckpointStore, asked: Path | None) -> Path | None:
-        if asked is not None:
-            return asked
-        if self.best is not None:
+    def _chosen(self, store: CheckpointStore, asked: Path | str | None) -> Path | None:
+        if asked not in (None, "best", "newest"):
+            return Path(asked)
+        if asked != "newest" and self.best is not None:
             metric, mode = self.best
             scored = [each for each in store.checkpoints() if metric in each.manifest.metrics]
 
@@ -213,6 +217,8 @@ class Run:
             for each in sorted(scored, key=goodness, reverse=True):
                 if not store.verify(each.path):
                     return each.path
+        if asked == "best":
+            return None
         newest = store.latest().checkpoint
         return newest.path if newest else None
 
@@ -224,6 +230,7 @@ class Run:
         if status != "running":
             with contextlib.suppress(RuntimeError) if status == "failed" else contextlib.nullcontext():
                 digest = weights_sha256(model)
+        before = self._metrics_before if self.trained_nothing else {}
         summary: dict[str, Any] = {
             "status": status,
             "reason": state.reason if status != "running" else None,
@@ -231,7 +238,7 @@ class Run:
             "epoch": state.epoch,
             "optimizer_steps": state.optimizer_steps,
             "skipped_steps": state.skipped_steps,
-            "metrics": dict(sorted({**(self._metrics_before if self.trained_nothing else {}), **state.metrics}.items())),
+            "metrics": dict(sorted({**before, **state.metrics}.items())),
             "weights_sha256": digest,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "world_size": idist.get_world_size(),

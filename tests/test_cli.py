@@ -117,6 +117,14 @@ WRONG = [
     (["train"], "the following arguments are required: CONFIG"),
     (["trian", "my_config.yaml"], "got 'trian', which is no command; did you mean 'train'?"),
     (["evaluate", "my_config.yaml"], "run/checkpoints holds no valid checkpoint; train first"),
+    (
+        ["evaluate", "my_config.yaml", "--checkpoint", "best"],
+        "run/checkpoints holds no valid checkpoint with val/loss;",
+    ),
+    (
+        ["evaluate", "my_config.yaml", "--checkpoint", "best", "checkpoint.best=null"],
+        "checkpoint.best: got nothing, so none is the best; name a metric, such as val/loss.",
+    ),
     (["evaluate", "my_config.yaml", "--checkpoint", "x"], "x has no manifest.json: it is not a committed checkpoint"),
 ]
 

@@ -70,7 +70,9 @@ def test_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     values = config.to_dict()
 
     assert values["evaluation"]["every"] == 7 and values["checkpoint"]["every"] == {"epochs": 1}
-    assert config_from_dict(values).to_dict() == values
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert config_from_dict(values).to_dict() == values
     assert pickle.loads(pickle.dumps(config)).to_dict() == values  # ranks are handed it
 
 
@@ -124,6 +126,12 @@ WRONG = [
         "schedule.warmup=1.5",
         "schedule.warmup: got 1.5, expected a fraction from 0.0 to 1.0; write steps as a whole nu...",
     ),
+    ("schedule.name=plateau", "schedule.name: got 'plateau', but no schedule.metric; expected a metric's key"),
+    ("schedule={name: plateau, metric: loss, factor: 1.0}", "schedule.factor: got 1.0, expected less than 1."),
+    ("early_stopping.patience=0", "early_stopping.patience: got 0, expected at least 1."),
+    ("early_stopping.metrik=val/loss", f"early_stopping.metrik: got 'val/loss' {UNKNOWN} 'metric'?"),
+    ("ema.decay=1.0", "ema.decay: got 1.0, expected less than 1."),
+    ("ema.evaluate=val", "ema.evaluate: got 'val', expected a list."),
     ("seed", "seed: got 'seed', expected section.key=value, such as run.seed=1."),
     (
         "run.seed={a: 1",
@@ -193,6 +201,11 @@ def test_misspelt_required_key_is_told_before_the_missing_one(tmp_path: Path) ->
         ("schedule.power=2.0", "schedule.power"),
         ("schedule.min_ratio=0.1", "schedule.min_ratio"),
         ("schedule.total=100", "schedule.total"),
+        ("schedule.metric=loss", "schedule.metric"),
+        ("schedule.patience=3", "schedule.patience"),
+        ("schedule={name: plateau, metric: loss, warmup: 3}", "schedule.warmup"),
+        ("early_stopping.patience=3", "early_stopping.patience"),
+        ("ema.warmup=false", "ema.warmup"),
         ("data.prefetch_factor=2", "data.prefetch_factor"),
         ("data.persistent_workers=true", "data.persistent_workers"),
         ("update.grad_scaler={init_scale: 8}", "update.grad_scaler"),
@@ -208,6 +221,10 @@ def test_setting_without_effect_warns(tmp_path: Path, override: str, key: str) -
 def test_settings_with_effect_are_silent(tmp_path: Path) -> None:
     overrides = ["schedule={name: wsd, decay: 0.2, decay_shape: 1-sqrt, min_ratio: 0.1, total: 5}"]
     overrides += ["data.num_workers=2", "data.prefetch_factor=2", "checkpoint={best: a, mode: max}"]
+    overrides += [
+        "early_stopping={metric: a, mode: max, patience: 2, min_delta: 0.1}",
+        "ema={decay: 0.9, warmup: false}",
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = load_config(written(tmp_path), overrides)

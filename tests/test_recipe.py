@@ -15,7 +15,7 @@ import yaml
 from ignite.engine import Events
 from ignite.metrics import MeanAbsoluteError
 
-from ignite_engine import Task, recipe
+from ignite_engine import Task, TrainingEvents, recipe
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.run import Run
 from ignite_engine.run_directory import config_differences, weights_sha256
@@ -209,6 +209,91 @@ def test_evaluate_takes_the_best_checkpoint_or_the_one_asked_for(build: Callable
     assert build(sections).trainer.state.metrics == {}
 
 
+def test_run_that_gets_no_better_is_completed_and_started_again_only_evaluated(build: Callable[..., Run]) -> None:
+    """A learning rate of 0 improves nothing; the evaluations come in the middle of an epoch."""
+    sections = {
+        "evaluation": {"every": 2},
+        "optimizer": {"name": "SGD", "lr": 0.0},
+        "early_stopping": {"metric": "val/loss", "patience": 2},
+        "checkpoint": {"every": None},
+        "logging": {"every": 1},
+    }
+    first = build(sections)
+    summary = first.train()
+    lines = lines_of(first)
+    again = build(sections)
+    evaluated: list[int] = []
+    again.trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: evaluated.append(1))
+    after = again.train()
+
+    assert (summary["status"], summary["iteration"]) == ("completed", 6)
+    assert summary["reason"].startswith("early stopping: val/loss was not below ")
+    assert [after[key] for key in ("status", "reason", "iteration", "epoch", "weights_sha256", "metrics")] == [
+        summary[key] for key in ("status", "reason", "iteration", "epoch", "weights_sha256", "metrics")
+    ]
+    assert evaluated == [1] and lines_of(again) == lines
+    assert len(first.checkpoint.store.checkpoints()) == 1  # type: ignore[union-attr]
+    assert build({**sections, "early_stopping": {"metric": "val/loss", "patience": 9}}).train()["iteration"] == 8
+
+
+def test_plateau_lowers_the_rate_after_patience_evaluations(build: Callable[..., Run]) -> None:
+    schedule = {"name": "plateau", "metric": "val/loss", "factor": 0.5, "patience": 2, "min_ratio": 0.3}
+    sections = {
+        "run": {"max_iterations": 10},
+        "evaluation": {"every": 1},
+        "logging": {"every": 1},
+        "schedule": {**schedule, "min_delta": 1e9},
+        "optimizer": {"name": "SGD", "lr": 1.0},
+    }
+    run = build(sections)
+    run.train()
+    # the first value sets the best; the second and third after it are no better, and the fourth update is slower
+    assert [line["lr"] for line in lines_of(run)] == [1.0] * 3 + [0.5] * 2 + [0.3] * 5
+    assert "plateau: as below, until val/loss gets no better" in run.describe()
+
+
+def test_average_is_evaluated_in_training_and_from_a_checkpoint(build: Callable[..., Run]) -> None:
+    sections: dict[str, Any] = {
+        "evaluation": {"every": 4},
+        "checkpoint": {"best": "val/loss"},
+        "ema": {"decay": 0.9},
+    }
+    run = build(sections)
+    measured = run.train()["metrics"]["val/loss"]
+    with_average = build(sections, test_sets={"test": SAMPLES}).evaluate("newest")
+    live = build({**sections, "ema": {"decay": None}}).evaluate("newest")
+    told = build({**sections, "ema": {"decay": 0.9, "evaluate": ["test"]}}, test_sets={"test": SAMPLES})
+    found = told.evaluate("newest")
+
+    assert with_average["val/loss"] == with_average["test/loss"] == measured != live["val/loss"]
+    assert (found["test/loss"], found["val/loss"]) == (measured, live["val/loss"])
+    assert weights_sha256(told.trainer.update.model) == run.directory.read_summary()["weights_sha256"]  # type: ignore[attr-defined]
+
+
+def test_checkpoint_without_an_average_is_evaluated_with_its_weights(
+    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = build()
+    trained.train()
+
+    assert build({"ema": {"decay": 0.9}}).evaluate()["val/loss"] == build().evaluate()["val/loss"]
+    assert "holds no ema: the model's own weights are evaluated" in caplog.text
+
+
+def test_the_best_can_be_asked_for_where_the_newest_would_be_taken(build: Callable[..., Run]) -> None:
+    sections = {"evaluation": {"every": 2}, "checkpoint": {"every": 2, "best": "val/loss", "keep_last": 9}}
+    trained = build({**sections, "optimizer": {"name": "SGD", "lr": 0.5}})
+    trained.train()
+    assert trained.checkpoint is not None
+    saved = {each.iteration: each.manifest.metrics["val/loss"] for each in trained.checkpoint.store.checkpoints()}
+    best = min(saved, key=lambda iteration: saved[iteration])
+
+    assert best != 8 and build(sections).evaluate("best")["iteration"] == best
+    assert build(sections).evaluate("newest")["iteration"] == 8
+    with pytest.raises(FileNotFoundError, match=r"holds no valid checkpoint with val/loss; train first, or"):
+        build(sections, folder="nothing").evaluate("best")
+
+
 def test_mean_loss_counts_every_sample_once(build: Callable[..., Run]) -> None:
     """Batches of 5 leave one of 4: a mean of batch means would be another number."""
     run = build({"data": {"eval_batch_size": 5}})
@@ -255,6 +340,9 @@ def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
     [
         ({"checkpoint": {"best": "val/los"}}, {}, "checkpoint.best: got 'val/los', .*; did you mean 'val/loss'"),
         ({"checkpoint": {"best": "tset/acc"}}, {}, "checkpoint.best: got 'tset/acc', expected a metric of this run"),
+        ({"early_stopping": {"metric": "val/lss"}}, {}, "early_stopping.metric: got 'val/lss', .*mean 'val/loss'"),
+        ({"schedule": {"name": "plateau", "metric": "vl/loss"}}, {}, "schedule.metric: got 'vl/loss', .*'val/loss'"),
+        ({"ema": {"decay": 0.9, "evaluate": ["vall"]}}, {}, "ema.evaluate: got 'vall', .*did you mean 'val'"),
         (
             {"schedule": {"name": "wsd", "warmup": 6, "decay": 6}},
             {},

@@ -86,7 +86,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument("--nproc-per-node", type=_count, metavar="N", help="processes to start on this machine")
         command.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with CUDA, otherwise gloo")
         if name == "evaluate":
-            command.add_argument("--checkpoint", type=Path, metavar="PATH", help="the checkpoint's directory")
+            command.add_argument(
+                "--checkpoint",
+                metavar="PATH|best|newest",
+                help="the checkpoint's directory, or which one; default: the best, or the newest if none is the best",
+            )
     options, rest = parser.parse_known_args(arguments)
     for word in rest:
         if word.startswith("-"):

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import ignite.distributed as idist
 import torch
@@ -81,7 +80,8 @@ def _train(config: Config, options: argparse.Namespace) -> None:
 
 
 def _evaluate(config: Config, options: argparse.Namespace) -> None:
-    checkpoint: Path | None = options.checkpoint
-    result = recipe.build_run(config).evaluate(checkpoint)
+    if options.checkpoint == "best" and config.checkpoint.best is None:
+        raise config.error("checkpoint.best", "got nothing, so none is the best; name a metric, such as val/loss.")
+    result = recipe.build_run(config).evaluate(options.checkpoint)
     if idist.get_rank() == 0:
         print(json.dumps(result))
