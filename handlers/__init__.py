@@ -11,6 +11,7 @@ from ignite_engine.handlers.memory import MemoryLogger
 from ignite_engine.handlers.metrics import MetricLogger
 from ignite_engine.handlers.progress import Progress
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink
+from ignite_engine.handlers.tensorboard_log import TensorBoardSink
 from ignite_engine.handlers.throughput import Throughput
 from ignite_engine.schedules import (
     Schedule,
@@ -37,6 +38,7 @@ __all__ = [
     "MetricLogger",
     "Progress",
     "Schedule",
+    "TensorBoardSink",
     "Throughput",
     "constant",
     "warmup_constant",

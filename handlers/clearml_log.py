@@ -19,7 +19,7 @@ import ignite.distributed as idist
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers.sinks import Outlet, Values
+from ignite_engine.handlers.sinks import Outlet, Values, number_of
 from ignite_engine.run_directory import environment_values
 
 _SCRIPT = Path(__file__).with_name("clearml_session.py")
@@ -102,7 +102,7 @@ class ClearMLLogger:
             return
         new = {
             name: number if math.isfinite(number) else str(number)
-            for name, number in ((name, _number(value)) for name, value in values.items())
+            for name, number in ((name, number_of(value)) for name, value in values.items())
             if number is not None and iteration > self._written.get(name, -1)
         }
         if new:
@@ -256,10 +256,3 @@ class _Session:
             del self._heard[: line_end + 1]
             self._id, self._error = answer.get("task_id", self._id), self._error or answer.get("error")
         return bool(piece)
-
-
-def _number(value: Any) -> float | None:
-    """``value`` as a float, None if it is no number."""
-    if hasattr(value, "item"):
-        value = value.item()
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

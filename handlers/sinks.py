@@ -102,7 +102,7 @@ class SinkState:
 
 def _remedy(error: Exception) -> str:
     if isinstance(error, ImportError):
-        return f"install {error.name or 'what is missing'}, or leave the sink out"
+        return f"install {(error.name or 'what is missing').partition('.')[0]}, or leave the sink out"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "make room there"
     if isinstance(error, OSError):
@@ -227,6 +227,13 @@ def _iteration_of(line: bytes) -> float:
 
 def _is_grouped(item: tuple[str, Any]) -> bool:
     return "/" in item[0]
+
+
+def number_of(value: Any) -> float | None:
+    """``value`` as a float, None if it is no number."""
+    if hasattr(value, "item"):
+        value = value.item()
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _json_value(value: Any) -> Any:

@@ -1,0 +1,115 @@
+"""Values as TensorBoard scalars, written by the training thread itself: no queue, no second thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+from ignite.engine import Events
+
+from ignite_engine import Trainer
+from ignite_engine.handlers.sinks import Outlet, Values, number_of
+
+
+class TensorBoardSink:
+    """A sink for ``tensorboard --logdir``: one event file each time that the run starts or goes on.
+
+    Args:
+        directory: of the run; the files lie in its ``tensorboard`` folder.
+        name: in checkpoints, which hold the last iteration of each series. A resumed run begins its file with the
+            mark at which TensorBoard drops what the run before wrote beyond the checkpoint, and writes no point twice.
+
+    The package tensorboard is imported at the first value; torch.utils.tensorboard, with its background thread whose
+    errors come late, is not used. Rank 0 only.
+    """
+
+    def __init__(self, directory: str | Path, *, name: str = "tensorboard") -> None:
+        self.folder, self.name = Path(directory) / "tensorboard", name
+        self._written: dict[str, int] = {}
+        self._writer: Any = None
+        self._file: Path | None = None
+        self._points = 0
+
+    def attach(self, trainer: Trainer) -> None:
+        """Write what is new at each METRICS_READY; the file is closed when the run ends in whatever way."""
+        outlet = Outlet(self)
+        outlet.attach(trainer)
+
+        def start(trainer: Trainer) -> None:
+            if trainer.state.iteration == 0:
+                self._written = {}
+            trainer.call_at_end(outlet.guarded(lambda trainer: self.close()))
+
+        trainer.add_event_handler(Events.STARTED, start)
+
+    def write(self, iteration: int, values: Values) -> None:
+        """Write the numbers among ``values``; rank 0 only.
+
+        Raises:
+            ModuleNotFoundError: tensorboard is not installed.
+        """
+        numbers = {name: number_of(value) for name, value in values.items()}
+        new = {
+            name: number
+            for name, number in numbers.items()
+            if number is not None and iteration > self._written.get(name, -1)
+        }
+        if not new or idist.get_rank() != 0:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        points = [Summary.Value(tag=name, simple_value=number) for name, number in new.items()]
+        try:
+            if self._writer is None:
+                self._open()
+            self._add(step=iteration, summary=Summary(value=points))
+            self._writer.flush()
+        except OSError:
+            self._give_up_file()
+            raise
+        self._points += len(new)
+        self._written |= dict.fromkeys(new, iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last iteration of each series."""
+        return {"written": dict(self._written)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin a new file, at whose first mark TensorBoard drops what comes after the saved state."""
+        self.close()
+        self._written = dict(state["written"])
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _give_up_file(self) -> None:
+        """TensorBoard reads no further than a torn record: the next point begins a new file."""
+        with contextlib.suppress(OSError):  # what is buffered still does not fit
+            self.close()
+        if self._file is not None and not self._points:
+            self._file.unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)  # TensorBoard reads the files in the order of their names
+        name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
+        self._file, self._points = self.folder / name, 0
+        self._writer = RecordWriter(self._file.open("wb"))
+        self._add(file_version="brain.Event:2")
+        self._add(step=max(self._written.values(), default=-1) + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())

@@ -1,0 +1,129 @@
+"""Scalars as TensorBoard itself reads them, over failures and resumes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ignite.engine import Events
+
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.handlers import Checkpoint, MemoryLogger, MetricLogger, TensorBoardSink
+from tests.engine.builders import numbers_loader, trainer_of
+from tests.handlers.test_sinks import files_end_at, lines
+
+
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def built(run: Path, name: str = "iteration") -> Trainer:
+    trainer = trainer_of()
+    MetricLogger(run, sinks=[TensorBoardSink(run)], console=False).attach(trainer)
+    checkpoint = Checkpoint(run / "checkpoints")
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+    checkpoint.resume()
+    return trainer
+
+
+def expected(run: Path) -> list[tuple[int, Any]]:
+    """TensorBoard keeps fp32."""
+    return [(line["iteration"], pytest.approx(line["loss"], rel=1e-6)) for line in lines(run / "metrics.jsonl")]
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+    trainer = built(tmp_path)
+    MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=6))
+    threads: list[int] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: threads.append(threading.active_count()))
+    before = threading.active_count()
+    trainer.run(numbers_loader())
+
+    assert scalars(tmp_path)["loss"] == expected(tmp_path) and len(expected(tmp_path)) == 6
+    assert [step for step, _ in scalars(tmp_path)["memory/host_rss_mib"]] == [6]
+    assert set(threads) == {before}
+
+
+@pytest.mark.parametrize("die_at", [2, 6, 8, 11])
+def test_killed_and_resumed_no_point_stands_twice(die_at: int, tmp_path: Path) -> None:
+    """At 2 before the first checkpoint, at 8 right after one."""
+    trainer = built(tmp_path)
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(numbers_loader(24))
+    assert [step for step, _ in scalars(tmp_path)["loss"]] == list(range(1, die_at + 1))
+    built(tmp_path).run(numbers_loader(24))
+    once = scalars(tmp_path)
+    trainer = built(tmp_path)
+    trainer.add_event_handler(Events.STARTED, lambda: trainer.state.metrics.update(loss=9.0))
+    goal = expected(tmp_path)
+    trainer.run(numbers_loader(24), max_epochs=1)  # at its end already
+
+    assert once["loss"] == goal and [step for step, _ in goal] == list(range(1, 13))
+    assert scalars(tmp_path) == once
+
+
+def test_second_run_of_a_trainer_goes_on(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    MetricLogger(sinks=[TensorBoardSink(tmp_path)], console=False).attach(trainer)
+    trainer.run(numbers_loader(4), max_epochs=1)
+    trainer.run(numbers_loader(4), max_epochs=2)
+
+    assert [step for step, _ in scalars(tmp_path)["loss"]] == [1, 2, 3, 4]
+
+
+def test_nan_is_written_and_what_is_no_number_is_not(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write(1, {"loss": math.nan, "word": "good", "flag": True, "epoch": 1})
+
+    assert scalars(tmp_path).keys() == {"loss", "epoch"} and math.isnan(scalars(tmp_path)["loss"][0][1])
+
+
+def test_disk_that_was_full_costs_the_points_of_that_time_only(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    MetricLogger(sinks=[TensorBoardSink(tmp_path)], console=False).attach(trainer)
+    full = files_end_at(230)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=1), lambda: full.__enter__())
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=9), lambda: full.__exit__(None, None, None))
+    trainer.run(numbers_loader(24))
+
+    steps = [step for step, _ in scalars(tmp_path)["loss"]]
+    assert steps[-4:] == [9, 10, 11, 12] and 4 < len(steps) < 12
+    assert all(path.stat().st_size for path in (tmp_path / "tensorboard").iterdir())
+
+
+def test_full_disk_and_a_missing_package_are_one_warning_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of()
+    MetricLogger(sinks=[TensorBoardSink(tmp_path)], console=False).attach(trainer)
+    with files_end_at(60):
+        state = trainer.run(numbers_loader(24))
+    left = list((tmp_path / "tensorboard").iterdir())
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    trainer = trainer_of()
+    MetricLogger(sinks=[TensorBoardSink(tmp_path / "other")], console=False).attach(trainer)
+    trainer.run(numbers_loader(24))
+
+    assert state.status == trainer.state.status == "completed" and left == []
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 2 and "make room there." in told[0]
+    assert "The sink tensorboard (TensorBoardSink) failed: ModuleNotFoundError" in told[1]
+    assert "install tensorboard" in told[1]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ignite.distributed.get_rank", lambda: 1)
+    TensorBoardSink(tmp_path).write(1, {"loss": 1.0})
+
+    assert list(tmp_path.iterdir()) == []
