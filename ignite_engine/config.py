@@ -109,6 +109,8 @@ class Config(Section):
         if self.early_stopping.metric is None:
             for key in _changed(self.early_stopping):
                 yield f"early_stopping.{key} has no effect: early_stopping.metric names no metric"
+        if not self.logging.clearml and self.logging.clearml_project != "ignite_engine":
+            yield "logging.clearml_project has no effect: logging.clearml is false"
         if self.ema.decay is None:
             for key in _changed(self.ema):
                 yield f"ema.{key} has no effect: ema.decay is not given, so there is no average"

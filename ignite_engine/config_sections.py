@@ -266,6 +266,8 @@ class CheckpointSection(Section):
     best: str | None = None  # a metric's key, such as val/loss
     mode: Literal["min", "max"] = "min"  # whether a smaller or a larger score is better
     keep_best: Count = 1
+    background: bool = False  # written while training goes on; holds a second copy of the state in host memory
+    on_exception: bool = False  # also when the update or a handler raises; one process only
 
 
 class LoggingSection(Section):
@@ -276,6 +278,10 @@ class LoggingSection(Section):
     progress: bool = True  # a bar with the time left
     memory: bool = True
     throughput: bool = True
+    clearml: bool = True  # a ClearML task: in the run's folder, or on the server that the user has configured
+    clearml_project: Annotated[str, Field(min_length=1)] = "ignite_engine"
+    tensorboard: bool = False  # scalars in the run's folder
+    report: bool = True  # a page with the curves, when the run ends
 
 
 class DistributedSection(Section):

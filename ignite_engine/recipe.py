@@ -285,7 +285,7 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         handlers.MemoryLogger().attach(trainer, pace(logging.every))
     if logging.throughput:
         handlers.Throughput(task.tokens_fn).attach(trainer, pace(logging.every))
-    handlers.MetricLogger(run.directory.path, console=logging.console).attach(trainer, pace(logging.every))
+    _metric_logger(config, run).attach(trainer, pace(logging.every))
     if logging.progress:
         handlers.Progress().attach(trainer)
     stopping = config.early_stopping
@@ -301,12 +301,26 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         keep_best=section.keep_best,
         mode=section.mode,
         config=run.config,
+        background=section.background,
+        on_exception=section.on_exception,
     )
     # it always saves at the end; after COMPLETED nothing more is saved
     run.checkpoint.attach(trainer, pace(section.every) if section.every else Events.COMPLETED)
     handlers.GracefulStop().attach(trainer)
     for users_own in task.handlers:
         users_own.attach(trainer)
+
+
+def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
+    logging, path = config.logging, run.directory.path
+    sinks: list[Any] = []
+    if logging.clearml:
+        project, task = logging.clearml_project, config.name
+        sinks.append(handlers.ClearMLLogger(path, project=project, task=task, config=run.config))
+    if logging.tensorboard:
+        sinks.append(handlers.TensorBoardSink(path))
+    run.log_states = frozenset({"clearml", "tensorboard"})
+    return handlers.MetricLogger(path, sinks=sinks, console=logging.console)
 
 
 def pace(every: Every) -> Any:

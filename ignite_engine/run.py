@@ -53,6 +53,7 @@ class Run:
         config: the resolved config as plain values.
         best: the metric by which ``evaluate`` chooses a checkpoint, and ``min`` or ``max``; None: the newest.
         checkpoint: set before the first call of ``train``.
+        log_states: names of states that a resumed run does without, once their log is turned off.
         began_at: the iteration at which ``train`` began, after the resume.
     """
 
@@ -67,6 +68,7 @@ class Run:
     config: Mapping[str, Any]
     best: tuple[str, str] | None = None
     checkpoint: Saves | None = None
+    log_states: frozenset[str] = frozenset()
     began_at: int = 0
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
 
@@ -90,6 +92,8 @@ class Run:
                     self._begin_directory()
             with self.startup("resume"):
                 resumed = self.checkpoint.resume()
+                for name in self.log_states:
+                    trainer.registry.waiting.pop(name, None)
                 if resumed is None and rank == 0:
                     self._put_aside_old_metrics()
             self.began_at = trainer.state.iteration

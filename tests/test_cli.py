@@ -50,7 +50,7 @@ run: {directory: run, max_iterations: 12}
 data: {batch_size: 4}
 evaluation: {every: 6}
 checkpoint: {every: 6, best: val/loss}
-logging: {every: 3}
+logging: {every: 3, clearml: false}
 """
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.run import Run
 from ignite_engine.run_directory import config_differences, weights_sha256
 
+LOGGING = {"progress": False, "clearml": False}
 SAMPLES = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
 
 
@@ -37,7 +40,7 @@ def build(tmp_path: Path) -> Callable[..., Run]:
     """A run over ``make_task``, made under the run's seed as the recipe makes a config's task."""
 
     def make(sections: Mapping[str, Any] | None = None, folder: str = "run", **parts: Any) -> Run:
-        values: dict[str, Any] = {"task": "unused.py:build", "data": {"batch_size": 4}, "logging": {"progress": False}}
+        values: dict[str, Any] = {"task": "unused.py:build", "data": {"batch_size": 4}, "logging": LOGGING}
         values["run"] = {"directory": str(tmp_path / folder), "max_iterations": 8}
         for name, section in (sections or {}).items():
             values[name] = {**values.get(name, {}), **section}
@@ -401,3 +404,23 @@ def test_differences_of_configs_are_named_by_key() -> None:
     now = {"optimizer": {"lr": 0.2, "betas": [1, 2], "eps": 1}, "task_options": {}}
 
     assert config_differences(before, now) == ["optimizer.eps: not set -> 1", "optimizer.lr: 0.1 -> 0.2"]
+
+
+def test_logs_are_those_that_are_asked_for_and_a_resumed_run_does_without(
+    build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in os.environ if name.startswith("CLEARML_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
+    build({"logging": {"clearml": True, "clearml_project": "mine", "tensorboard": True}}).train()
+    run = build({"run": {"max_iterations": 11}})
+    summary = run.train()
+
+    (session,) = run.directory.path.glob("clearml/offline/*.zip")
+    with zipfile.ZipFile(session) as archive:
+        task = json.loads(archive.read("task.json"))
+    assert (task["project_name"], task["name"]) == ("mine", "run")
+    assert task["hyperparams"]["run"]["max_iterations"]["value"] == "8"
+    assert task["hyperparams"]["properties"]["status"]["value"] == "completed"
+    assert len(list((run.directory.path / "tensorboard").iterdir())) == 1
+    assert (summary["status"], summary["iteration"]) == ("completed", 11)

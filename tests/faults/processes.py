@@ -24,7 +24,10 @@ CONFIG: dict[str, Any] = {
     "update": {"precision": "bf16", "accumulation_steps": 4, "clip_norm": 1.0},
     "evaluation": {"every": {"epochs": 1}},
     "checkpoint": {"every": 5},
-    "logging": {"every": 2, "console": False, "progress": False, "memory": False, "throughput": False},
+    "logging": {
+        "every": 2,
+        **dict.fromkeys(["console", "progress", "memory", "throughput", "clearml", "report"], False),
+    },
 }
 
 
