@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ignite.engine import Events
+from ignite.engine.events import RemovableEventHandle
+from torch import Tensor
 
-from ignite_engine import Trainer, TrainingEvents, agreement
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention, all_finite
+from ignite_engine import Trainer, TrainingEvents, Update, agreement
+from ignite_engine.checkpointing import (
+    BackgroundSave,
+    CheckpointError,
+    CheckpointStore,
+    Retention,
+    Snapshot,
+    all_finite,
+)
+from ignite_engine.registry import ModelState, OptimizerState, unwrap
 
 logger = logging.getLogger(__name__)
+
+_PEERS_TIMEOUT_S = 60.0
 
 
 class Checkpoint:
@@ -27,8 +41,16 @@ class Checkpoint:
         mode: whether a small or a large value is good.
         keep_every: those whose iteration is a multiple of it stay for good.
         config: kept in each checkpoint.
+        background: write while training goes on; the last save of a run is waited for. It holds a second copy of the
+            state in host memory. With an ``Update`` weights and optimizer state are copied beside the next forward
+            and backward; with an update function of your own training waits for the copy.
+        when_busy: what a save that is due does while the one before is still being written; ``wait`` or ``skip``
+            (never a best one, one that was asked for, or the last).
+        on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
+            one process only.
 
-    A save that fails fires ``CHECKPOINT_FAILED`` and training goes on; the one at the end of the run raises.
+    A save that fails fires ``CHECKPOINT_FAILED`` and training goes on; the one at the end of the run raises. In the
+    background both events come at the first edge after the save has ended, on all ranks at the same one.
     """
 
     def __init__(
@@ -41,8 +63,14 @@ class Checkpoint:
         mode: Literal["min", "max"] = "min",
         keep_every: int | None = None,
         config: Mapping[str, Any] | None = None,
+        background: bool = False,
+        when_busy: Literal["wait", "skip"] = "wait",
+        on_exception: bool = False,
         name: str = "checkpoint",
     ) -> None:
+        if when_busy not in ("wait", "skip"):
+            raise ValueError(f"when_busy must be 'wait' or 'skip', got {when_busy!r}.")
+        self.background, self.when_busy, self.on_exception = background, when_busy, on_exception
         self.store = CheckpointStore(directory)
         self.retention = Retention(
             keep_last=keep_last, keep_best=keep_best, best=best, mode=mode, keep_every=keep_every
@@ -51,8 +79,12 @@ class Checkpoint:
         self.error: CheckpointError | None = None
         """Why the last save failed; None: it did not."""
         self._trainer: Trainer | None = None
-        self._due = False
+        self._due = self._must = False
+        self._saving: BackgroundSave[Path] | None = None
+        self._before_step: RemovableEventHandle | None = None
+        self._snapshot = Snapshot()
         self._saved_at: tuple[int, int] | None = None
+        self._saving_at = -1
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
         self._resumed_from: str | None = None
@@ -111,10 +143,13 @@ class Checkpoint:
         self._best = state["best"]
 
     def _start(self, trainer: Trainer) -> None:
-        self._due = False
+        self._due = self._must = False
         if trainer.state.iteration == 0:
             self._saved_at = None
+        if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
+            self.store = CheckpointStore(self.store.directory, agreement.cpu_group("checkpoint"))
         self.store.sweep()
+        trainer.call_at_end(self._end)
 
     def _measure(self, trainer: Trainer) -> None:
         values = {key: float(value) for key, value in trainer.state.metrics.fresh.items() if _is_number(value)}
@@ -125,7 +160,7 @@ class Checkpoint:
         self._measured = (iteration, before | values if measured_at == iteration else values)
         score = values.get(key) if key is not None else None
         if score is not None and math.isfinite(score) and self._is_better(score):
-            self._best, self._due = score, True
+            self._best, self._due, self._must = score, True, True
 
     def _is_better(self, score: float) -> bool:
         if self._best is None:
@@ -134,43 +169,114 @@ class Checkpoint:
 
     def _save_if_due(self, trainer: Trainer) -> None:
         state = trainer.state
-        due = self._due or state.last or state.save_requested
-        self._due = False
-        if due and self._saved_at != _edge_of(trainer):
-            self._save(trainer)
+        must = self._must or state.last or state.save_requested
+        due = self._due or must
+        self._due = self._must = False
+        if self._saving is not None and (state.attention or state.last):
+            self._finish(trainer)
+        if not due or self._saved_at == _edge_of(trainer):
+            return
+        if self._saving is not None:
+            if self.when_busy == "skip" and not must:
+                logger.info("No checkpoint at iteration %d: the one before is still being written.", state.iteration)
+                return
+            self._finish(trainer)
+        self._save(trainer, background=self.background and not state.last)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, *, background: bool = False, exactness: Iterable[str] = ()) -> None:
         state = trainer.state
-        state.checkpoints += 1
+        state.checkpoints += 1  # it counts itself: the resumed run goes on with this number
         shared, local = trainer.registry.capture()
+        if background:
+            shared, local = self._snapshot.take((shared, local), _changed_by_step_alone(trainer))
         measured_at, values = self._measured
+        save = partial(
+            self.store.save,
+            shared,
+            local,
+            iteration=state.iteration,
+            epoch=state.epoch,
+            metrics=values if measured_at == state.iteration else None,
+            exactness=[*trainer.exactness(), *exactness],
+            config=self.config,
+            parent=self._resumed_from,
+        )
+
+        def write() -> Path:
+            path = save(healthy=all_finite(shared.get("model", {})))
+            try:
+                self.store.apply(self.retention)
+            except CheckpointError as error:  # one too many is no reason to stop
+                logger.warning("%s", error)
+            return path
+
+        self._saved_at, self._saving_at = _edge_of(trainer), state.iteration
+        if not background:
+            started = time.perf_counter()
+            self._report(trainer, write, lambda: time.perf_counter() - started)
+            return
+        self._saving = BackgroundSave(self._snapshot, write, trainer.request_attention)
+        if isinstance(trainer.update, Update):
+            self._before_step = trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._before_change)
+        else:
+            self._saving.before_change()
+
+    def _before_change(self, trainer: Trainer) -> None:
+        if self._saving is not None:
+            self._saving.before_change()
+        if self._before_step is not None:
+            self._before_step.remove()
+            self._before_step = None
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Wait for the save in the background and tell the bus how it ended."""
+        self._before_change(trainer)
+        saving, self._saving = self._saving, None
+        assert saving is not None
+        self._report(trainer, saving.result, lambda: saving.seconds)
+
+    def _report(self, trainer: Trainer, result: Callable[[], Path], seconds: Callable[[], float]) -> None:
+        state = trainer.state
         try:
-            path = self.store.save(
-                shared,
-                local,
-                iteration=state.iteration,
-                epoch=state.epoch,
-                metrics=values if measured_at == state.iteration else None,
-                exactness=trainer.exactness(),
-                config=self.config,
-                parent=self._resumed_from,
-                healthy=all_finite(shared.get("model", {})),
-            )
+            path = result()
         except CheckpointError as error:
             state.checkpoints -= 1
-            self.error = error
+            self.error, self._saved_at = error, None
             trainer.fire_event(TrainingEvents.CHECKPOINT_FAILED)
-            if state.last:
+            if state.last and self._saving_at == state.iteration:
                 raise
             logger.warning("%s", error)
             return
-        self.error, self._saved_at, self._resumed_from = None, _edge_of(trainer), path.name
-        state.checkpoint_path = path
+        self.error, self._resumed_from = None, path.name
+        state.checkpoint_path, state.saved_iteration, state.save_seconds = path, self._saving_at, seconds()
         trainer.fire_event(TrainingEvents.CHECKPOINT_SAVED)
-        try:
-            self.store.apply(self.retention)
-        except CheckpointError as error:  # one too many is no reason to stop
-            logger.warning("%s", error)
+
+    def _end(self, trainer: Trainer) -> None:
+        """The run is over. What is still being written is waited for, but not by a run that is forced to end."""
+        saving, failed, alone = self._saving, trainer.state.status == "failed", agreement.world_size() == 1
+        self._saving = None
+        # a peer that died never answers
+        if saving is not None and failed and not saving.wait(None if alone else _PEERS_TIMEOUT_S):
+            logger.warning("The checkpoint that was being written was given up: a peer does not answer.")
+        if failed and alone and self.on_exception:
+            with trainer.position.before_the_failure() as restartable:
+                if restartable and self._saved_at != _edge_of(trainer):
+                    self._save(trainer, exactness=["saved after an exception, random numbers as it left them"])
+
+
+def _changed_by_step_alone(trainer: Trainer) -> Callable[[Tensor], bool]:
+    """Tells what nobody changes between an edge and the next optimizer step: trained weights and optimizers' states.
+
+    Buffers, and parameters that are not trained, may be changed by the forward pass.
+    """
+    known: set[int] = set()
+    for obj in trainer.registry.objects.values():
+        if isinstance(obj, ModelState):
+            known.update(each.data_ptr() for each in unwrap(obj.model).parameters() if each.requires_grad)
+        elif isinstance(obj, OptimizerState):
+            for values in obj.optimizer.state.values():
+                known.update(each.data_ptr() for each in values.values() if isinstance(each, Tensor))
+    return lambda tensor: tensor.data_ptr() in known
 
 
 def _edge_of(trainer: Trainer) -> tuple[int, int]:

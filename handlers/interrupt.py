@@ -65,7 +65,7 @@ class GracefulStop:
             raise Interrupted(number)
 
     def _committed(self, trainer: Trainer) -> None:
-        self._saved = trainer.state.stopping
+        self._saved = trainer.state.stopping and trainer.state.saved_iteration == trainer.state.iteration
 
     def _restore(self, trainer: Trainer) -> None:
         stopped = self.exit and trainer.state.status == "interrupted"

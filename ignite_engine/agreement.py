@@ -29,17 +29,23 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-_groups: dict[int, dist.ProcessGroup] = {}
+_groups: dict[tuple[int, str], dist.ProcessGroup] = {}
 
 
-def cpu_group() -> dist.ProcessGroup:
-    """The gloo group of all ranks, made on first use (a collective) and anew for each default group."""
+def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
+    """A gloo group of all ranks, made on first use (a collective) and anew for each default group.
+
+    Args:
+        purpose: one group for each; what runs in another thread needs its own, or the exchanges mix.
+    """
     default = dist.group.WORLD
     assert default is not None
-    if id(default) not in _groups:
-        _groups.clear()
-        _groups[id(default)] = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-    return _groups[id(default)]
+    key = (id(default), purpose)
+    if key not in _groups:
+        for stale in [each for each in _groups if each[0] != id(default)]:
+            del _groups[stale]
+        _groups[key] = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+    return _groups[key]
 
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine import rng
@@ -34,7 +36,7 @@ class RunPosition:
         """No group is half done."""
         self._waiting_data: dict[str, Any] | None = None
         self._waiting_rng: dict[str, Any] | None = None
-        self._batches = 0
+        self._batches = self._steps = 0
         self._continues = False
         self._other_groups = False
 
@@ -56,6 +58,7 @@ class RunPosition:
 
     def group_fetched(self, group: Any) -> None:
         self.clean = False
+        self._steps = self._trainer.state.optimizer_steps
         self._batches = len(group) if type(group) is Group else 1
         if self.source is not None and self.source.uneven:
             state = self._trainer.state
@@ -73,6 +76,21 @@ class RunPosition:
         self.epoch_iteration += 1
         if self.source is not None:
             self.source.batch += self._batches
+
+    @contextmanager
+    def before_the_failure(self) -> Iterator[bool]:
+        """Let the counters say what was done, where an iteration broke off; yields whether the weights agree with it.
+
+        They do not if an optimizer had begun to step, nor after an update function that does not say so.
+        """
+        state, update = self._trainer.state, self._trainer.update
+        stepped = getattr(update, "stepping", True) or state.optimizer_steps != self._steps
+        undone = int(not self.clean and state.iteration > 0)
+        state.iteration -= undone
+        try:
+            yield self.clean or not stepped
+        finally:
+            state.iteration += undone
 
     def end_pass(self) -> None:
         if self.source is not None:

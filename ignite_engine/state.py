@@ -85,6 +85,12 @@ class TrainingState(State):
     """This edge is the run's last. Writer: Trainer."""
     save_requested: bool
     """All ranks have agreed to save at this edge (SIGUSR1). Writer: Trainer."""
+    attention: bool
+    """All ranks look after their background work at this edge: on one it has ended. Writer: Trainer."""
+    saved_iteration: int | None
+    """Iteration of the checkpoint committed last. Writer: Checkpoint."""
+    save_seconds: float
+    """What the last save took from its start to its commit, in s. Writer: Checkpoint."""
     evaluating: OngoingEvaluation | None
     """The evaluation that runs now, from EVALUATION_STARTED to EVALUATION_COMPLETED. Writer: Evaluation."""
 
@@ -98,5 +104,7 @@ class TrainingState(State):
         self.group_total = 0
         self.status = "created"
         self.reason = None
-        self.stopping = self.last = self.save_requested = False
+        self.stopping = self.last = self.save_requested = self.attention = False
+        self.saved_iteration = None
+        self.save_seconds = 0.0
         self.evaluating = None

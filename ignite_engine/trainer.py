@@ -40,7 +40,7 @@ from ignite_engine.state import TrainingState
 
 __all__ = ["Trainer", "create_evaluator"]
 
-_STOP, _SAVE = 1, 2
+_STOP, _SAVE, _ATTEND = 1, 2, 4
 
 
 class Trainer(PlannedEngine):
@@ -77,8 +77,10 @@ class Trainer(PlannedEngine):
             self.registry.register(name, obj, shared=shared)
         self._vote = agreement.Vote()
         self._alone = True
-        self._requests = 0
+        # each only ever assigned: a signal handler or another thread may do it between any two instructions
+        self._asked = False
         self._stop: tuple[str, int | None] | None = None
+        self._save_wanted = self._attention_wanted = False
         self.failed = self._begun = False
         self.was_terminated = False
         self.fetching = False
@@ -118,7 +120,7 @@ class Trainer(PlannedEngine):
         """
         if self._stop is None:
             self._stop = (reason, signal)
-        self._requests |= _STOP
+        self._asked = True
 
     def finish(self, reason: str) -> None:
         """End the run at this edge as completed; every rank calls it, in a handler of the same event.
@@ -132,7 +134,14 @@ class Trainer(PlannedEngine):
 
     def request_save(self) -> None:
         """Ask for a checkpoint at the next edge on which all ranks agree; safe in a signal handler."""
-        self._requests |= _SAVE
+        self._save_wanted = self._asked = True
+
+    def request_attention(self) -> None:
+        """Say that what a handler does in the background has ended; safe in any thread.
+
+        At the next edge on which all ranks agree ``state.attention`` is set on each of them, for RESUME_POINT.
+        """
+        self._attention_wanted = self._asked = True
 
     def call_at_end(self, callback: Callable[[Trainer], None]) -> None:
         """Call ``callback(trainer)`` when this ``run()`` ends in whatever way, an exception included."""
@@ -141,7 +150,7 @@ class Trainer(PlannedEngine):
     @property
     def stop_requested(self) -> bool:
         """Whether this rank has been asked to stop; the others may not know yet."""
-        return bool(self._requests & _STOP)
+        return self._stop is not None
 
     def run(
         self,
@@ -202,7 +211,8 @@ class Trainer(PlannedEngine):
         state.status, state.reason = "running", None
         state.stopping = state.last = False
         self.was_terminated = bool(self.should_terminate)
-        self._requests, self._stop = 0, None
+        self._stop, self._asked = None, False
+        self._save_wanted = self._attention_wanted = False
         self._alone = agreement.world_size() == 1
         if hasattr(self.update, "run_starts"):
             self.update.run_starts()
@@ -314,7 +324,7 @@ class Trainer(PlannedEngine):
                 elif (
                     self.should_terminate
                     or not self._alone
-                    or self._requests
+                    or self._asked
                     or state.metrics.fresh
                     or ("RESUME_POINT" in heard)
                 ):
@@ -380,19 +390,25 @@ class Trainer(PlannedEngine):
     def _edge(self, *, last: bool) -> None:
         """The clean edge after an update: publish, save if due, and stop if all ranks agreed to."""
         state = self.state
-        requests = self._vote.poll(state.iteration, self._requests, now=last)
+        self._asked = False
+        wanted = (_STOP if self._stop else 0) | (_SAVE if self._save_wanted else 0)
+        wanted |= _ATTEND if self._attention_wanted else 0
+        requests = self._vote.poll(state.iteration, wanted, now=last)
         if requests & _STOP:
             self._agree_on_stop()
+        if requests & _SAVE:
+            self._save_wanted = False
+        if requests & _ATTEND:
+            self._attention_wanted = False
         state.stopping = bool(requests & _STOP)
         state.save_requested = bool(requests & _SAVE)
-        if requests & _SAVE:
-            self._requests &= ~_SAVE
+        state.attention = bool(requests & _ATTEND)
         state.last = last or state.stopping
         self._publish()
         state.last = state.last or bool(self.should_terminate)  # what was measured may have ended the run
         if self.hears(TrainingEvents.RESUME_POINT):  # else `last_event_name` stays Ignite's
             self._fire_event(TrainingEvents.RESUME_POINT)
-        state.save_requested = False
+        state.save_requested = state.attention = False
 
     def _last_edge(self) -> None:
         """``terminate()`` outside an iteration: the edge before it was not known to be the last."""

@@ -65,6 +65,8 @@ class Update:
         self.precision, self.clip_norm, self.log_grad_norm = check_precision(precision), clip_norm, log_grad_norm
         self.device = device_of(model)
         self.scaler = loss_scaler(precision, self.device.type, grad_scaler)
+        self.stepping = False
+        """An optimizer's step has begun and not all have ended: the weights are of no iteration."""
         self._engine: Engine | None = None
         self._wrapped = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
         # under FSDP2 one context over several micro-batches gives gradients off by 16-29 %
@@ -109,6 +111,7 @@ class Update:
     def run_starts(self) -> None:
         """A run begins: what follows from the number of ranks is asked anew."""
         self._scales.clear()
+        self.stepping = False
 
     def _scales_of(self, micro_batches: Any, state: Any) -> list[float] | None:
         key = len(micro_batches), state.padding, state.group_total
@@ -181,8 +184,10 @@ class Update:
         elif self.log_grad_norm:
             output["grad_norm"] = gradient_norm([p.grad for p in parameters if p.grad is not None])
         if finite:
+            self.stepping = True
             for optimizer in self.optimizers.values():
                 step(optimizer)
+            self.stepping = False
         if self.scaler is not None:
             self.scaler.adjust()
         if not finite:

@@ -1,0 +1,108 @@
+"""A copy of a run's state that training cannot change any more, in buffers that are used again for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Key = tuple[Any, ...]
+_Pair = tuple[Tensor, Tensor]
+T = TypeVar("T")
+
+
+class Snapshot:
+    """Copies nested states (dicts, lists, tuples of tensors and plain values); a tensor twice in them is copied once.
+
+    Each :meth:`take` gives a state that stands until the next one, in the same memory where shapes are the same:
+    one host copy of everything is held, pinned for what lies on CUDA.
+
+    The copy has two halves. :meth:`take` copies what ``late`` does not name. :meth:`copy_late` copies the rest, in any
+    thread, beside work that only reads it; :meth:`check_untouched` says whether nobody wrote to it meanwhile. On CUDA
+    the late half runs on a side stream from :meth:`take` on, and :meth:`before_change` makes the present stream wait
+    for it, not the host.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[_Key, Tensor] = {}
+        self._kept: dict[_Key, Tensor] = {}
+        self._at_once: list[_Pair] = []
+        self._late: list[_Pair] = []
+        self._versions: list[int] = []
+        self._copied: list[torch.cuda.Event] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def take(self, state: T, late: Callable[[Tensor], bool]) -> T:
+        """A copy of ``state``; tensors for which ``late`` holds are filled later.
+
+        Returns:
+            The same structure on the host. Valid once :meth:`copy_late` has returned.
+        """
+        self._kept, self._buffers = self._buffers, {}
+        self._late, self._at_once, self._copied = [], [], []
+        copy: T = self._copy(state, late)
+        self._kept = {}
+        for buffer, source in self._at_once:
+            buffer.copy_(source, non_blocking=True)
+        self._versions = [source._version for _, source in self._late]
+        self._start_on_devices([*self._at_once, *self._late])
+        self._at_once = []
+        return copy
+
+    def copy_late(self) -> None:
+        """Fill what :meth:`take` left; returns once every byte is in host memory."""
+        for buffer, source in self._late:
+            if source.device.type != "cuda":
+                buffer.copy_(source)
+        for event in self._copied:
+            event.synchronize()
+
+    def before_change(self) -> None:
+        """Let the present CUDA streams wait until the side streams have read their sources; the host goes on."""
+        for event in self._copied:
+            torch.cuda.current_stream().wait_event(event)
+
+    def check_untouched(self) -> bool:
+        """Whether nobody has written to a late tensor since :meth:`take`."""
+        return self._versions == [source._version for _, source in self._late]
+
+    def release(self) -> None:
+        """Forget the sources, so that they can be freed."""
+        self._late, self._versions = [], []
+
+    def _copy(self, value: Any, late: Callable[[Tensor], bool]) -> Any:
+        if isinstance(value, Tensor):
+            return self._buffer_for(value.detach(), late)
+        if isinstance(value, Mapping):
+            copy = {key: self._copy(each, late) for key, each in value.items()}
+            return copy if type(value) is dict else type(value)(copy)  # type: ignore[call-arg]
+        if type(value) in (list, tuple):
+            return type(value)(self._copy(each, late) for each in value)
+        return value.copy() if isinstance(value, set | bytearray) else value
+
+    def _buffer_for(self, source: Tensor, late: Callable[[Tensor], bool]) -> Tensor:
+        if type(source) is not Tensor or source.layout is not torch.strided or source.is_quantized:
+            return source.clone()
+        key = (source.data_ptr(), source.dtype, source.device, tuple(source.shape), source.stride())
+        if key in self._buffers and source.numel():
+            return self._buffers[key]
+        buffer = self._kept.get(key)
+        if buffer is None:
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
+        self._buffers[key] = buffer
+        (self._late if late(source) else self._at_once).append((buffer, source))
+        return buffer
+
+    def _start_on_devices(self, pairs: list[_Pair]) -> None:
+        """CUDA: the late copies on a side stream, and an event after all copies of each device."""
+        for device in {source.device for _, source in pairs if source.device.type == "cuda"}:
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for buffer, source in self._late:
+                    if source.device == device:
+                        buffer.copy_(source, non_blocking=True)
+                        source.record_stream(stream)
+                self._copied.append(stream.record_event())
