@@ -86,6 +86,24 @@ class Plan:
             self._due = min((entry.next_due(count) for entry in self._timed), default=NEVER)
 
 
+class ProfiledPlan(Plan):
+    """A plan with handlers at its front, put there before all phases: they may change what follows in this very fire.
+
+    Args:
+        first: how many they are.
+    """
+
+    def __init__(self, entries: Sequence[Entry], counter: str | None, first: int) -> None:
+        super().__init__(entries, counter)
+        self._front, self._rest = Plan(self.entries[:first], counter), Plan(self.entries[first:], counter)
+
+    def fire(self, engine: Any, event: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._front.fire(engine, event, args, kwargs)
+        now = engine.plan(event)
+        rest = now._rest if isinstance(now, ProfiledPlan) else now
+        rest.fire(engine, event, args, kwargs)
+
+
 class HandlerList(MutableSequence[Registered]):
     """Ignite's handlers of one event; tells of each change, also where a profiler writes here past the engine.
 
@@ -145,7 +163,7 @@ class HandlersByEvent(dict[Any, Any]):
 
 def compile_plan(handlers: Sequence[Registered], counter: str | None) -> Plan:
     """A plan for Ignite's list of ``(handler, args, kwargs)``."""
-    entries = []
+    entries, first = list[Entry](), getattr(handlers, "first", 0)
     for index, (function, args, kwargs) in enumerate(handlers):
         takes_engine = bool(args) and isinstance(args[0], weakref.ref)
         # from __dict__: a handler may answer every getattr, as mocks and proxies do
@@ -153,7 +171,6 @@ def compile_plan(handlers: Sequence[Registered], counter: str | None) -> Plan:
         handler = wrapped.get("bus_handler", function)
         if wrapped.get("__wrapped__") is not handler:  # a wrapper around ours carries its attributes
             handler, wrapped = function, {}
-        first = index < getattr(handlers, "first", 0)
         entries.append(
             Entry(
                 handler,
@@ -161,10 +178,10 @@ def compile_plan(handlers: Sequence[Registered], counter: str | None) -> Plan:
                 args[1:] if takes_engine else args,
                 kwargs,
                 wrapped.get("bus_filter"),
-                -1 if first else _phase_of(handler),
+                -1 if index < first else _phase_of(handler),
             )
         )
-    return Plan(entries, counter)
+    return ProfiledPlan(entries, counter, first) if first else Plan(entries, counter)
 
 
 def _phase_of(handler: Any) -> int:

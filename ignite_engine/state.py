@@ -31,6 +31,10 @@ class Metrics(dict[str, Any]):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
+    def __ior__(self, values: Any) -> Metrics:  # type: ignore[override, misc]  # dict's is generic
+        self.update(values)
+        return self
+
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:
             self[key] = default
@@ -47,6 +51,19 @@ class OngoingEvaluation:
     """Takes callbacks; they run when this evaluation is over, however it ends, the last one first."""
 
 
+class _MetricsField:
+    """``state.metrics``: a plain dict that a user assigns becomes :class:`Metrics`, all of it new."""
+
+    def __get__(self, state: Any, owner: type) -> Any:
+        return self if state is None else state.__dict__["metrics"]
+
+    def __set__(self, state: Any, values: Mapping[str, Any]) -> None:
+        if not isinstance(values, Metrics):
+            given, values = values, Metrics()
+            values.update(given)
+        state.__dict__["metrics"] = values
+
+
 class TrainingState(State):
     """Ignite's ``State`` with the counters and the outcome of a training run. Each field has one writer.
 
@@ -54,7 +71,7 @@ class TrainingState(State):
     (iterations), ``max_epochs``, ``max_iters``, ``batch``, ``output``, ``dataloader``, ``times`` (seconds), ``seed``.
     """
 
-    metrics: Metrics
+    metrics: Metrics = _MetricsField()  # type: ignore[assignment]  # what it holds
     """Newest value of everything measured, by name. Writers: the producers (Evaluation, MetricLogger, ...)."""
     micro_batches: int
     """Micro-batches back-propagated. Writer: Update."""
@@ -96,7 +113,6 @@ class TrainingState(State):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.metrics = Metrics(self.metrics)
         for name in COUNTERS:
             setattr(self, name, 0)
         self.checkpoint_path = None

@@ -418,6 +418,27 @@ def test_batch_may_be_exchanged_before_the_update(kind: type[Engine]) -> None:
     assert seen == [10, 20, 30]
 
 
+@pytest.mark.parametrize("way", ["assigned", "joined", "updated", "set"])
+def test_metrics_are_new_in_whatever_way_they_are_written(way: str) -> None:
+    trainer, published = Trainer(constant), list[dict[str, Any]]()
+
+    def write() -> None:
+        if way == "assigned":  # Ignite's is a plain dict, so users do
+            trainer.state.metrics = {"new": 1.0}  # type: ignore[assignment]
+        elif way == "joined":
+            trainer.state.metrics |= {"new": 1.0}
+        elif way == "updated":
+            trainer.state.metrics.update(new=1.0)
+        else:
+            trainer.state.metrics.setdefault("new", 1.0)
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), write)
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: published.append(trainer.state.metrics.fresh))
+    state = trainer.run([1, 2, 3])
+
+    assert published == [{"new": 1.0}] and state.metrics == {"new": 1.0}
+
+
 @KINDS
 def test_output_and_times_are_there_at_the_end(kind: type[Engine]) -> None:
     engine, times = kind(lambda engine, batch: batch), list[Any]()
@@ -445,3 +466,36 @@ def test_logger_tells_the_start_each_epoch_and_the_end(kind: type[Engine], caplo
         "Epoch[2] Complete. Time taken: TIME",
         "Engine run finished. Time taken: TIME",
     ]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Events.EPOCH_STARTED(once=2),
+        Events.EPOCH_COMPLETED(once=2),
+        Events.GET_BATCH_STARTED(once=5),
+        Events.GET_BATCH_COMPLETED(once=5),
+        Events.ITERATION_STARTED(once=5),
+        Events.ITERATION_COMPLETED(once=5),
+        Events.ITERATION_COMPLETED(once=6),
+    ],
+    ids=lambda event: event.name,
+)
+def test_interrupt_at_any_event_goes_on_right_after_it(event: Any) -> None:
+    def runs_of(kind: type[Engine], interrupts: bool) -> Any:
+        batches: list[int] = []
+        engine = kind(lambda engine, batch: batches.append(batch))
+        seen = events_of(engine)
+        if interrupts:
+            engine.add_event_handler(event, engine.interrupt)
+            engine.run([1, 2, 3], max_epochs=4)
+        at = len(seen)
+        engine.run([1, 2, 3], max_epochs=4)
+        return seen, batches, at
+
+    seen, batches, at = runs_of(Trainer, True)
+    whole, all_batches, _ = runs_of(Trainer, False)
+
+    assert (seen, batches, at) == runs_of(Engine, True)
+    assert seen[at - 1][0] == "INTERRUPT" and [each for each in seen if each[0] != "INTERRUPT"] == whole
+    assert batches == all_batches

@@ -169,6 +169,7 @@ def slow_trainer(clock: Clock, event: Any) -> Trainer:
     slow_measurement.phase = Phase.MEASURE  # type: ignore[attr-defined]
     trainer.add_event_handler(event, slow_handler)
     trainer.add_event_handler(event, slow_measurement)
+    trainer.add_event_handler(Events.STARTED, slow_handler)
     return trainer
 
 
@@ -202,6 +203,7 @@ def test_basic_time_profiler_tells_data_update_and_handlers_apart(clock: Clock, 
     assert results["processing_stats"]["total"] == 8 * UPDATE_S
     assert results["dataflow_stats"]["total"] == 8 * DATA_S
     assert results["event_handlers_stats"]["ITERATION_COMPLETED"]["total"] == 16 * HANDLER_S
+    assert results["event_handlers_stats"]["STARTED"]["total"] == HANDLER_S
     names = results["event_handlers_names"]["ITERATION_COMPLETED_names"]
     assert [name.rpartition(".")[2] for name in names] == ["slow_handler", "slow_measurement"]
     assert "slow_handler" in profiler.print_results(results)
@@ -227,6 +229,7 @@ def test_handlers_time_profiler_times_each_handler(clock: Clock, event: Any) -> 
 
     assert rows["slow_handler", "ITERATION_COMPLETED"] == 8 * HANDLER_S
     assert rows["slow_measurement", "ITERATION_COMPLETED"] == 8 * HANDLER_S
+    assert rows["slow_handler", "STARTED"] == HANDLER_S
     assert rows["<lambda>", "RESUME_POINT"] == 8 * 1.0
     assert (rows["Processing", "None"], rows["Dataflow", "None"]) == (8 * UPDATE_S, 8 * DATA_S)
     # timed or not, filters and phases hold, and nothing is left of it at the end
