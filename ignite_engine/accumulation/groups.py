@@ -51,8 +51,18 @@ def check_accumulates(model: nn.Module) -> None:
     if getattr(model, "static_graph", False):
         raise ValueError(
             "DistributedDataParallel(static_graph=True) cannot accumulate gradients: use static_graph=False, "
-            "or accumulation_steps=None."
+            "or do not accumulate."
         )
+
+
+def check_steps(accumulation_steps: Any) -> None:
+    """Refuse what is no number of micro-batches.
+
+    Raises:
+        ValueError: it is not a whole number of at least 1.
+    """
+    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+        raise ValueError(f"accumulation_steps must be a whole number of at least 1, got {accumulation_steps!r}.")
 
 
 def micro_batch_scales(
