@@ -17,6 +17,8 @@ import ignite.distributed as idist
 from ignite_engine.agreement import gather_objects
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore
 from ignite_engine.registry import unwrap
+from ignite_engine.report import write_report
+from ignite_engine.report.lr_curve import Curve, lr_svg, lr_text
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, weights_sha256
 from ignite_engine.trainer import Trainer
 
@@ -29,12 +31,6 @@ class Saves(Protocol):
     store: CheckpointStore
 
     def resume(self) -> Path | None: ...
-
-
-class Curve(Protocol):
-    """What a run asks of its learning-rate schedule."""
-
-    def lrs_at(self, step: int) -> list[float]: ...
 
 
 @dataclass
@@ -115,10 +111,12 @@ class Run:
                     "The run failed: %s: %s", type(error).__name__, error, extra={"console": False}, exc_info=True
                 )
             summary = self._write_summary(status, resumed)
+            self._write_report()
             if status == "interrupted":
                 self._say_how_it_ended(summary)
             raise
         summary = self._write_summary(trainer.state.status, resumed)
+        self._write_report()
         self._say_how_it_ended(summary)
         return summary
 
@@ -174,7 +172,12 @@ class Run:
             f"Writes to {self.directory.path}",
             f"Schedule: {self.schedule}",
         ]
-        return "\n".join([*head, *lr_curve(self.schedule, self.total), self.trainer.describe()])
+        return "\n".join([*head, *lr_text(self.schedule, self.total), self.trainer.describe()])
+
+    def plot_lr(self, path: Path) -> None:
+        """Write the learning rate of every parameter group over the run as an SVG picture."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(lr_svg(self.schedule, self.total), encoding="utf-8")
 
     def _begin_directory(self) -> None:
         differences = self.directory.write_config(self.config)
@@ -197,6 +200,14 @@ class Run:
                 summary["wall_s"],
                 self.directory.path,
             )
+
+    def _write_report(self) -> None:
+        if idist.get_rank() != 0 or not self.config["logging"]["report"]:
+            return
+        try:
+            write_report(self.directory.path)
+        except Exception as error:  # the run has ended as it has, with or without a picture
+            logger.warning("No report could be written: %s: %s.", type(error).__name__, error)
 
     def _put_aside_old_metrics(self) -> None:
         """Points of a run that left no checkpoint would stand twice."""
@@ -254,18 +265,3 @@ class Run:
         if idist.get_rank() == 0:
             self.directory.write_summary(summary)
         return summary
-
-
-def lr_curve(schedule: Curve, total: int, *, width: int = 60, height: int = 8) -> list[str]:
-    """The learning rate of the first parameter group over ``total`` updates: a few points, and a plot of characters."""
-    steps = sorted({round(share * (total - 1) / 10) for share in range(11)})
-    lines = ["Learning rate by update:", *(f"  {step + 1:>9}  {schedule.lrs_at(step)[0]:.4e}" for step in steps)]
-    columns = [schedule.lrs_at(round(column * (total - 1) / max(width - 1, 1)))[0] for column in range(width)]
-    peak = max(columns)
-    if peak <= 0:
-        return lines
-    for row in range(height, 0, -1):
-        label = f"{peak:.1e}" if row == height else ""
-        cells = "".join("#" if value >= peak * (row - 0.5) / height else " " for value in columns)
-        lines.append(f"  {label:>9} |{cells}".rstrip())
-    return [*lines, f"  {'0':>9} +{'-' * width}"]

@@ -175,7 +175,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def config_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """``optimizer.lr: 0.001 -> 0.002`` for each dotted key whose value is another one, or that only one side has."""
-    old, new = _flat(before), _flat(now)
+    old, new = flat(before), flat(now)
     return [
         f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
         for key in sorted(old.keys() | new.keys())
@@ -203,14 +203,15 @@ def weights_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, whose keys are dotted."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def _finite(value: Any) -> Any:

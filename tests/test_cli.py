@@ -125,6 +125,17 @@ WRONG = [
         ["evaluate", "my_config.yaml", "--checkpoint", "best", "checkpoint.best=null"],
         "checkpoint.best: got nothing, so none is the best; name a metric, such as val/loss.",
     ),
+    (["report", "nowhere"], "nowhere is no directory: give one in which a run has written"),
+    (["report", "."], ". is no run: it holds neither metrics.jsonl nor summary.json; give"),
+    (["report", "a", "b"], "got 'b', which report does not take; it takes directories and --output"),
+    (["report", "run", "--outptu", "x"], "got '--outptu', which report does not take"),
+    (["compare"], "the following arguments are required: RUN"),
+    (["compare", "nowhere"], "nowhere is no directory"),
+    (
+        ["compare", ".", "--output", "nowhere/x.html"],
+        "--output: got 'nowhere/x.html', but there is no directory nowhere",
+    ),
+    (["describe", "my_config.yaml", "--plto", "x.svg"], "is no option of describe; did you mean '--plot'?"),
     (["evaluate", "my_config.yaml", "--checkpoint", "x"], "x has no manifest.json: it is not a committed checkpoint"),
 ]
 
@@ -184,6 +195,28 @@ def test_describe_shows_the_curve_and_the_bus_and_runs_nothing(
     assert "|" in said and "#" in said
     assert "RESUME_POINT" in said and "lr_schedule: LRSchedule" in said
     assert not (folder / "run").exists()
+
+
+def test_describe_draws_the_learning_rate(folder: Path) -> None:
+    assert main(["describe", "my_config.yaml", "schedule={name: cosine, warmup: 4}", "--plot", "new/rates.svg"]) == 0
+    picture = (folder / "new" / "rates.svg").read_text()
+
+    assert picture.startswith("<svg ") and picture.count("<polyline ") == 1
+    assert not (folder / "run").exists()
+
+
+def test_report_and_compare_write_a_page_and_print_its_path(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "my_config.yaml", "logging.report=false"]) == 0
+    assert main(["train", "my_config.yaml", "run.directory=other", "optimizer.lr=0.5"]) == 0
+    capsys.readouterr()
+    assert main(["report", "run"]) == 0
+    assert main(["report", "run", "--output", "page.html"]) == 0
+    assert main(["compare", "run", "other"]) == 0
+
+    assert capsys.readouterr().out.splitlines() == ["run/report.html", "page.html", "compare.html"]
+    assert "<h3>Loss</h3>" in (folder / "run" / "report.html").read_text()
+    assert (folder / "page.html").read_bytes() == (folder / "run" / "report.html").read_bytes()
+    assert "optimizer.lr</td><td>0.001</td><td>0.5" in (folder / "compare.html").read_text()
 
 
 def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,8 +126,10 @@ def test_wheel_holds_every_module_and_the_handlers_inside_the_package(wheel: Pat
     core = {path.relative_to(ROOT) for path in (ROOT / "ignite_engine").rglob("*.py")}
     handlers = {Path("ignite_engine") / path.relative_to(ROOT) for path in (ROOT / "handlers").rglob("*.py")}
 
-    assert len(handlers) > 3
-    assert contents(wheel) == {path.as_posix() for path in core | handlers} | {"ignite_engine/py.typed"}
+    pages = {path.relative_to(ROOT) for path in (ROOT / "ignite_engine" / "report").glob("page.*")}
+
+    assert len(handlers) > 3 and len(pages) == 2
+    assert contents(wheel) == {path.as_posix() for path in core | handlers | pages} | {"ignite_engine/py.typed"}
 
 
 def test_sdist_is_enough_to_build_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
@@ -158,6 +160,8 @@ def test_installed_wheel_trains_a_users_own_task(environment: Path, tmp_path: Pa
     accuracies = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
     assert accuracies[-1] > 0.9
     assert any((tmp_path / "first_run" / "checkpoints").iterdir())
+    assert "<svg" in (tmp_path / "first_run" / "report.html").read_text()
+    assert list((tmp_path / "first_run" / "clearml" / "offline").glob("*.zip"))
 
 
 def test_console_script_is_the_same_command_line(environment: Path, tmp_path: Path) -> None:

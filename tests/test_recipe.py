@@ -424,3 +424,37 @@ def test_logs_are_those_that_are_asked_for_and_a_resumed_run_does_without(
     assert task["hyperparams"]["properties"]["status"]["value"] == "completed"
     assert len(list((run.directory.path / "tensorboard").iterdir())) == 1
     assert (summary["status"], summary["iteration"]) == ("completed", 11)
+
+
+def test_report_is_made_however_the_run_ends(build: Callable[..., Run]) -> None:
+    def stop(trainer: Any) -> None:
+        trainer.request_stop("enough")
+
+    completed, interrupted, failed = build(folder="a"), build(folder="b"), build(folder="c")
+    interrupted.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), stop)
+    failed.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: 1 / 0)
+    completed.train()
+    interrupted.train()
+    with pytest.raises(ZeroDivisionError):
+        failed.train()
+
+    for run, said in (
+        (completed, "<b>completed</b> at iteration 8: max_iters."),
+        (interrupted, "<b>interrupted</b> at iteration 5: enough."),
+        (failed, "<b>failed</b> at iteration 3: ZeroDivisionError: division by zero."),
+    ):
+        assert said in (run.directory.path / "report.html").read_text()
+
+
+def test_report_that_cannot_be_made_fails_no_run(
+    build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no pen")
+
+    monkeypatch.setattr("ignite_engine.run.write_report", fail)
+
+    assert build().train()["status"] == "completed"
+    assert "No report could be written: ValueError: no pen." in caplog.messages
+    assert build({"logging": {"report": False}}, "quiet").train()["status"] == "completed"
+    assert caplog.messages.count("No report could be written: ValueError: no pen.") == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ignite_engine.checkpointing import CheckpointError
-from ignite_engine.cli import commands
+from ignite_engine.cli import commands, pictures
 from ignite_engine.config import ConfigWarning
 from ignite_engine.config_file import did_you_mean
 
@@ -82,6 +82,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         )
         command.add_argument("--traceback", action="store_true", help="show the traceback of an error in the task")
         if name == "describe":
+            command.add_argument("--plot", type=Path, metavar="FILE", help="draw the learning rates as an SVG picture")
             continue
         command.add_argument("--nproc-per-node", type=_count, metavar="N", help="processes to start on this machine")
         command.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with CUDA, otherwise gloo")
@@ -91,10 +92,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                 metavar="PATH|best|newest",
                 help="the checkpoint's directory, or which one; default: the best, or the newest if none is the best",
             )
+    pictures.add_parsers(subparsers)
     options, rest = parser.parse_known_args(arguments)
     for word in rest:
+        if options.command in pictures.COMMANDS:
+            parser.error(f"got {word!r}, which {options.command} does not take; it takes directories and --output")
         if word.startswith("-"):
-            known = ["--nproc-per-node", "--backend", "--checkpoint", "--traceback", "--help"]
+            known = ["--nproc-per-node", "--backend", "--checkpoint", "--plot", "--traceback", "--help"]
             parser.error(
                 f"got {word!r}, which is no option of {options.command}{did_you_mean(word.split('=')[0], known)}"
             )

@@ -13,6 +13,7 @@ import torch
 
 from ignite_engine import Parallel, recipe
 from ignite_engine.checkpointing import CheckpointError
+from ignite_engine.cli import pictures
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.registry import StateMismatch
 from ignite_engine.run_directory import RunDirectory
@@ -33,10 +34,18 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def describe(options: argparse.Namespace) -> None:
     """Print the schedule, the learning rates and the bus."""
-    print(recipe.build_run(load_config(options.config, options.overrides)).describe())
+    run = recipe.build_run(load_config(options.config, options.overrides))
+    if options.plot is not None:
+        run.plot_lr(options.plot)
+    print(run.describe())
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"train": train, "evaluate": evaluate, "describe": describe}
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "train": train,
+    "evaluate": evaluate,
+    "describe": describe,
+    **pictures.COMMANDS,
+}
 
 
 def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Namespace], None]) -> None:

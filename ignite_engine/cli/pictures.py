@@ -1,0 +1,48 @@
+"""The commands that draw what runs have written: ``report`` and ``compare``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ignite_engine.report import write_comparison, write_report
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Add both commands; they take directories of runs instead of a config."""
+    told = {
+        "report": "write a page with a run's curves, config and ending, for a browser; no network is needed",
+        "compare": "write a page that lays several runs over one another and tells how their configs differ",
+    }
+    for name, text in told.items():
+        command = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.set_defaults(overrides=[], traceback=False)
+        if name == "report":
+            command.add_argument("runs", nargs=1, type=Path, metavar="RUN_DIR", help="the directory of a run")
+        else:
+            command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the directories of the runs")
+        default = "report.html in the run's directory" if name == "report" else "compare.html"
+        command.add_argument("--output", type=Path, metavar="FILE", help=f"default: {default}")
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write the page of one run and print its path."""
+    print(write_report(options.runs[0], _checked(options.output)))
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Write the page of several runs and print its path."""
+    print(write_comparison(options.runs, _checked(options.output) or "compare.html"))
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"report": report, "compare": compare}
+
+
+def _checked(output: Path | None) -> Path | None:
+    """The file that was asked for, if there can be one of that name."""
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        problem = f"{output} is a directory" if output.is_dir() else f"there is no directory {output.parent}"
+        raise FileNotFoundError(f"--output: got '{output}', but {problem}; name a file in a directory that is there.")
+    return output

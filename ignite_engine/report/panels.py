@@ -1,0 +1,205 @@
+"""Which curves share a picture: one panel for each kind of thing that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ignite_engine.report.records import Points, Record
+
+TIMES = {
+    "data wait": "time/data_wait_ms",
+    "forward and backward": "time/forward_backward_ms",
+    "optimizer": "time/optimizer_ms",
+}
+COLOURS = 8
+_GIB_FROM_MIB = 8192.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named curve; ``mark`` chooses its colour, ``dashed`` sets it apart from one of the same colour."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    mark: int
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one axis; ``stacked``: each line's values are added to those of the lines before it."""
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    from_zero: bool = True
+    may_be_log: bool = False
+    stacked: bool = False
+    notes: Sequence[str] = ()
+
+
+def panels_of(run: Record) -> list[Panel]:
+    """The panels of one run, the loss first; a series of one point is no curve and left out."""
+    series = {name: points for name, points in run.series.items() if len(points) > 1 and name != "epoch"}
+    metrics = list(dict.fromkeys(key.partition("/")[2] for key in series if _is_evaluated(key)))
+    alone = [key for key in series if "/" not in key and key not in ("loss", "lr", "grad_norm", *metrics)]
+    made = [
+        _panel(run, "Loss", "", _sets(series, "loss"), from_zero=False, may_be_log=True),
+        *(_metric(run, series, name) for name in metrics if name != "loss"),
+        _panel(run, "Learning rate", "", _rates(series)),
+        _panel(run, "Gradient norm", "", {key: key for key in series if key == "grad_norm"}, may_be_log=True),
+        *_throughput(run, series),
+        _time_split(series),
+        *_memory(run, series),
+        *(_panel(run, key, "", {key: key}, from_zero=False) for key in alone),
+    ]
+    return [panel for panel in made if panel is not None]
+
+
+def _metric(run: Record, series: Mapping[str, Points], name: str) -> Panel | None:
+    """A metric of sets; one that never changes, such as a baseline, is no curve: the table of last values has it."""
+    lines = _sets(series, name)
+    return _panel(run, name, "", lines, from_zero=False) if any(_moves(run, key) for key in lines.values()) else None
+
+
+def _moves(run: Record, key: str) -> bool:
+    return len({value for _, value in run.series.get(key, ())}) > 1
+
+
+def _is_evaluated(key: str) -> bool:
+    """Whether it is a set's metric, such as val/loss."""
+    return "/" in key and not key.startswith(("lr/", "throughput/", "time/", "memory/"))
+
+
+def _sets(series: Mapping[str, Points], metric: str) -> dict[str, str]:
+    """Lines of one metric: what training logged, and each evaluated set."""
+    own = {"train": metric} if metric in series else {}
+    ending = f"/{metric}"
+    return own | {key.removesuffix(ending): key for key in series if key.endswith(ending) and _is_evaluated(key)}
+
+
+def _rates(series: Mapping[str, Points]) -> dict[str, str]:
+    """One line for all groups that have the same rate."""
+    lines: dict[str, str] = {}
+    for key in [key for key in series if key == "lr" or key.startswith("lr/")]:
+        same = next((name for name, other in lines.items() if series[other] == series[key]), None)
+        if same is None:
+            lines[key.removeprefix("lr/")] = key
+    return lines
+
+
+def _throughput(run: Record, series: Mapping[str, Points]) -> list[Panel | None]:
+    """The finest rate there is; and the wait for data where no times tell it."""
+    units = [unit for unit in ("tokens", "samples", "steps") if f"throughput/{unit}_per_s" in series]
+    panels = [
+        _panel(run, "Throughput", f"{unit}/s, all ranks", {unit: f"throughput/{unit}_per_s"}) for unit in units[:1]
+    ]
+    wait = "throughput/data_wait_share"
+    if wait in series and "time/step_ms" not in series:
+        panels.append(_panel(run, "Wait for data", "share of the time", {"wait": wait}))
+    return panels
+
+
+def _time_split(series: Mapping[str, Points]) -> Panel | None:
+    """Where an iteration's time goes, stacked up to the whole of it."""
+    whole = dict(series.get("time/step_ms", ()))
+    if not whole:
+        return None
+    parts = {name: dict(series[key]) for name, key in TIMES.items() if key in series}
+    rest = {at: max(total - sum(part.get(at, 0.0) for part in parts.values()), 0.0) for at, total in whole.items()}
+    lines = [
+        Line(name, [(at, part.get(at, 0.0)) for at in whole], mark)
+        for mark, (name, part) in enumerate([*parts.items(), ("other", rest)])
+    ]
+    return Panel("Time per iteration", "ms, mean over ranks", lines, stacked=True)
+
+
+def _memory(run: Record, series: Mapping[str, Points]) -> list[Panel | None]:
+    names = {key: key.removeprefix("memory/") for key in series if key.endswith("_mib")}
+    keys = [key for key in names if key.startswith("memory/")]
+    panels: list[Panel | None] = []
+    for title, chosen in (
+        ("Memory of the device", [key for key in keys if not names[key].startswith("host_")]),
+        ("Memory of the host", [key for key in keys if names[key].startswith("host_")]),
+    ):
+        if not chosen:
+            continue
+        large = max(value for key in chosen for _, value in series[key]) >= _GIB_FROM_MIB
+        scale = 1 / 1024 if large else 1.0
+        lines = {
+            names[key].removeprefix("host_").removesuffix("_mib").replace("rss", "in use now"): key for key in chosen
+        }
+        unit = ("GiB" if large else "MiB") + ", the worst rank"
+        panels.append(_panel(run, title, unit, lines, scale=scale))
+    return panels
+
+
+def _panel(
+    run: Record,
+    title: str,
+    unit: str,
+    lines: Mapping[str, str],
+    *,
+    from_zero: bool = True,
+    may_be_log: bool = False,
+    scale: float = 1.0,
+) -> Panel | None:
+    """A panel of the series that ``lines`` names; None without any."""
+    if not lines:
+        return None
+    drawn = [
+        Line(name, [(at, value * scale) for at, value in run.series[key]], mark)
+        for mark, (name, key) in enumerate(lines.items())
+    ]
+    notes = [_told(name, run.not_finite[key]) for name, key in lines.items() if key in run.not_finite]
+    return Panel(title, unit, drawn, from_zero, may_be_log, notes=notes)
+
+
+def _told(name: str, iterations: Sequence[int]) -> str:
+    first = ", ".join(str(each) for each in iterations[:3])
+    more = f" and {len(iterations) - 3} more" if len(iterations) > 3 else ""
+    return f"{name} is not finite at iteration {first}{more}"
+
+
+def compared_panels(runs: Sequence[Record], names: Sequence[str]) -> list[Panel]:
+    """One panel for each series, the runs over one another; the loss first."""
+    left_out = {"epoch", "throughput/steps_per_s", "throughput/data_wait_share"}
+    if any("throughput/tokens_per_s" in run.series for run in runs):
+        left_out.add("throughput/samples_per_s")
+    keys = [key for key in dict.fromkeys(key for run in runs for key in run.series) if key not in left_out]
+    made = []
+    for key in sorted(keys, key=_place):  # stable: the order in which they came
+        having = [
+            (run, name, mark) for mark, (run, name) in enumerate(zip(runs, names)) if len(run.series.get(key, ())) > 1
+        ]
+        if not having or _is_a_copy(key, runs) or (_is_evaluated(key) and not any(_moves(run, key) for run in runs)):
+            continue
+        lines = [Line(name, run.series[key], mark, dashed=mark >= COLOURS) for run, name, mark in having]
+        notes = [_told(name, run.not_finite[key]) for run, name, _ in having if key in run.not_finite]
+        may_be_log = key == "grad_norm" or key.rpartition("/")[2] == "loss"
+        made.append(Panel(key, "", lines, _place(key) > _METRICS_UNTIL, may_be_log, notes=notes))
+    return made
+
+
+_METRICS_UNTIL = 2
+
+
+def _place(key: str) -> int:
+    """Where a series stands on the page; up to ``_METRICS_UNTIL`` it is a metric, whose zero says nothing."""
+    tests = (
+        key == "loss",
+        key.endswith("/loss"),
+        _is_evaluated(key),
+        key == "lr" or key.startswith("lr/"),
+        key == "grad_norm",
+        key.startswith("throughput/"),
+        key.startswith("time/"),
+        key.startswith("memory/"),
+    )
+    return tests.index(True) if any(tests) else 2
+
+
+def _is_a_copy(key: str, runs: Sequence[Record]) -> bool:
+    """A group's rate that is everywhere the rate of the first group."""
+    return key.startswith("lr/") and all(run.series.get(key) in (None, run.series.get("lr")) for run in runs)

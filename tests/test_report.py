@@ -1,0 +1,387 @@
+"""The pages: every curve is there as it was measured, nothing is loaded from anywhere, and any run can be shown."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from ignite_engine.report import NotARun, read_run, write_comparison, write_report
+from ignite_engine.report.charts import HEIGHT, WIDTH, Axes, chart, span_of
+from ignite_engine.report.lr_curve import lr_svg, lr_text
+from ignite_engine.report.panels import Line, Panel, panels_of
+from ignite_engine.report.scales import averaged, log_ticks, short, thin, ticks
+
+VOID = {"meta", "br", "path"}
+
+
+class Page(HTMLParser):
+    """A page's tags, checked for balance, and the text of each kind of element."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: dict[str, list[str]] = {}
+        self.feed(self.text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.words.setdefault(self.open[-1], []).append(data)
+
+    @property
+    def curves(self) -> dict[str, dict[str, list[list[float]]]]:
+        """The points of each line by the title of its picture, as the page's script has them."""
+        data = next(text for text in self.words["script"] if text.startswith("["))
+        titles = [word for word in self.words["h3"]][: len(json.loads(data))]
+        return {
+            title: {line["name"]: line["points"] for line in found["lines"]}
+            for title, found in zip(titles, json.loads(data), strict=True)
+        }
+
+
+def run_directory(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any] | None = None,
+    summary: Mapping[str, Any] | None = None,
+) -> Path:
+    path.mkdir(parents=True)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if config is not None:
+        (path / "config.yaml").write_text(yaml.safe_dump(config))
+    if summary is not None:
+        (path / "summary.json").write_text(json.dumps(summary))
+    return path
+
+
+def row(iteration: int, **more: Any) -> dict[str, Any]:
+    values = {"iteration": iteration, "epoch": 1, "loss": 4 / iteration, "lr": 0.5, "grad_norm": 1.0 + iteration % 2}
+    values |= {"throughput/tokens_per_s": 1000.0 * iteration, "throughput/steps_per_s": 2.0}
+    values |= {
+        "time/step_ms": 10.0,
+        "time/data_wait_ms": 1.0,
+        "time/forward_backward_ms": 6.0,
+        "time/optimizer_ms": 2.5,
+    }
+    return values | {"memory/host_rss_mib": 500.0 + iteration, "memory/peak_mib": 10240.0} | more
+
+
+ROWS = [
+    row(n, **({"val/loss": 5 / n, "val/accuracy": n / 10, "still/one": 3.0} if n % 2 == 0 else {})) for n in range(1, 7)
+]
+SUMMARY = {"status": "completed", "reason": "max_iters", "iteration": 6, "epoch": 1, "wall_s": 125.0, "parameters": 17}
+
+
+def test_page_has_every_curve_as_it_was_measured(tmp_path: Path) -> None:
+    page = Page(write_report(run_directory(tmp_path / "run", ROWS, {"run": {"name": "mine"}}, SUMMARY)))
+
+    assert page.curves == {
+        "Loss": {
+            "train": [[n, pytest.approx(4 / n, rel=1e-4)] for n in range(1, 7)],
+            "val": [[2, 2.5], [4, 1.25], [6, 0.83333]],
+        },
+        "accuracy": {"val": [[2, 0.2], [4, 0.4], [6, 0.6]]},
+        "Learning rate": {"lr": [[n, 0.5] for n in range(1, 7)]},
+        "Gradient norm": {"grad_norm": [[n, 1 + n % 2] for n in range(1, 7)]},
+        "Throughput": {"tokens": [[n, 1000 * n] for n in range(1, 7)]},
+        "Time per iteration": {
+            "data wait": [[n, 1] for n in range(1, 7)],
+            "forward and backward": [[n, 6] for n in range(1, 7)],
+            "optimizer": [[n, 2.5] for n in range(1, 7)],
+            "other": [[n, 0.5] for n in range(1, 7)],
+        },
+        "Memory of the device": {"peak": [[n, 10] for n in range(1, 7)]},
+        "Memory of the host": {"in use now": [[n, 500 + n] for n in range(1, 7)]},
+    }
+    units = [word for word in page.words["span"] if "," in word]
+    assert units == ["tokens/s, all ranks", "ms, mean over ranks", "GiB, the worst rank", "MiB, the worst rank"]
+    assert sum(tag == "svg" for tag, _ in page.tags) == 8
+    assert page.words["h1"] == ["mine"] and "completed" in page.words["b"]
+    assert {"2 min 05 s ", "0.8333 "} <= set(page.words["dd"])
+
+
+def test_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", ROWS, {"run": {"name": "mine"}}, SUMMARY)
+    (run / "environment.json").write_text(json.dumps({"command": ["train"], "packages": {"torch": "2"}}))
+    for path in (write_report(run), write_comparison([run, run], tmp_path / "compare.html")):
+        page = Page(path)
+        loading = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}
+        assert [tag for tag in page.tags if loading & tag[1].keys()] == []
+        assert re.findall(r"https?://|url\(|@import|\bfetch\(|XMLHttp|import\s*\(", page.text) == []
+        policy = dict(page.tags)["meta"]  # the last one
+        assert "default-src 'none'" in str(policy["content"])
+        assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+
+
+def test_no_word_of_a_run_becomes_a_tag_or_a_script(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x>&"
+    config = {"run": {"name": evil, evil: evil}}
+    run = run_directory(tmp_path / "run", [row(n, **{evil: n / 2, f"val/{evil}": n}) for n in (1, 2, 3)], config)
+    (run / "summary.json").write_text(
+        json.dumps({"status": "failed", "reason": evil, "iteration": 3, "metrics": {evil: 1}})
+    )
+    (run / "logs").mkdir()
+    (run / "logs" / "rank_0.log").write_text(evil)
+    for path in (write_report(run), write_comparison([run, run], tmp_path / "compare.html")):
+        page = Page(path)
+        assert [tag for tag, _ in page.tags if tag in ("script", "img")] == ["script", "script"]
+        assert page.words["h3"].count(evil) >= 1
+
+
+@pytest.mark.parametrize(
+    ("summary", "said"),
+    [
+        (
+            {"status": "interrupted", "reason": "SIGINT", "iteration": 1234},
+            "at iteration 1,234: SIGINT. The same command goes on",
+        ),
+        ({"status": "failed", "reason": "ValueError: no", "iteration": 3}, "at iteration 3: ValueError: no."),
+        ({"status": "running", "reason": None, "iteration": 3}, "at iteration 3. It is still going on, or was killed."),
+        (None, "There is no summary.json."),
+    ],
+)
+def test_page_says_how_the_run_ended(tmp_path: Path, summary: Any, said: str) -> None:
+    page = Page(write_report(run_directory(tmp_path / "run", ROWS, summary=summary)))
+
+    assert said in " ".join(page.words["p"])
+
+
+def test_failed_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", ROWS, summary={"status": "failed", "reason": "x", "iteration": 1})
+    (run / "logs").mkdir()
+    (run / "logs" / "rank_0.log").write_text("\n".join(f"line {n}" for n in range(1000)) + "\nValueError: no\n")
+    page = Page(write_report(run))
+
+    assert page.words["pre"][0].endswith("line 999\nValueError: no") and "line 900" not in page.words["pre"][0]
+    assert ("details", {"open": None}) in page.tags
+
+
+def test_run_that_is_still_written_to_or_has_measured_nothing_can_be_shown(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", ROWS[:2])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"loss": 1}\n{"iteration": 3, "loss": 0.')
+    (run / "config.yaml").write_text("{broken")
+
+    assert Page(write_report(run)).curves["Loss"] == {"train": [[1, 4], [2, 2]]}
+    empty = run_directory(tmp_path / "empty", [], summary={"status": "running"})
+    assert "there is no curve" in Page(write_report(empty)).text
+    assert "there is no curve" in Page(write_comparison([empty], tmp_path / "c.html")).text
+
+
+def test_what_is_not_finite_is_told_and_leaves_the_axis_alone(tmp_path: Path) -> None:
+    rows = [row(n, loss="nan" if n in (2, 3, 4, 6) else 1.0 / n) for n in range(1, 8)]
+    rows[4]["grad_norm"] = "inf"
+    page = Page(write_report(run_directory(tmp_path / "run", rows)))
+
+    assert [point[0] for point in page.curves["Loss"]["train"]] == [1, 5, 7]
+    assert "train is not finite at iteration 2, 3, 4 and 1 more" in page.words["p"]
+    assert "grad_norm is not finite at iteration 5" in page.words["p"]
+
+
+def test_groups_of_the_same_rate_are_one_line(tmp_path: Path) -> None:
+    rows = [row(n, **{"lr/a": 0.5, "lr/b": 0.05, "lr/c": 0.05}) for n in (1, 2)]
+    run = read_run(run_directory(tmp_path / "run", rows))
+
+    (rates,) = [panel for panel in panels_of(run) if panel.title == "Learning rate"]
+    assert {line.name: line.points[0][1] for line in rates.lines} == {"lr": 0.5, "b": 0.05}
+
+
+def test_long_run_is_thinned_and_keeps_its_extremes(tmp_path: Path) -> None:
+    rows = [row(n, loss=1.0 + math.sin(n) / 10) for n in range(1, 20_001)]
+    rows[12_344]["loss"], rows[7_776]["loss"], rows[4]["grad_norm"] = 7.5, -3.25, 1e4
+    path = write_report(run_directory(tmp_path / "run", rows))
+    loss = Page(path).curves["Loss"]["train"]
+
+    assert path.stat().st_size < 500_000 and len(loss) <= 1200
+    assert [7777, -3.25] in loss and [12345, 7.5] in loss
+    assert loss[0][0] == 1 and loss[-1][0] == 20_000 and loss == sorted(loss)
+    assert [5, 10000] in Page(path).curves["Gradient norm"]["grad_norm"]
+
+
+def test_thinning_keeps_first_lowest_highest_and_last_of_each_part() -> None:
+    points = [(float(n), float((n * 7) % 100)) for n in range(1000)]
+    kept = thin(points, 10)
+
+    assert thin(points[:40], 10) == points[:40]
+    assert kept == sorted(kept) and set(kept) <= set(points) and len(kept) <= 40
+    for part in range(10):
+        inside = points[part * 100 : part * 100 + 99]
+        assert {min(inside, key=lambda p: p[1]), max(inside, key=lambda p: p[1]), inside[0]} <= set(kept)
+    assert averaged(points, 10)[0] == pytest.approx((49.5, sum(point[1] for point in points[:100]) / 100), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 10, [0, 2, 4, 6, 8, 10]),
+        (0.13, 0.97, [0.2, 0.4, 0.6, 0.8]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+        (3, 3, [3]),
+        (1, 400, [100, 200, 300, 400]),
+        (1e-5, 3.2e-5, [1e-5, 1.5e-5, 2e-5, 2.5e-5, 3e-5]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_log_ticks_are_powers_or_their_halves() -> None:
+    assert log_ticks(0.05, 2000) == pytest.approx([0.1, 1, 10, 100, 1000])
+    assert log_ticks(1.5, 60) == pytest.approx([2, 5, 10, 20, 50])
+    assert log_ticks(1e-12, 1e12, 5) == pytest.approx([1e-12, 1e-7, 1e-2, 1e3, 1e8])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (1.46789, "1.468"),
+        (-0.0015, "-0.0015"),
+        (0.00123456, "0.001235"),
+        (2e-5, "2e-5"),
+        (3.456e-7, "3.46e-7"),
+        (9999, "9999"),
+        (12345, "12.35k"),
+        (500000, "500k"),
+        (5354112, "5.354M"),
+        (1.5e9, "1.5G"),
+        (100, "100"),
+        (1e20, "1e20"),
+    ],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def test_places_in_a_picture_are_those_of_the_values() -> None:
+    panel = Panel("Loss", "", [Line("train", [(0, 0.0), (5, 10.0), (10, 5.0)], 0)])
+    axes = Axes(panel)
+
+    assert (axes.left, axes.right, axes.bottom) == (0, 10, 0)
+    assert [axes.x(at) for at in (0, 5, 10)] == [0, WIDTH / 2, WIDTH]
+    assert axes.y(0) == HEIGHT and axes.y(10) == pytest.approx(HEIGHT * 0.5 / 10.5)
+    html, data = chart(panel, 0, (0, 20))
+    assert f'd="M0.0 {HEIGHT}L{WIDTH / 4} {axes.y(10):.1f}L{WIDTH / 2} {axes.y(5):.1f}"' in html
+    assert (data["left"], data["right"]) == (0, 20) == span_of([Panel("", "", [Line("", [(0, 1), (20, 1)], 0)])])
+
+
+def test_axis_is_logarithmic_where_the_loss_falls_far_and_never_for_what_is_not_positive() -> None:
+    def is_log(*values: float, may_be: bool = True) -> bool:
+        line = Line("", list(enumerate(values)), 0)
+        return Axes(Panel("", "", [line], from_zero=False, may_be_log=may_be)).is_log
+
+    assert is_log(100.0, 1.0) and not is_log(20.0, 1.0)
+    assert not is_log(100.0, 1.0, may_be=False)
+    assert not is_log(100.0, 0.0) and not is_log(100.0, -1.0)
+
+
+def test_flat_line_has_room_above_and_below() -> None:
+    axes = Axes(Panel("", "", [Line("", [(1, 3.0), (2, 3.0)], 0)], from_zero=False))
+
+    assert 0 < axes.y(3.0) < HEIGHT and axes.y_ticks
+
+
+def test_comparison_lays_runs_over_one_another_and_tells_what_differs(tmp_path: Path) -> None:
+    config = {"task": "a.py:build", "run": {"name": "same", "seed": 0}, "optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}}
+    first = run_directory(tmp_path / "one", ROWS, config, SUMMARY)
+    other = {**config, "optimizer": {"lr": 0.2, "betas": [0.9, 0.99]}, "schedule": {"name": "cosine"}}
+    second = run_directory(
+        tmp_path / "two", [row(n, loss=9.0 / n) for n in (1, 2)], other, {**SUMMARY, "status": "failed"}
+    )
+    page = Page(write_comparison([first, second], tmp_path / "compare.html"))
+
+    names = [f"same ({first})", f"same ({second})"]
+    assert list(page.curves["loss"]) == names and page.curves["loss"][names[1]] == [[1, 9], [2, 4.5]]
+    assert list(page.curves) == [
+        "loss",
+        "val/loss",
+        "val/accuracy",
+        "lr",
+        "grad_norm",
+        "throughput/tokens_per_s",
+        "time/step_ms",
+        "time/data_wait_ms",
+        "time/forward_backward_ms",
+        "time/optimizer_ms",
+        "memory/host_rss_mib",
+        "memory/peak_mib",
+    ]
+    cells = page.words["td"]
+    differences = cells[cells.index("optimizer.lr") :]
+    assert differences == ["optimizer.lr", "0.1", "0.2", "schedule.name", "not set", "cosine"]
+    assert cells[:5] == [names[0], "completed", "6", "0.66667", "0.83333"]
+    marks = {line["name"]: line["mark"] for line in json.loads(page.words["script"][0])[0]["lines"]}
+    assert marks == {names[0]: 0, names[1]: 1}
+
+
+def test_comparison_of_equal_configs_says_so(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", ROWS, {"run": {"name": "a"}})
+
+    assert "None." in Page(write_comparison([run, run], tmp_path / "compare.html")).words["p"]
+
+
+@pytest.mark.parametrize("make", [None, "empty", "file"])
+def test_directory_without_a_run_is_named(tmp_path: Path, make: str | None) -> None:
+    path = tmp_path / "wrong"
+    if make == "empty":
+        path.mkdir()
+    elif make == "file":
+        path.write_text("")
+    with pytest.raises(NotARun, match=r"wrong is no (directory|run)\b.*\.$"):
+        write_report(path)
+
+
+class Steps:
+    """Rates of two groups; the second's is a tenth."""
+
+    def lrs_at(self, step: int) -> list[float]:
+        return [0.5 * (step + 1) / 100, 0.05 * (step + 1) / 100, 0.05 * (step + 1) / 100]
+
+
+def test_rate_is_plotted_in_characters() -> None:
+    lines = lr_text(Steps(), 100)
+    plot = lines[-14:-2]
+
+    assert lines[1:12] == [f"  {n:>9}  {0.005 * n:.4e}" for n in (1, 11, 21, 31, 41, 51, 60, 70, 80, 90, 100)]
+    assert all(line[12] == "|" and len(line) <= 73 for line in plot)
+    columns = [sum(len(line) > 13 + at and line[13 + at] == "#" for line in plot) for at in range(60)]
+    assert columns == sorted(columns) and (columns[0], columns[30], columns[59]) == (0, 6, 12)
+    assert (lines[-14].split()[0], lines[-8].split()[0], lines[-2].split()[0]) == ("0.5", "0.25", "0")
+    assert lines[-1].split() == ["update", "1", "50.5", "100"] and len(lines[-1]) == 73
+
+
+def test_rate_is_drawn_as_a_picture() -> None:
+    picture = ElementTree.fromstring(lr_svg(Steps(), 100))
+    lines = picture.findall("{http://www.w3.org/2000/svg}polyline")
+
+    assert len(lines) == 2  # two groups share their rates
+    first, second = ([tuple(map(float, place.split(","))) for place in line.attrib["points"].split()] for line in lines)
+    assert len(first) == len(second) == 100
+    assert all(a[0] == b[0] and a[1] < b[1] for a, b in zip(first, second))
+    assert [place[1] for place in first] == sorted((place[1] for place in first), reverse=True)
+
+
+def test_one_update_can_be_plotted() -> None:
+    assert len(lr_text(Steps(), 1)) > 12 and ElementTree.fromstring(lr_svg(Steps(), 1)) is not None
