@@ -19,7 +19,10 @@ from ignite_engine.checkpointing import (
     BackgroundSave,
     CheckpointError,
     CheckpointStore,
+    LoadPlan,
+    LoadTable,
     Retention,
+    SaveFilter,
     Snapshot,
     all_finite,
 )
@@ -41,6 +44,10 @@ class Checkpoint:
         mode: whether a small or a large value is good.
         keep_every: those whose iteration is a multiple of it stay for good.
         config: kept in each checkpoint.
+        labels: words that each checkpoint is labelled with.
+        exclude: what is not saved: parts, such as ``optimizer``, or names inside parts, such as ``model:backbone.*``.
+            A resumed run has it as it was built, so it must not be trained; the exactness report names it.
+        keep_fn: ``keep_fn(part, name, value)``, asked of each name inside a part; False leaves it out, too.
         background: write while training goes on; the last save of a run is waited for. It holds a second copy of the
             state in host memory. With an ``Update`` weights and optimizer state are copied beside the next forward
             and backward; with an update function of your own training waits for the copy.
@@ -63,6 +70,9 @@ class Checkpoint:
         mode: Literal["min", "max"] = "min",
         keep_every: int | None = None,
         config: Mapping[str, Any] | None = None,
+        labels: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        keep_fn: Callable[[str, str, Any], bool] | None = None,
         background: bool = False,
         when_busy: Literal["wait", "skip"] = "wait",
         on_exception: bool = False,
@@ -75,7 +85,8 @@ class Checkpoint:
         self.retention = Retention(
             keep_last=keep_last, keep_best=keep_best, best=best, mode=mode, keep_every=keep_every
         )
-        self.config, self.name = config, name
+        self.config, self.name, self.labels = config, name, tuple(labels)
+        self.filter = SaveFilter(exclude, keep_fn)
         self.error: CheckpointError | None = None
         """Why the last save failed; None: it did not."""
         self._trainer: Trainer | None = None
@@ -130,10 +141,40 @@ class Checkpoint:
                 loaded.manifest.world_size,
                 agreement.world_size(),
             )
-        self._trainer.registry.load({**loaded.shared, **local}, source=str(path), ignore=ignore)
+        self._trainer.registry.load(
+            {**loaded.shared, **local}, source=str(path), ignore=ignore, left_out=loaded.manifest.left_out
+        )
         self._saved_at, self._resumed_from = _edge_of(self._trainer), path.name
         logger.info("Resumed from %s.", path)
         return path
+
+    def load(self, path: str | Path, plan: LoadPlan) -> LoadTable:
+        """Begin with what ``plan`` takes from another run's checkpoint, where :meth:`resume` found none; a collective.
+
+        Args:
+            path: a checkpoint, a folder of checkpoints or of a run (its newest valid one), or a file of weights
+                (safetensors, or a state_dict of ``torch.save``).
+            plan: such as ``LoadPlan.fine_tune()``.
+
+        Returns:
+            What was loaded, skipped and missing, part by part; it is logged, too.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be read; the same on all ranks, as the others are.
+            StateMismatch: the plan is strict, and what was saved does not fit what was built.
+            ValueError: something in the plan matches nothing.
+            RuntimeError: it is not attached to a trainer yet.
+        """
+        if self._trainer is None:
+            raise RuntimeError("Checkpoint.load() needs a trainer: call attach(trainer, event) before.")
+        table = self._trainer.registry.begin_from(path, plan)
+        self._resumed_from = table.source
+        return table
+
+    def exactness(self, trainer: Trainer) -> list[str]:
+        """Why a run resumed from a checkpoint of this one would not be bit for bit; empty: it would be."""
+        shared, local = trainer.registry.capture()
+        return [*trainer.exactness(), *self.filter.reasons({**shared, **local})]
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far; which checkpoints there are is read from disk."""
@@ -149,6 +190,7 @@ class Checkpoint:
         if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
             self.store = CheckpointStore(self.store.directory, agreement.cpu_group("checkpoint"))
         self.store.sweep()
+        self.filter.check(trainer.registry.capture)
         trainer.call_at_end(self._end)
 
     def _measure(self, trainer: Trainer) -> None:
@@ -186,7 +228,7 @@ class Checkpoint:
     def _save(self, trainer: Trainer, *, background: bool = False, exactness: Iterable[str] = ()) -> None:
         state = trainer.state
         state.checkpoints += 1  # it counts itself: the resumed run goes on with this number
-        shared, local = trainer.registry.capture()
+        (shared, left_out), (local, own) = map(self.filter, trainer.registry.capture())
         if background:
             shared, local = self._snapshot.take((shared, local), _changed_by_step_alone(trainer))
         measured_at, values = self._measured
@@ -197,8 +239,10 @@ class Checkpoint:
             iteration=state.iteration,
             epoch=state.epoch,
             metrics=values if measured_at == state.iteration else None,
-            exactness=[*trainer.exactness(), *exactness],
+            exactness=[*trainer.exactness(), *self.filter.told(left_out | own), *exactness],
             config=self.config,
+            labels=self.labels,
+            left_out=left_out | own,
             parent=self._resumed_from,
         )
 

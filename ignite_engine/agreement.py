@@ -7,7 +7,7 @@ in the same order.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -85,6 +85,27 @@ def gather_objects(value: T) -> list[T]:
     everyone: list[T | None] = [None] * world_size()
     dist.all_gather_object(everyone, value, group=cpu_group())
     return everyone  # type: ignore[return-value]  # every place was filled
+
+
+def agreed(work: Callable[[], T]) -> list[T]:
+    """Do ``work`` on every rank and exchange its (picklable) results; an error of any rank is raised on all of them.
+
+    Args:
+        work: it must not itself wait for a peer.
+
+    Raises:
+        Exception: this rank's own, or else the first that another rank told.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    outcomes = gather_objects((result, error))
+    first = error or next((other for _, other in outcomes if other is not None), None)
+    if first is not None:
+        raise first
+    return [each for each, _ in outcomes]  # type: ignore[misc]  # without an error there is a result
 
 
 def wait_for_all() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_engine import agreement
+from ignite_engine.checkpointing import LoadPlan, LoadTable, find_source, prepare, read_source
+from ignite_engine.checkpointing.contents import filled
+from ignite_engine.checkpointing.errors import StateMismatch as StateMismatch
+from ignite_engine.checkpointing.patterns import shortened
+
 logger = logging.getLogger(__name__)
-
-
-class StateMismatch(ValueError):
-    """A checkpoint's state does not fit what was built; the message is one line and names the remedy."""
 
 
 @runtime_checkable
@@ -34,6 +37,7 @@ class Registry:
         self.unsaved: list[str] = []
         self.waiting: dict[str, Any] = {}
         self.resumed_from: str | None = None
+        self._left_out: Mapping[str, Sequence[str]] = {}
 
     def register(self, name: str, obj: Any, *, shared: bool = False) -> None:
         """Put ``obj`` into every checkpoint under ``name``; load it at once if a resumed checkpoint has it.
@@ -57,7 +61,7 @@ class Registry:
         if shared:
             self.shared.add(name)
         if name in self.waiting:
-            obj.load_state_dict(self.waiting.pop(name))
+            self.load_one(name, self.waiting.pop(name), self._left_out)
 
     def adopt(self, obj: Any, args: tuple[Any, ...]) -> None:
         """Register an object that was attached without ``register``, under its ``name`` or that of its class.
@@ -91,19 +95,70 @@ class Registry:
         local = {name: obj.state_dict() for name, obj in self.objects.items() if name not in self.shared}
         return shared, local
 
-    def load(self, states: Mapping[str, Any], *, source: str, ignore: Iterable[str] = ()) -> None:
-        """Load every state whose object is registered; the others wait for theirs."""
-        left_out = set(ignore)
-        unknown = left_out - set(states)
+    def load(
+        self,
+        states: Mapping[str, Any],
+        *,
+        source: str,
+        ignore: Iterable[str] = (),
+        left_out: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Load every state whose object is registered; the others wait for theirs.
+
+        Args:
+            left_out: names that were left out when it was saved, by part; they stay as they were built.
+        """
+        ignored = set(ignore)
+        unknown = ignored - set(states)
         if unknown:
             raise ValueError(f"resume(ignore=...) names {sorted(unknown)}, but {source} holds {sorted(states)}.")
-        self.resumed_from = source
-        self.waiting = {name: state for name, state in states.items() if name not in left_out}
-        for name in [name for name in self.waiting if name in self.objects]:
-            self.objects[name].load_state_dict(self.waiting.pop(name))
+        self._take({name: state for name, state in states.items() if name not in ignored}, source, left_out)
         fresh = sorted(set(self.objects) - set(states))
         if fresh:
             logger.warning("%s holds no state of %s: they start fresh.", source, ", ".join(fresh))
+        for part, names in (left_out or {}).items():
+            if part in states and part not in ignored:
+                what = f"{part} ({len(names)}: {shortened(names)})"
+                logger.warning("%s was saved without some of %s: they stay as they were built.", source, what)
+
+    def begin_from(self, path: str | Path, plan: LoadPlan) -> LoadTable:
+        """Load what a plan takes from a checkpoint that is not this run's; a collective.
+
+        Args:
+            path: a checkpoint, or a folder of which rank 0's newest valid one is taken on all ranks, or a file of
+                weights.
+            plan: the same on all ranks.
+
+        Raises:
+            CheckpointError, StateMismatch, ValueError: one line, on all ranks the same; nothing was loaded.
+        """
+        chosen = agreement.agreed(lambda: find_source(path) if agreement.rank() == 0 else None)[0]
+        assert chosen is not None
+        rank = agreement.rank()
+
+        def prepared() -> tuple[dict[str, Any], LoadTable]:
+            found = read_source(chosen, rank)
+            return prepare(plan, found.parts, self.objects, source=str(chosen), left_out=found.left_out)
+
+        outcome: list[tuple[dict[str, Any], LoadTable]] = []
+        agreement.agreed(lambda: outcome.append(prepared()))
+        states, table = outcome[0]
+        self._take(states, str(chosen))
+        logger.log(logging.INFO if table.complete else logging.WARNING, "%s", table)
+        return table
+
+    def load_one(self, name: str, state: Any, left_out: Mapping[str, Sequence[str]]) -> None:
+        """Load one registered object; names that were left out when its state was saved stay as they are."""
+        if names := left_out.get(name):
+            state = filled(state, self.objects[name].state_dict(), names)
+        self.objects[name].load_state_dict(state)
+
+    def _take(
+        self, states: Mapping[str, Any], source: str, left_out: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        self.resumed_from, self.waiting, self._left_out = source, dict(states), left_out or {}
+        for name in [name for name in self.waiting if name in self.objects]:
+            self.load_one(name, self.waiting.pop(name), self._left_out)
 
     def check_all_claimed(self) -> None:
         """Refuse to go on while a loaded state has no object.

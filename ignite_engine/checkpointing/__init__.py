@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from ignite_engine.checkpointing.background import BackgroundSave
 from ignite_engine.checkpointing.errors import CheckpointError
+from ignite_engine.checkpointing.load_plan import LoadPlan
+from ignite_engine.checkpointing.load_table import LoadTable
+from ignite_engine.checkpointing.loading import prepare
 from ignite_engine.checkpointing.manifest import FORMAT_VERSION, Manifest, read_manifest
 from ignite_engine.checkpointing.parts import all_finite
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
+from ignite_engine.checkpointing.save_filter import SaveFilter
 from ignite_engine.checkpointing.snapshot import Snapshot
+from ignite_engine.checkpointing.source import Source, find_directory, find_source, read_source
 from ignite_engine.checkpointing.store import CheckpointStore, Loaded, Newest
 
 __all__ = [
@@ -16,11 +21,19 @@ __all__ = [
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointStore",
+    "LoadPlan",
+    "LoadTable",
     "Loaded",
     "Manifest",
     "Newest",
     "Retention",
+    "SaveFilter",
     "Snapshot",
+    "Source",
     "all_finite",
+    "find_directory",
+    "find_source",
+    "prepare",
     "read_manifest",
+    "read_source",
 ]

@@ -114,7 +114,9 @@ class Commit:
 
         self._written = self._ranks.together(write, self._failure)
 
-    def finish(self, *, epoch: int, labels: Sequence[str], parent: str | None) -> tuple[Path, Manifest]:
+    def finish(
+        self, *, epoch: int, labels: Sequence[str], parent: str | None, left_out: Mapping[str, Sequence[str]]
+    ) -> tuple[Path, Manifest]:
         """Write the manifest, rename; a collective.
 
         Returns:
@@ -123,7 +125,7 @@ class Commit:
 
         def commit() -> tuple[Path, Manifest]:
             assert self._temporary is not None
-            manifest = self._manifest(epoch, labels, parent)
+            manifest = self._manifest(epoch, labels, parent, left_out)
             filesystem.synchronise_directory(self._temporary)
             filesystem.write_file(self._temporary / MANIFEST_NAME, lambda file: file.write(manifest.to_json()))
             filesystem.synchronise_directory(self._temporary)
@@ -147,7 +149,9 @@ class Commit:
         filesystem.synchronise_directory(self._directory)
         return plain
 
-    def _manifest(self, epoch: int, labels: Sequence[str], parent: str | None) -> Manifest:
+    def _manifest(
+        self, epoch: int, labels: Sequence[str], parent: str | None, left_out: Mapping[str, Sequence[str]]
+    ) -> Manifest:
         iterations = sorted({each.iteration for each in self._written})
         if len(iterations) > 1:
             raise CheckpointError(f"the ranks are at different iterations: {iterations}")
@@ -169,6 +173,7 @@ class Commit:
             labels=_unique([*(label for each in same for label in each.labels), *labels]),
             pinned=any(each.pinned for each in same),
             parent=parent,
+            left_out={part: list(names) for part, names in left_out.items()},
         )
 
 

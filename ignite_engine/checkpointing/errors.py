@@ -1,4 +1,4 @@
-"""The one error of the checkpoint store, and how causes are told in one line."""
+"""The errors of checkpoints, and how causes are told in one line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 class CheckpointError(Exception):
     """A checkpoint could not be written, read or deleted; the message is one line and names what, where and why."""
+
+
+class StateMismatch(ValueError):
+    """A checkpoint's state does not fit what was built; the message is one line and names the remedy."""
 
 
 def one_line(error: BaseException) -> str:

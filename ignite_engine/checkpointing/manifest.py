@@ -51,6 +51,8 @@ class Manifest:
     """Never deleted by retention."""
     parent: str | None = None
     """Name of the checkpoint that the run was resumed from."""
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+    """Names inside parts that a filter left out, by part; a part without names was left out whole."""
     format_version: int = FORMAT_VERSION
 
     @property

@@ -104,7 +104,7 @@ def read_parts(path: Path, record: FileRecord, *, verified: bool = False, mmap: 
             if not verified and (problem := compare(path.name, hash_file(file), record)):
                 raise CheckpointError(f"{path.parent} is damaged: {problem}.")
             file.seek(0)
-            return _load_plain(path, file, mmap)
+            return load_plain(path, file, mmap)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
 
@@ -112,7 +112,7 @@ def read_parts(path: Path, record: FileRecord, *, verified: bool = False, mmap: 
 def plain_data_problem(path: Path) -> str | None:
     """Why a file is not plain data, or None. Reads the pickle, not the tensors."""
     try:
-        _load_plain(path, None, mmap=True)
+        load_plain(path, None, mmap=True)
     except CheckpointError as error:
         return str(error).rstrip(".")
     return None
@@ -127,7 +127,7 @@ def compare(name: str, found: FileRecord, expected: FileRecord) -> str | None:
     return None
 
 
-def _load_plain(path: Path, file: IO[bytes] | None, mmap: bool) -> dict[str, Any]:
+def load_plain(path: Path, file: IO[bytes] | None, mmap: bool) -> dict[str, Any]:
     source: Any = path if mmap or file is None else file
     try:
         loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)

@@ -69,6 +69,7 @@ class CheckpointStore:
         config: Mapping[str, Any] | None = None,
         labels: Sequence[str] = (),
         parent: str | None = None,
+        left_out: Mapping[str, Sequence[str]] | None = None,
         healthy: bool = True,
     ) -> Path:
         """Write a checkpoint and commit it; a collective. Older ones are left as they are.
@@ -86,6 +87,7 @@ class CheckpointStore:
             config: the run's configuration, JSON data.
             labels: words to find it by.
             parent: the checkpoint that the run was resumed from.
+            left_out: names inside parts that were left out of them, by part; rank 0's count.
             healthy: this rank's weights are finite; the checkpoint is healthy if all ranks are.
 
         Returns:
@@ -101,7 +103,7 @@ class CheckpointStore:
         with commit:
             commit.begin(metrics=metrics, config=config)
             commit.write(shared, local, exactness=exactness, healthy=healthy)
-            path, manifest = commit.finish(epoch=epoch, labels=labels, parent=parent)
+            path, manifest = commit.finish(epoch=epoch, labels=labels, parent=parent, left_out=left_out or {})
         self._verification.forget(path)
         self._verification.remember_written(path, manifest)
         return path
@@ -225,7 +227,8 @@ class CheckpointStore:
         """Remove what dead writers left; a collective, for the start of a run. A living writer's files stay."""
         return self._ranks.rank_zero(lambda: names.sweep(self.directory), lambda causes: f"Sweeping failed: {causes}.")
 
-    def _prune(self, retention: Retention) -> list[Path]:
+    def doomed(self, retention: Retention) -> list[CheckpointInfo]:
+        """Those that :meth:`apply` would delete; nothing is deleted, and files may be read to verify them."""
         check = self._verification
         sound = [each for each in self.checkpoints() if check.looks_sound(each.path, each.manifest)]
         kept = retention.kept(sound)
@@ -240,10 +243,15 @@ class CheckpointStore:
             leaving = (each for each in reversed(candidates) if each in doomed)
             spared = next((each for each in leaving if check.is_valid(each.path, each.manifest)), None)
             doomed = [each for each in doomed if each is not spared]
-        names.discard([each.path for each in doomed])
-        for each in doomed:
-            check.forget(each.path)
-        return [each.path for each in doomed]
+        return doomed
+
+    def _prune(self, retention: Retention) -> list[Path]:
+        doomed = [each.path for each in self.doomed(retention)]
+        if doomed:
+            names.discard(doomed)
+        for path in doomed:
+            self._verification.forget(path)
+        return doomed
 
     def _not_saved(self, iteration: int, causes: str) -> str:
         return (

@@ -1,0 +1,71 @@
+"""What to load from a checkpoint, and what may differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ignite_engine.checkpointing.patterns import Patterns
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What to load, and what may differ.
+
+    Args:
+        parts: which parts: names of parts, patterns, or the words ``model``, ``optimizer``, ``schedule``, ``scaler``,
+            ``data``, ``counters``, ``rng`` and ``handlers`` (all others); None: all of them.
+        include: of a part that is named here, these names alone: ``["model:backbone.*"]``.
+        ignore: parts and names that stay as they were built, wherever they are missing: ``["model:head.*", "ema"]``.
+        rename: what names in the checkpoint are called here, in the model, its optimizers and its averages. A key is
+            how a name begins, ``{"encoder.": "backbone."}``, or after ``re:`` a regular expression; of several that
+            match a name the first one counts. All patterns mean the names after it.
+        weights: ``raw``, or the part that holds an average (``ema``), which is then loaded as the model.
+        strict: what is missing on either side, or of another shape, is an error; otherwise it stays as it was built
+            and is told in the table.
+
+    An optimizer's options (its learning rate, its betas) come along with the counters only, and with all of its
+    parameters: a run that counts anew keeps its own.
+
+    Raises:
+        ValueError: a pattern or a rename is none; ``data`` without ``counters``.
+    """
+
+    parts: Sequence[str] | None = None
+    include: Sequence[str] = ()
+    ignore: Sequence[str] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    weights: str = "raw"
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        Patterns(self.include, "include")
+        Patterns(self.ignore, "ignore")
+        if self.parts is not None:
+            Patterns(self.parts, "parts")
+            if inside := next((each for each in self.parts if ":" in each), None):
+                raise ValueError(f"parts names whole parts, got {inside!r}: give names inside a part to include.")
+            if "data" in self.parts and not {"counters", "trainer"} & set(self.parts):
+                raise ValueError("parts has 'data' without 'counters': a run that counts anew begins its data anew.")
+        for old in self.rename:
+            try:
+                re.compile(old.removeprefix("re:") if old.startswith("re:") else "")
+            except re.error as error:
+                raise ValueError(f"rename has {old!r}, which is no regular expression: {error}.") from None
+
+    @classmethod
+    def resume(cls, **changes: Any) -> LoadPlan:
+        """Everything: go on as the run that was saved."""
+        return cls(**changes)
+
+    @classmethod
+    def fine_tune(cls, **changes: Any) -> LoadPlan:
+        """The model alone; optimizer, counters, data and random numbers begin anew."""
+        return cls(**{"parts": ("model",), **changes})
+
+    @classmethod
+    def warm_start(cls, **changes: Any) -> LoadPlan:
+        """The model and the optimizers' state; counters, schedule, data and random numbers begin anew."""
+        return cls(**{"parts": ("model", "optimizer"), **changes})

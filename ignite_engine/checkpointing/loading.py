@@ -1,0 +1,231 @@
+"""Decides what each object of a run loads from a checkpoint, by a plan and before anything is loaded.
+
+A plan that does not fit changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ignite_engine.checkpointing import contents
+from ignite_engine.checkpointing.errors import StateMismatch
+from ignite_engine.checkpointing.load_plan import LoadPlan
+from ignite_engine.checkpointing.load_table import LoadTable, PartRow
+from ignite_engine.checkpointing.patterns import Patterns
+
+
+class _Stateful(Protocol):
+    def state_dict(self) -> Any: ...
+
+
+def prepare(
+    plan: LoadPlan,
+    saved: Mapping[str, Any],
+    here: Mapping[str, _Stateful],
+    *,
+    source: str,
+    left_out: Mapping[str, Sequence[str]] | None = None,
+) -> tuple[dict[str, Any], LoadTable]:
+    """Decide what each object is to load; changes nothing.
+
+    Args:
+        plan: what is asked for.
+        saved: the checkpoint's parts.
+        here: the registered objects by part.
+        source: the checkpoint's name, for the table and errors.
+        left_out: names that were left out when it was saved, by part.
+
+    Returns:
+        The states to load, by part, the model's first, whole and under this run's names (also of parts that nothing
+        is registered for, if the plan is strict); and the table.
+
+    Raises:
+        StateMismatch: the plan is strict and something is missing, unexpected or of another shape; one line.
+        ValueError: a pattern, a rename or a word of the plan matches nothing, or two names become one.
+    """
+    return _Preparation(plan, saved, here, source, left_out or {}).result()
+
+
+class _Preparation:
+    def __init__(
+        self,
+        plan: LoadPlan,
+        saved: Mapping[str, Any],
+        here: Mapping[str, _Stateful],
+        source: str,
+        left_out: Mapping[str, Sequence[str]],
+    ) -> None:
+        self._plan, self._here, self._source = plan, here, source
+        self._rename = _Renaming(plan.rename, source)
+        self._saved = {part: self._rename.state(part, state) for part, state in self._weighted(saved).items()}
+        self._left_out = {part: [self._rename(name) for name in names] for part, names in left_out.items()}
+        self._rename.check()
+
+        def word_of(part: str) -> str:
+            return contents.word_of(part, self._saved.get(part), here.get(part))
+
+        self._parts = None if plan.parts is None else Patterns(plan.parts, "parts", word_of)
+        self._include = Patterns(plan.include, "include", word_of)
+        self._ignore = Patterns(plan.ignore, "ignore", word_of)
+        self._named: dict[str, dict[str, Any] | None] = {}
+        self._own: dict[str, Any] = {}
+        self._own_named: dict[str, dict[str, Any]] = {}
+        known = {*self._saved, *here, *self._left_out}
+        if self._parts is not None:
+            self._parts.check({part: () for part in known}, self._source)
+        names = {part: self._names(part) for part in sorted(known)}
+        self._include.check(names, f"{source} or this run")
+        self._ignore.check(names, f"{source} or this run")
+
+    def result(self) -> tuple[dict[str, Any], LoadTable]:
+        table, states = LoadTable(self._source), dict[str, Any]()
+        for part in sorted({*self._saved, *self._here}, key=lambda each: (each != "model", each)):
+            row = self._row(part)
+            table.rows.append(row)
+            if row.outcome == "loaded":
+                states[part] = self._merged(part, row, states.get("model", {}))
+            elif row.outcome == "waits":
+                states[part] = self._saved[part]
+        if self._plan.strict and table.unfit:
+            unfit = [f"{row.part}: {row.differences or 'missing'}" for row in table.unfit]
+            raise StateMismatch(
+                f"{self._source} and this run differ ({'; '.join(unfit)}): name them in ignore, rename them, or say "
+                "strict=False to leave them as they were built."
+            )
+        return states, table
+
+    def _row(self, part: str) -> PartRow:
+        if not self._is_selected(part):
+            return PartRow(part, "skipped" if part in self._saved else "as built")
+        if part not in self._saved:
+            return PartRow(part, "not saved" if part in self._left_out else "missing")
+        if part not in self._here:
+            return PartRow(part, "waits" if self._plan.strict else "unclaimed")
+        row = PartRow(part, "loaded")
+        entries, left_out = self._entries(part), self._left_out.get(part, ())
+        if entries is None:
+            return row
+        own = self._own_entries(part)
+        for name in {**entries, **dict.fromkeys(own)}:
+            if not self._is_asked_for(part, name):
+                row.skipped.append(name)
+            elif name in left_out and (name not in entries or entries[name] is None):
+                row.left_out.append(name)
+            elif name not in entries:
+                row.missing.append(name)
+            elif name not in own:
+                row.unexpected.append(name)
+            elif (shapes := self._shapes(part, name)) and shapes[0] != shapes[1]:
+                row.reshaped.append(f"{name} (saved {shapes[0]}, here {shapes[1]})")
+            else:
+                row.loaded.append(name)
+        return row
+
+    def _is_selected(self, part: str) -> bool:
+        return (self._parts is None or self._parts.has_part(part)) and not self._ignore.has_part(part)
+
+    def _is_asked_for(self, part: str, name: str) -> bool:
+        if self._include.concern(part) and not self._include.has_name(part, name):
+            return False
+        return not self._ignore.has_name(part, name)
+
+    def _merged(self, part: str, row: PartRow, model: Mapping[str, Any]) -> Any:
+        saved = self._saved[part]
+        entries = self._entries(part)
+        if entries is None:
+            return saved
+        whole = not (row.skipped or row.left_out or row.differences)
+        continues = self._is_selected("trainer") and "trainer" in self._saved
+        if whole and (continues or not contents.is_optimizer(saved)):
+            return saved
+        loaded = {name: entries[name] for name in row.loaded}
+        if contents.is_optimizer(saved):
+            return contents.with_entries(self._own_state(part), loaded)
+        mine = self._own_entries(part)
+        if contents.is_average(saved):  # what it has no average of begins with the weights that the model begins with
+            mine = {name: model.get(name, value) for name, value in mine.items()}
+        return contents.with_entries(saved, {**mine, **loaded})
+
+    def _shapes(self, part: str, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Saved and own shape of what a name stands for: for an optimizer's state that of the model's parameter."""
+        if contents.is_optimizer(self._saved[part]):
+            part = "model"
+            if part not in self._here or part not in self._saved:
+                return None
+        saved, own = (self._entries(part) or {}).get(name), self._own_entries(part).get(name)
+        if not (isinstance(saved, Tensor) and isinstance(own, Tensor)):
+            return None
+        return tuple(saved.shape), tuple(own.shape)
+
+    def _names(self, part: str) -> Iterable[str]:
+        # only what will be loaded is asked for its state: an average would begin at it
+        asked = (self._include.concern(part) or self._ignore.concern(part)) and self._is_selected(part)
+        saved = self._entries(part)
+        own = self._own_entries(part) if asked and saved and part in self._here else {}
+        return [*(saved or {}), *own, *self._left_out.get(part, ())]
+
+    def _entries(self, part: str) -> dict[str, Any] | None:
+        if part not in self._named:
+            entries = contents.named(self._saved.get(part))
+            empty = entries is None and part in self._saved and bool(self._left_out.get(part))
+            self._named[part] = {} if empty else entries
+        return self._named[part]
+
+    def _own_entries(self, part: str) -> dict[str, Any]:
+        if part not in self._own_named:
+            self._own_named[part] = contents.named(self._own_state(part)) or {}
+        return self._own_named[part]
+
+    def _own_state(self, part: str) -> Any:
+        if part not in self._own:
+            self._own[part] = self._here[part].state_dict()
+        return self._own[part]
+
+    def _weighted(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        if self._plan.weights == "raw":
+            return dict(saved)
+        known = contents.averages(saved)
+        if self._plan.weights not in known:
+            raise ValueError(
+                f"weights={self._plan.weights!r}, but {self._source} holds no average of that name; "
+                f"expected raw{''.join(f' or {each}' for each in known)}."
+            )
+        return {**saved, "model": {**saved.get("model", {}), **known[self._plan.weights]}}
+
+
+class _Renaming:
+    """Old names to new ones; remembers which rules were of use."""
+
+    def __init__(self, rules: Mapping[str, str], source: str) -> None:
+        self._rules, self._source = dict(rules), source
+        self._unused = set(rules)
+
+    def __call__(self, name: str) -> str:
+        for old, new in self._rules.items():
+            if old.startswith("re:"):
+                renamed, count = re.subn(old[3:], new, name)
+            else:
+                renamed, count = new + name[len(old) :], int(name.startswith(old))
+            if count:
+                self._unused.discard(old)
+                return renamed
+        return name
+
+    def state(self, part: str, state: Any) -> Any:
+        entries = contents.named(state) if self._rules else None
+        if not entries:
+            return state
+        names = {name: self(name) for name in entries}
+        if len(set(names.values())) < len(names):
+            twice = next(new for new in names.values() if list(names.values()).count(new) > 1)
+            both = [old for old, new in names.items() if new == twice]
+            raise ValueError(f"rename makes {twice!r} of both {both[0]!r} and {both[1]!r} in {part} of {self._source}.")
+        return contents.with_names(state, names)
+
+    def check(self) -> None:
+        if self._unused:
+            raise ValueError(f"rename: {sorted(self._unused)[0]!r} matches no name in {self._source}.")

@@ -1,0 +1,85 @@
+"""Patterns for parts of a checkpoint and for names inside them: ``optimizer``, ``model:backbone.*``, ``*:head.*``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+
+class Patterns:
+    """``part`` stands for a whole part, ``part:name`` for names inside parts; ``*``, ``?`` and ``[...]`` as in a shell.
+
+    Args:
+        texts: the patterns.
+        setting: what they are called where they were given, for errors.
+        word_of: the group that a part belongs to, which may stand in the place of the part's name.
+
+    Raises:
+        ValueError: one of them is no text, or empty on a side of the colon.
+    """
+
+    def __init__(self, texts: Iterable[str], setting: str, word_of: Callable[[str], str] = lambda part: part) -> None:
+        if isinstance(texts, str):
+            raise ValueError(f"{setting} is a list of patterns, got {texts!r}: write [{texts!r}].")
+        self.texts: Sequence[str] = tuple(texts)
+        self._setting, self._word_of = setting, word_of
+        self._pairs: list[tuple[str, str | None]] = []
+        for text in self.texts:
+            part, colon, name = text.partition(":") if isinstance(text, str) else ("", "", "")
+            if not part or (colon and not name):
+                raise ValueError(
+                    f"{setting} has the pattern {text!r}: expected a part, such as 'optimizer', or names inside one, "
+                    "such as 'model:head.*'."
+                )
+            self._pairs.append((part, name if colon else None))
+
+    def has_part(self, part: str) -> bool:
+        """Whether the whole part is meant."""
+        return any(name is None and self._is_part(pattern, part) for pattern, name in self._pairs)
+
+    def has_name(self, part: str, name: str) -> bool:
+        """Whether this name inside the part is meant, by itself or with the whole part."""
+        return any(
+            self._is_part(pattern, part) and (inside is None or fnmatchcase(name, inside))
+            for pattern, inside in self._pairs
+        )
+
+    def concern(self, part: str) -> bool:
+        """Whether any of them is about this part or names inside it."""
+        return any(self._is_part(pattern, part) for pattern, _ in self._pairs)
+
+    def check(self, contents: Mapping[str, Iterable[str]], where: str) -> None:
+        """Refuse a pattern that matches nothing.
+
+        Args:
+            contents: the names inside each part, by part.
+            where: what was searched, for the error.
+
+        Raises:
+            ValueError: names the first such pattern, and what is there.
+        """
+        for text, (pattern, name) in zip(self.texts, self._pairs, strict=True):
+            parts = [each for each in contents if self._is_part(pattern, each)]
+            if not parts:
+                raise ValueError(f"{self._setting}: {text!r} is no part of {where}{_near(pattern, contents)}")
+            names = [each for one in parts for each in contents[one]]
+            if name is not None and not any(fnmatchcase(each, name) for each in names):
+                raise ValueError(f"{self._setting}: {text!r} matches no name in {where}{_near(name, names)}")
+
+    def _is_part(self, pattern: str, part: str) -> bool:
+        return fnmatchcase(part, pattern) or self._word_of(part) == pattern
+
+
+def shortened(names: Iterable[str], shown: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def _near(wanted: str, known: Iterable[str]) -> str:
+    names = list(known)
+    if near := difflib.get_close_matches(wanted, names, n=1):
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {shortened(names, 6)}." if names else ", which has no names inside."

@@ -1,0 +1,75 @@
+"""Which parts, and which names inside parts, a checkpoint is saved without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ignite_engine.checkpointing import contents
+from ignite_engine.checkpointing.patterns import Patterns, shortened
+
+KeepFn = Callable[[str, str, Any], bool]
+
+
+class SaveFilter:
+    """Leaves things out of a checkpoint by pattern and by function.
+
+    Args:
+        exclude: parts, such as ``optimizer``, or names inside parts, such as ``model:backbone.*``.
+        keep_fn: ``keep_fn(part, name, value)`` for each name inside a part that ``exclude`` leaves in, on every rank
+            with the same result; False leaves it out.
+
+    What is left out stays as it was built when the checkpoint is loaded, so it must not be trained.
+
+    Raises:
+        ValueError: a pattern is none.
+    """
+
+    def __init__(self, exclude: Iterable[str] = (), keep_fn: KeepFn | None = None) -> None:
+        self._exclude, self._keep = Patterns(exclude, "exclude"), keep_fn
+
+    def __call__(self, parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+        """The parts that are saved, and the names that are left out, by part; none for a whole part."""
+        if self._keep is None and not self._exclude.texts:
+            return dict(parts), {}
+        kept: dict[str, Any] = {}
+        left_out: dict[str, list[str]] = {}
+        for part, state in parts.items():
+            if self._exclude.has_part(part):
+                left_out[part] = []
+                continue
+            entries = contents.named(state) or {}
+            staying = {name: value for name, value in entries.items() if self._keeps(part, name, value)}
+            if len(staying) < len(entries):
+                state = contents.with_entries(state, staying)
+                left_out[part] = [name for name in entries if name not in staying]
+            kept[part] = state
+        return kept, left_out
+
+    def check(self, capture: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        """Refuse a pattern that matches nothing.
+
+        Args:
+            capture: gives the parts; called where there are patterns only.
+
+        Raises:
+            ValueError: names the pattern.
+        """
+        if self._exclude.texts:
+            parts = {part: state for each in capture() for part, state in each.items()}
+            self._exclude.check({part: contents.named(state) or () for part, state in parts.items()}, "this run")
+
+    def reasons(self, parts: Mapping[str, Any]) -> list[str]:
+        """What it would leave out of these parts, as the exactness report says it."""
+        return self.told(self(parts)[1])
+
+    @staticmethod
+    def told(left_out: Mapping[str, Sequence[str]]) -> list[str]:
+        """What was left out, as the exactness report says it."""
+        return [
+            f"{part} is saved without {len(names)} names ({shortened(names)})" if names else f"{part} is not saved"
+            for part, names in left_out.items()
+        ]
+
+    def _keeps(self, part: str, name: str, value: Any) -> bool:
+        return not self._exclude.has_name(part, name) and (self._keep is None or bool(self._keep(part, name, value)))

@@ -1,0 +1,109 @@
+"""Fresh, restart or fine-tune: rank 0 decides, and an error of one rank is the same error on both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from ignite_engine.checkpointing import LoadPlan
+from ignite_engine.handlers import Checkpoint
+from tests.checkpointing.file_faults import start_child, wait_for
+from tests.engine.builders import linear, numbers_loader, one, trainer_of, weights
+
+pytestmark = [pytest.mark.distributed, pytest.mark.faults]
+
+
+def attached(directory: Path, model: nn.Module | None = None) -> tuple[Any, Checkpoint]:
+    trainer, checkpoint = trainer_of(model), Checkpoint(directory)
+    checkpoint.attach(trainer)
+    return trainer, checkpoint
+
+
+def start_of(directory: Path, source: Path) -> list[Any]:
+    """How a run begins here, and with which weights."""
+    model = linear()
+    nn.init.zeros_(model[0].weight)  # type: ignore[index]  # a Sequential
+    trainer, checkpoint = attached(directory, model)
+    resumed = checkpoint.resume()
+    if resumed is not None:
+        return ["restart", str(resumed), trainer.state.iteration, weights(trainer).sum().item()]
+    table = checkpoint.load(source, LoadPlan.fine_tune())
+    return ["fine-tune", table.source, trainer.state.iteration, weights(trainer).sum().item()]
+
+
+def error_of(work: Callable[[], Any]) -> list[str]:
+    try:
+        work()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["no error", ""]
+
+
+def cases(folder: Path, rank: int) -> dict[str, Any]:
+    own, empty, source = folder / "own", folder / "empty", folder / "source"
+    answers: dict[str, Any] = {}
+    # what a rank sees on a file system that lags must not count
+    answers["rank 1 sees nothing"] = start_of(own if rank == 0 else empty, source)
+    answers["rank 0 sees nothing"] = start_of(empty if rank == 0 else own, source if rank == 0 else own)
+    other = linear(features=3 if rank == 0 else 5)
+    before = one(other).clone()
+    _, checkpoint = attached(empty, other)
+    answers["another model on rank 1"] = error_of(lambda: checkpoint.load(source, LoadPlan.fine_tune()))
+    answers["nothing was loaded"] = bool((one(other) == before).all())
+    _, checkpoint = attached(empty)
+    nowhere = folder / "nowhere"
+    answers["rank 0 has no source"] = error_of(
+        lambda: checkpoint.load(nowhere if rank == 0 else source, LoadPlan.fine_tune())
+    )
+    return answers
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+    folder = tmp_path_factory.mktemp("runs")
+    for name, iterations in (("own", 4), ("source", 7)):
+        trainer, _ = attached(folder / name)
+        trainer.run(numbers_loader(), max_iters=iterations)
+
+    def one_rank(rank: int) -> dict[str, Any]:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        )
+        answers = cases(folder, rank)
+        dist.destroy_process_group()
+        return answers
+
+    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(2)]  # type: ignore[misc]  # binds it
+    results = [wait_for(child, timeout_s=120) for child in children]
+    assert [code for code, _ in results] == [0, 0]
+    return folder, {name: [result[name] for _, result in results] for name in results[0][1]}
+
+
+def test_rank_0_decides_whether_a_run_restarts_or_begins_with_another_ones_weights(
+    two_ranks: tuple[Path, dict[str, list[Any]]],
+) -> None:
+    folder, answers = two_ranks
+    first, second = answers["rank 1 sees nothing"]
+    assert first == second
+    assert first[:3] == ["restart", str(folder / "own" / "iteration_00000004"), 4]
+    first, second = answers["rank 0 sees nothing"]
+    assert first == second
+    assert first[:3] == ["fine-tune", str(folder / "source" / "iteration_00000007"), 0]
+
+
+def test_an_error_of_one_rank_is_raised_on_both_and_nothing_is_loaded(
+    two_ranks: tuple[Path, dict[str, list[Any]]],
+) -> None:
+    _, answers = two_ranks
+    first, second = answers["another model on rank 1"]
+    assert first == second
+    assert first[0] == "StateMismatch" and "0.weight (saved (4, 3), here (4, 5))" in first[1]
+    assert answers["nothing was loaded"] == [True, True]
+    first, second = answers["rank 0 has no source"]
+    assert first == second and first[0] == "CheckpointError" and "nowhere does not exist" in first[1]
