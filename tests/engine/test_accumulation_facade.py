@@ -311,6 +311,46 @@ def test_scheduler_alone_counts_its_own_calls() -> None:
     assert scheduler.get_last_lr() == [0.125]
 
 
+def test_state_of_a_scheduler_alone_says_how_far_its_group_is() -> None:
+    optimizer = SGD(linear().parameters(), lr=1.0)
+    scheduler = GradientAccumulationLRScheduler(torch_schedulers.ExponentialLR(optimizer, 0.5), 3)
+    optimizer.step()
+    scheduler.step()
+    scheduler.step()
+    other = GradientAccumulationLRScheduler(torch_schedulers.ExponentialLR(optimizer, 0.5), 3)
+    other.load_state_dict(scheduler.state_dict())
+    other.step()
+
+    assert other.last_epoch == 1
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # it sees this process only
+def test_state_that_was_saved_before_the_scheduler_moved_moves_it() -> None:
+    batches = micro_batches(4)
+    model, optimizer, scheduler = made(2)
+    for batch in batches[:2]:
+        optimizer.backward(mse(model, batch))
+        optimizer.step()
+        states = copy.deepcopy([each.state_dict() for each in (model, optimizer.optimizer, scheduler)])
+        scheduler.step()
+        optimizer.zero_grad()
+    other, other_optimizer, other_scheduler = made(2)
+    for each, state in zip((other, other_optimizer, other_scheduler), states, strict=True):
+        each.load_state_dict(state)
+    for batch in batches[2:]:
+        clear_last(other, other_optimizer, other_scheduler, batch)
+        clear_last(model, optimizer, scheduler, batch)
+
+    assert torch.equal(one(other), one(model)) and other_scheduler.get_last_lr() == scheduler.get_last_lr()
+
+
+def test_a_schedule_of_ours_sets_the_lr_of_the_first_update() -> None:
+    bare = SGD((model := linear()).parameters(), lr=0.3)
+    optimizer, scheduler = initialize(model, bare, warmup_cosine(bare, warmup=3, total=10), 2)
+
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == pytest.approx(0.1)
+
+
 def schedulers() -> dict[str, Callable[[Optimizer], Any]]:
     return {
         "lambda": lambda optimizer: torch_schedulers.LambdaLR(optimizer, lambda epoch: 1.0 / (epoch + 1)),
