@@ -151,6 +151,8 @@ class Checkpoint:
     def load(self, path: str | Path, plan: LoadPlan) -> LoadTable:
         """Begin with what ``plan`` takes from another run's checkpoint, where :meth:`resume` found none; a collective.
 
+        What ``exclude`` leaves out of this run's own checkpoints is to be loaded before :meth:`resume`, each time.
+
         Args:
             path: a checkpoint, a folder of checkpoints or of a run (its newest valid one), or a file of weights
                 (safetensors, or a state_dict of ``torch.save``).
@@ -168,7 +170,7 @@ class Checkpoint:
         if self._trainer is None:
             raise RuntimeError("Checkpoint.load() needs a trainer: call attach(trainer, event) before.")
         table = self._trainer.registry.begin_from(path, plan)
-        self._resumed_from = table.source
+        self._resumed_from = self._resumed_from or table.source
         return table
 
     def exactness(self, trainer: Trainer) -> list[str]:

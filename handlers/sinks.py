@@ -88,6 +88,9 @@ class Outlet:
 class SinkState:
     """A sink's state in a checkpoint; None where the sink could not tell it."""
 
+    belongs_to_its_run = True
+    """A run that begins with parts of another one's checkpoint keeps logs of its own."""
+
     def __init__(self, outlet: Outlet) -> None:
         sink: Any = outlet.sink
         self._save, self._load = outlet.guarded(sink.state_dict), outlet.guarded(sink.load_state_dict)

@@ -119,6 +119,9 @@ class Config(Section):
                 yield "checkpoint.keep_best has no effect: checkpoint.best names no metric"
             if self.checkpoint.mode != "min":
                 yield "checkpoint.mode has no effect: checkpoint.best names no metric"
+        if self.checkpoint.load.path is None:
+            for key in _changed(self.checkpoint.load):
+                yield f"checkpoint.load.{key} has no effect: checkpoint.load.path names nothing to load"
 
 
 def _changed(section: Section) -> list[str]:

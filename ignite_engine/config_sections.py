@@ -258,6 +258,19 @@ class EmaSection(Section):
     evaluate: list[str] | None = None  # sets that are evaluated with the average; default: all
 
 
+class LoadSection(Section):
+    """What a run begins with that finds nothing to resume in its own folder."""
+
+    path: Annotated[str, Field(min_length=1)] | None = None  # a run's folder, a checkpoint, or a file of weights
+    plan: Literal["fine_tune", "warm_start", "resume"] = "fine_tune"  # the model; its optimizers, too; everything
+    parts: list[str] | None = None  # in the place of the plan's: model, optimizer, schedule, counters, ...
+    include: list[str] | None = None  # of a part that is named here these names alone, such as model:backbone.*
+    ignore: list[str] | None = None  # parts and names that stay as they were built
+    rename: dict[str, str] | None = None  # how names begin there: how they begin here; re:... for an expression
+    weights: Annotated[str, Field(min_length=1)] = "raw"  # or the part of an average, such as ema
+    strict: bool = True  # what is missing on either side is an error
+
+
 class CheckpointSection(Section):
     """When checkpoints are saved (always at the end and on a stop, too) and which are kept."""
 
@@ -268,6 +281,9 @@ class CheckpointSection(Section):
     keep_best: Count = 1
     background: bool = False  # written while training goes on; holds a second copy of the state in host memory
     on_exception: bool = False  # also when the update or a handler raises; one process only
+    labels: list[str] | None = None  # words that each one is labelled with
+    exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*
+    load: LoadSection = LoadSection()
 
 
 class LoggingSection(Section):

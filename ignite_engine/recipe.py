@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ignite_engine import Trainer, Update, agreement, create_evaluator, handlers, loader
+from ignite_engine.checkpointing import CheckpointError, LoadPlan
 from ignite_engine.config import Config, ConfigWarning, Every
 from ignite_engine.config_file import did_you_mean
 from ignite_engine.mean_loss import mean_loss
@@ -303,12 +304,42 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         config=run.config,
         background=section.background,
         on_exception=section.on_exception,
+        labels=section.labels or (),
+        exclude=section.exclude or (),
     )
+    if section.load.path is not None:
+        run.load, run.always_load = _loading(config, run.checkpoint, section.load.path), bool(section.exclude)
     # it always saves at the end; after COMPLETED nothing more is saved
     run.checkpoint.attach(trainer, pace(section.every) if section.every else Events.COMPLETED)
     handlers.GracefulStop().attach(trainer)
     for users_own in task.handlers:
         users_own.attach(trainer)
+
+
+def _loading(config: Config, checkpoint: handlers.Checkpoint, path: str) -> Callable[[], object]:
+    """Loads what the config says that the run begins with.
+
+    Raises:
+        ConfigError: (now) the settings are no plan; (when called) there is nothing to load, or it does not fit.
+    """
+    section = config.checkpoint.load
+    given = {"parts": section.parts, "include": section.include, "ignore": section.ignore, "rename": section.rename}
+    preset = {"fine_tune": LoadPlan.fine_tune, "warm_start": LoadPlan.warm_start, "resume": LoadPlan.resume}
+    settings = {key: value for key, value in given.items() if value is not None}
+    try:
+        plan = preset[section.plan](**settings, weights=section.weights, strict=section.strict)
+    except ValueError as error:
+        raise config.error("checkpoint.load", str(error)) from None
+
+    def load() -> object:
+        try:
+            return checkpoint.load(path, plan)
+        except CheckpointError as error:
+            raise config.error("checkpoint.load.path", str(error)) from error
+        except ValueError as error:
+            raise config.error("checkpoint.load", str(error)) from error
+
+    return load
 
 
 def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:

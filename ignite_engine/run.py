@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import ignite.distributed as idist
 
 from ignite_engine.agreement import gather_objects
-from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore
+from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, LoadPlan, LoadTable
 from ignite_engine.registry import unwrap
 from ignite_engine.report import write_report
 from ignite_engine.report.lr_curve import Curve, lr_svg, lr_text
@@ -31,6 +31,8 @@ class Saves(Protocol):
     store: CheckpointStore
 
     def resume(self) -> Path | None: ...
+
+    def load(self, path: str | Path, plan: LoadPlan) -> LoadTable: ...
 
 
 @dataclass
@@ -51,6 +53,9 @@ class Run:
         checkpoint: set before the first call of ``train``.
         log_states: names of states that a resumed run does without, once their log is turned off.
         began_at: the iteration at which ``train`` began, after the resume.
+        load: loads what the run begins with where there is nothing to resume; None: it begins anew.
+        always_load: also before it resumes, because its own checkpoints are saved without some of it.
+        start: ``fresh``, ``restart`` or ``fine-tune``, the same on all ranks; None before ``train``.
     """
 
     trainer: Trainer
@@ -66,6 +71,9 @@ class Run:
     checkpoint: Saves | None = None
     log_states: frozenset[str] = frozenset()
     began_at: int = 0
+    load: Callable[[], object] | None = None
+    always_load: bool = False
+    start: str | None = None
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
 
     def train(self) -> dict[str, Any]:
@@ -87,7 +95,7 @@ class Run:
                 if rank == 0:
                     self._begin_directory()
             with self.startup("resume"):
-                resumed = self.checkpoint.resume()
+                resumed = self._begin()
                 for name in self.log_states:
                     trainer.registry.waiting.pop(name, None)
                 if resumed is None and rank == 0:
@@ -120,6 +128,17 @@ class Run:
         self._say_how_it_ended(summary)
         return summary
 
+    def _begin(self) -> Path | None:
+        """Restart from the newest checkpoint, or else begin with what there is to load, or fresh; rank 0 decides."""
+        assert self.checkpoint is not None
+        if self.load is not None and self.always_load:
+            self.load()
+        resumed = self.checkpoint.resume()
+        if resumed is None and self.load is not None and not self.always_load:
+            self.load()
+        self.start = "restart" if resumed else "fresh" if self.load is None else "fine-tune"
+        return resumed
+
     @property
     def trained_nothing(self) -> bool:
         """A resumed run that has made no update: it was at its end."""
@@ -144,11 +163,13 @@ class Run:
             raise FileNotFoundError(
                 f"{store.directory} holds no valid checkpoint{scored}; train first, or give --checkpoint."
             )
+        if self.load is not None and self.always_load:
+            self.load()
         loaded = store.load(path, idist.get_rank())
         for name, each in self.trainer.registry.objects.items():
             if name == "model" or getattr(each, "serves_evaluation", False):
                 if name in loaded.shared:
-                    each.load_state_dict(loaded.shared[name])
+                    self.trainer.registry.load_one(name, loaded.shared[name], loaded.manifest.left_out)
                 else:
                     logger.warning("%s holds no %s: the model's own weights are evaluated.", path, name)
         self.trainer.state.iteration = loaded.manifest.iteration
@@ -257,6 +278,7 @@ class Run:
             "weights_sha256": digest,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "world_size": idist.get_world_size(),
+            "start": self.start,
             "resumed_from": resumed.name if resumed else None,
             "startup_s": dict(self.startup.seconds),
             "wall_s": time.perf_counter() - self.startup.began,

@@ -20,7 +20,7 @@ from ignite.metrics import Accuracy
 from torch import nn
 from torch.utils.data import Dataset
 
-from ignite_engine import Task, Trainer
+from ignite_engine import Task, Trainer, TrainingEvents
 
 
 class Points(Dataset[Any]):
@@ -46,6 +46,7 @@ class ReductionCounter:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.reductions = directory, 0
+        self.saved: list[tuple[int, int | None]] = []
 
     def attach(self, trainer: Trainer) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -56,10 +57,14 @@ class ReductionCounter:
 
         trainer.update.model.register_comm_hook(None, hook)
         trainer.add_event_handler(Events.STARTED, self.say_pid)
+        trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self.note_saved)
         trainer.add_event_handler(Events.COMPLETED, self.say_count)
 
     def say_pid(self) -> None:
         (self.directory / f"pid_{idist.get_rank()}").write_text(str(os.getpid()))
+
+    def note_saved(self, trainer: Trainer) -> None:
+        self.saved.append((trainer.state.iteration, trainer.state.saved_iteration))
 
     def say_count(self, trainer: Trainer) -> None:
         state = trainer.state
@@ -67,6 +72,7 @@ class ReductionCounter:
             "reductions": self.reductions,
             "optimizer_steps": state.optimizer_steps,
             "micro_batches": state.micro_batches,
+            "saved": self.saved,
         }
         (self.directory / f"reductions_{idist.get_rank()}.json").write_text(json.dumps(said))
 
