@@ -34,7 +34,7 @@ train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 3 minutes on 2 co
 	$(BIN)/python -m ignite_engine train $(CONFIG) $(ARGS)
 
 test: $(STAMP)  ## run the tests; PYTEST_ARGS="-k schedule"
-	$(BIN)/python -m pytest -q -p no:cacheprovider $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -p no:cacheprovider -n 2 --dist loadfile $(PYTEST_ARGS)
 
 check: lint types imports  ## lint and format, types, import direction; make -k check goes on after a failure
 

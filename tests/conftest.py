@@ -56,7 +56,7 @@ class SkipRecorder:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     target = session.config.getoption("--skipped-to")
-    if target:
+    if target and not hasattr(session.config, "workerinput"):  # one process of several that test: the others report
         # the last line tells a run without skips from one that never got here
         lines = [*session.config.stash[SKIPPED], {"collected": session.testscollected}]
         Path(target).write_text("".join(json.dumps(line) + "\n" for line in lines))
