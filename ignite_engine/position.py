@@ -121,6 +121,7 @@ class RunPosition:
         state = self._trainer.state
         self._continues = state.status == "interrupted" and not self._trainer.failed
         if self._continues:
+            self._trainer.registry.keep_metrics()
             state.epoch = self.epochs_completed
             state.max_iters = max_iters if state.max_iters and max_iters else state.max_iters
             state.max_epochs = max_epochs if state.max_epochs and max_epochs else state.max_epochs

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ignite.metrics import Metric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -35,6 +36,7 @@ class Registry:
         self.objects: dict[str, Stateful] = {}
         self.shared: set[str] = set()
         self.unsaved: list[str] = []
+        self._metrics: list[tuple[Metric, Any]] = []
         self.waiting: dict[str, Any] = {}
         self.resumed_from: str | None = None
         self._left_out: Mapping[str, Sequence[str]] = {}
@@ -66,9 +68,13 @@ class Registry:
     def adopt(self, obj: Any, args: tuple[Any, ...]) -> None:
         """Register an object that was attached without ``register``, under its ``name`` or that of its class.
 
-        One whose name is taken stays out and is named in the exactness report, unless it has a ``name`` of its own:
-        then two of a kind were given the same, which is an error.
+        A metric goes by the name that it is attached under. One whose name is taken stays out and is named in the
+        exactness report, unless it has a ``name`` of its own: then two of a kind were given the same, which is an
+        error.
         """
+        words = [str(arg) for arg in args if isinstance(arg, str)]
+        if isinstance(obj, Metric) and not words:
+            return  # of its several handlers one brings the name
         if any(known is obj for known in self.objects.values()) or isinstance(obj, (nn.Module, Optimizer)):
             return
         own = getattr(obj, "name", None)
@@ -76,9 +82,7 @@ class Registry:
             self.register(own, obj)
             return
         kind = type(obj)
-        label = "/".join(
-            [kind.__module__.split(".")[0], kind.__name__, *(str(arg) for arg in args if isinstance(arg, str))]
-        )
+        label = "/".join([kind.__module__.split(".")[0], kind.__name__, *words])
         if label in self.objects:
             self.unsaved.append(label)
         else:
@@ -151,7 +155,25 @@ class Registry:
         """Load one registered object; names that were left out when its state was saved stay as they are."""
         if names := left_out.get(name):
             state = filled(state, self.objects[name].state_dict(), names)
-        self.objects[name].load_state_dict(state)
+        obj = self.objects[name]
+        obj.load_state_dict(state)
+        if isinstance(obj, Metric):
+            self._metrics.append((obj, state))
+
+    def keep_metrics(self) -> None:
+        """Keep what Ignite's metrics hold now, for a run that goes on in this process; a collective."""
+        self._metrics = [(each, each.state_dict()) for each in self.objects.values() if isinstance(each, Metric)]
+
+    def restore_metrics(self, *, last: bool) -> None:
+        """Load Ignite's metrics again: they reset themselves when a run or an epoch starts, one that goes on too.
+
+        Args:
+            last: nothing resets them any more before they go on.
+        """
+        for metric, state in self._metrics:
+            metric.load_state_dict(state)
+        if last:
+            self._metrics = []
 
     def _take(
         self, states: Mapping[str, Any], source: str, left_out: Mapping[str, Sequence[str]] | None = None

@@ -237,6 +237,7 @@ class Trainer(PlannedEngine):
                 self._vote.restart(state.iteration)
                 self._fire_event(Events.STARTED)
                 self.registry.check_all_claimed()
+                self.registry.restore_metrics(last=self.position.epoch_iteration == 0)
                 self._publish()
                 self.position.restore_rng()
                 yield from self._maybe_terminate_or_interrupt()
@@ -261,6 +262,7 @@ class Trainer(PlannedEngine):
         state, started = self.state, time.time()
         state.epoch += 1
         self._fire_event(Events.EPOCH_STARTED)
+        self.registry.restore_metrics(last=True)
         yield from self._maybe_terminate_or_interrupt()
         if self._dataloader_iter is None:
             self._setup_engine()
@@ -456,6 +458,7 @@ class Trainer(PlannedEngine):
         self._init_timers(self.state)
         self._fire_event(Events.STARTED)
         self.registry.check_all_claimed()
+        self.registry.restore_metrics(last=True)
         self._publish()
         self.position.restore_rng()
         self._complete(0.0)

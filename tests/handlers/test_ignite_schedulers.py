@@ -21,7 +21,7 @@ from ignite.handlers import (
     create_lr_scheduler_with_warmup,
 )
 from ignite.metrics import Accuracy, Average, Frequency, Loss, MeanSquaredError, MetricsLambda, RunningAverage
-from ignite.metrics.metric import BatchWise
+from ignite.metrics.metric import BatchWise, SingleEpochRunningBatchWise
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
@@ -193,6 +193,46 @@ def test_metrics_of_the_trainer_reach_the_sinks() -> None:
     trainer.run(numbers_loader(6, 2), max_epochs=2)
 
     assert published == [(3, {"mean"}), (6, {"mean"})]
+
+
+def measured() -> Trainer:
+    trainer = trainer_of()
+    RunningAverage(alpha=0.5, output_transform=loss_of).attach(trainer, "slow")
+    RunningAverage(alpha=0.9, output_transform=loss_of).attach(trainer, "quick")
+    RunningAverage(output_transform=loss_of).attach(trainer, "of the epoch", usage=SingleEpochRunningBatchWise())
+    Average(output_transform=loss_of).attach(trainer, "mean")
+    Average(output_transform=lambda output: -loss_of(output)).attach(trainer, "minus")
+    return trainer
+
+
+@pytest.mark.parametrize("iteration", [2, 4, 6, 9])  # in an epoch, at the end of one, and of the run
+def test_metrics_are_saved_under_their_names_and_go_on(iteration: int) -> None:
+    whole, saved = measured(), dict[str, Any]()
+
+    def save() -> None:
+        shared, local = whole.registry.capture()
+        saved.update(copy.deepcopy({**shared, **local}))
+
+    whole.add_event_handler(TrainingEvents.RESUME_POINT(once=iteration), save)
+    expected = dict(whole.run(numbers_loader(6, 2), max_epochs=3).metrics)
+    resumed = measured()
+    resumed.registry.load(saved, source="memory")
+    found = resumed.run(numbers_loader(6, 2), max_epochs=3).metrics
+
+    assert {"ignite/RunningAverage/slow", "ignite/RunningAverage/quick", "ignite/Average/mean"} <= set(saved)
+    assert whole.exactness() == []
+    if iteration < 9:  # else nothing is left to compute
+        assert found == expected and len(found) == 5
+
+
+def test_metrics_go_on_after_a_stop_in_this_process() -> None:
+    whole, stopped = measured(), measured()
+    expected = dict(whole.run(numbers_loader(6, 2), max_epochs=2).metrics)
+    stopped.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: stopped.request_stop("for now"))
+    stopped.run(numbers_loader(6, 2), max_epochs=2)
+    state = stopped.run(numbers_loader(6, 2), max_epochs=2)
+
+    assert state.iteration == 6 and dict(state.metrics) == expected
 
 
 def test_running_average_is_the_exponential_one() -> None:
