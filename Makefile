@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check lint types imports format bench clean
+.PHONY: help install train test ignite check lint types imports format bench clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -35,6 +35,9 @@ train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 3 minutes on 2 co
 
 test: $(STAMP)  ## run the tests; PYTEST_ARGS="-k schedule"
 	$(BIN)/python -m pytest -q -p no:cacheprovider -n 2 --dist loadfile $(PYTEST_ARGS)
+
+ignite: $(STAMP)  ## run Ignite's own tests against the Trainer; downloads its source
+	$(BIN)/python -m tests.ignite_suite $(ARGS)
 
 check: lint types imports  ## lint and format, types, import direction; make -k check goes on after a failure
 

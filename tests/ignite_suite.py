@@ -1,0 +1,118 @@
+"""Run the tests of engine and handlers that Ignite ships with its source against the Trainer: ``make ignite``.
+
+The source distribution of the installed version is downloaded; nothing of it is kept here. In its tests ``Engine`` is
+the Trainer, driven with the plain functions that they bring. A test that fails with Ignite's own engine too (a package
+is missing, there is no network) does not count. Which of the others don't hold for a Trainer, and why, stands in the
+table of ``docs/decisions/0014-ignites-own-tests.md``; any other failure, and a listed test that passes, is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+DECISION = ROOT / "docs" / "decisions" / "0014-ignites-own-tests.md"
+FOLDERS = ("tests/ignite/engine", "tests/ignite/handlers")
+# they want servers, or packages that nothing here needs
+SERVICES = ("clearml", "mlflow", "neptune", "polyaxon", "visdom", "wandb")
+FIXTURES = """
+import pytest
+
+
+@pytest.fixture(scope="session")
+def worker_id():  # of pytest-xdist, which Ignite's fixtures for one gloo process ask for
+    return "master"
+"""
+AS_TRAINER = """
+import ignite.engine
+from ignite_engine import Trainer
+
+ignite.engine.Engine = ignite.engine.engine.Engine = Trainer
+"""
+
+
+def left_out() -> set[str]:
+    """Names of the tests in the decision's table, without their parameters."""
+    return set(re.findall(r"^\| `(test_\w+)` \|", DECISION.read_text(encoding="utf-8"), flags=re.MULTILINE))
+
+
+def download(version: str, folder: Path) -> Path:
+    """The source distribution of pytorch-ignite ``version``, from the package index that pip uses."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+    subprocess.run([*command, "--dest", folder, f"pytorch-ignite=={version}"], check=True)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Put Ignite's tests into ``folder/tests``, away from its ``ignite``: the installed one is tested."""
+    with tarfile.open(archive) as source:
+        source.extractall(folder / "source", filter="data")
+    (sources,) = (folder / "source").iterdir()
+    shutil.move(sources / "tests", folder / "tests")
+    (folder / "as_trainer.py").write_text(FIXTURES + AS_TRAINER)
+    (folder / "as_engine.py").write_text(FIXTURES)
+
+
+def outcomes(folder: Path, plugin: str, paths: list[str]) -> dict[tuple[str, str], str]:
+    """``passed``, ``failed`` or ``skipped`` for each test, by its module and name."""
+    report = folder / "report.xml"
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider", "-c", os.devnull]
+        + [f"--rootdir={folder}", "--timeout=300", f"--junitxml={report}", "--tb=short", "--disable-warnings"]
+        + [f"--ignore=tests/ignite/handlers/test_{service}_logger.py" for service in SERVICES]
+        + ["-m", "not tpu and not multinode_distributed", *paths],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "OMP_NUM_THREADS": "1"},
+    )
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        found[str(case.get("classname")), str(case.get("name"))] = outcome
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sdist", type=Path, help="a source distribution that is here already")
+    options = parser.parse_args()
+    version, listed = importlib.metadata.version("pytorch-ignite"), left_out()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        unpack(options.sdist or download(version, folder), folder)
+        found = outcomes(folder, "as_trainer", list(FOLDERS))
+        failed = {test for test, outcome in found.items() if outcome == "failed"}
+        files = sorted({re.sub(r"\.Test\w+$", "", module).replace(".", "/") + ".py" for module, _ in failed})
+        theirs = outcomes(folder, "as_engine", files) if files else {}
+    failed -= {test for test, outcome in theirs.items() if outcome == "failed"}
+    passed = [test for test, outcome in found.items() if outcome == "passed"]
+    print(f"\npytorch-ignite {version}, tests that pass with its own engine and are not skipped on this machine:")
+    for path in FOLDERS:
+        count = [sum(module.startswith(path.replace("/", ".")) for module, _ in tests) for tests in (passed, failed)]
+        print(f"  {path}: {count[0]} of {sum(count)} pass with the Trainer")
+    unlisted = sorted(test for test in failed if _function(test) not in listed)
+    passing = sorted(listed - {_function(test) for test in failed})
+    for module, test in unlisted:
+        print(f"FAILED, and not in {DECISION.name}: {module}::{test}")
+    for test in passing:
+        print(f"In {DECISION.name}, but it does not fail: {test}")
+    return int(bool(unlisted or passing or not passed))
+
+
+def _function(test: tuple[str, str]) -> str:
+    return test[1].partition("[")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
