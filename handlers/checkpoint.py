@@ -170,7 +170,7 @@ class Checkpoint:
         if self._trainer is None:
             raise RuntimeError("Checkpoint.load() needs a trainer: call attach(trainer, event) before.")
         table = self._trainer.registry.begin_from(path, plan)
-        self._resumed_from = self._resumed_from or table.source
+        self._resumed_from = table.source
         return table
 
     def exactness(self, trainer: Trainer) -> list[str]:

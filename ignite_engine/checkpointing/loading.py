@@ -35,7 +35,8 @@ def prepare(
     Args:
         plan: what is asked for.
         saved: the checkpoint's parts.
-        here: the registered objects by part.
+        here: the registered objects by part. One that says ``belongs_to_its_run`` is loaded only if the plan gives its
+            very name.
         source: the checkpoint's name, for the table and errors.
         left_out: names that were left out when it was saved, by part.
 
@@ -126,6 +127,8 @@ class _Preparation:
         return row
 
     def _is_selected(self, part: str) -> bool:
+        if getattr(self._here.get(part), "belongs_to_its_run", False):
+            return part in (self._plan.parts or ())
         return (self._parts is None or self._parts.has_part(part)) and not self._ignore.has_part(part)
 
     def _is_asked_for(self, part: str, name: str) -> bool:

@@ -1,0 +1,154 @@
+"""How a run of a config begins: fresh, as a restart, or with what another run has learnt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+
+from ignite_engine import Task, recipe
+from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
+from ignite_engine.run import Run
+
+SAMPLES = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
+
+
+def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch[0]) - 1).square().mean()
+
+
+def make_task(width: int) -> Task:
+    model = torch.nn.Sequential()
+    model.add_module("backbone", torch.nn.Linear(2, width).requires_grad_(False))
+    model.add_module("head", torch.nn.Linear(width, 1))
+    return Task(model, loss_fn, SAMPLES, val_sets={"val": SAMPLES})
+
+
+Build = Callable[..., Run]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    def make(folder: str, sections: Mapping[str, Any] | None = None, width: int = 4, seed: int = 0) -> Run:
+        values: dict[str, Any] = {
+            "task": "unused.py:build",
+            "run": {"directory": str(tmp_path / folder), "max_iterations": 8, "seed": seed},
+            "data": {"batch_size": 4},
+            "logging": {key: False for key in ("progress", "clearml", "report", "memory", "throughput")} | {"every": 2},
+            "ema": {"decay": 0.5},
+            "checkpoint": {"every": 4},
+        }
+        for name, section in (sections or {}).items():
+            values[name] = {**values.get(name, {}), **section}
+        config = config_from_dict(values)
+        recipe.seed_all(config.run.seed)
+        return recipe.build_run(config, make_task(width))
+
+    return make
+
+
+@pytest.fixture
+def pretrained(build: Build, tmp_path: Path) -> Path:
+    build("pretrained", seed=5).train()
+    return tmp_path / "pretrained"
+
+
+def state_of(run: Run) -> dict[str, torch.Tensor]:
+    update: Any = run.trainer.update
+    return {name: value.clone() for name, value in update.model.state_dict().items()}
+
+
+def test_run_begins_fresh_then_restarts(build: Build) -> None:
+    assert build("run").train()["start"] == "fresh"
+    assert build("run", {"run": {"max_iterations": 9}}).train()["start"] == "restart"
+
+
+def test_run_begins_with_the_weights_of_another_and_restarts_from_its_own(
+    build: Build, pretrained: Path, tmp_path: Path
+) -> None:
+    load = {"checkpoint": {"every": 4, "load": {"path": str(pretrained), "weights": "ema"}}}
+    whole = build("whole", load)
+    began: list[dict[str, torch.Tensor]] = []
+    whole.trainer.add_event_handler(Events.STARTED, lambda: began.append(state_of(whole)))
+    summary = whole.train()
+    source = whole.checkpoint.store.load(pretrained / "checkpoints" / "iteration_00000008")  # type: ignore[union-attr]
+
+    assert summary["start"] == "fine-tune" and summary["resumed_from"] is None and summary["iteration"] == 8
+    assert all(torch.equal(began[0][name], value) for name, value in source.shared["ema"]["weights"].items())
+    stopped = build("stopped", load)
+    stopped.trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: stopped.trainer.state.iteration == 5 and stopped.trainer.request_stop("now")
+    )
+    assert stopped.train()["start"] == "fine-tune"
+    for each in (pretrained / "checkpoints").iterdir():
+        (each / "manifest.json").unlink()  # what it began with is not asked for again
+    again = build("stopped", load).train()
+    assert (again["start"], again["iteration"]) == ("restart", 8)
+    assert again["weights_sha256"] == summary["weights_sha256"]
+    assert (tmp_path / "stopped/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text()
+
+
+def test_logs_of_the_other_run_are_left_to_it(build: Build, pretrained: Path, tmp_path: Path) -> None:
+    """A branch of a run goes on where that stood, and writes a log of its own."""
+    lines = (pretrained / "metrics.jsonl").read_text()
+    length = {"run": {"directory": str(tmp_path / "branch"), "max_iterations": 12}}
+    length["run"]["seed"] = 5
+    branch = build("branch", {**length, "checkpoint": {"load": {"path": str(pretrained), "plan": "resume"}}}, seed=5)
+    assert branch.train()["iteration"] == 12
+    logged = [json.loads(line)["iteration"] for line in (tmp_path / "branch/metrics.jsonl").read_text().splitlines()]
+
+    assert logged == [10, 12] and (pretrained / "metrics.jsonl").read_text() == lines
+
+
+def test_frozen_backbone_is_left_out_and_comes_from_its_source_each_time(
+    build: Build, pretrained: Path, tmp_path: Path
+) -> None:
+    exclude = ["*:backbone.*"]
+    section = {"every": 4, "exclude": exclude, "labels": ["frozen"], "load": {"path": str(pretrained)}}
+    whole = build("whole", {"checkpoint": section})
+    expected = whole.train()
+    build("run", {"checkpoint": section, "run": {"directory": str(tmp_path / "run"), "max_iterations": 4}}).train()
+    again = build("run", {"checkpoint": section}, seed=0)
+    summary = again.train()
+    (*_, newest) = again.checkpoint.store.checkpoints()  # type: ignore[union-attr]
+
+    assert summary["start"] == "restart" and summary["weights_sha256"] == expected["weights_sha256"]
+    assert newest.manifest.left_out["model"] == ["backbone.weight", "backbone.bias"]
+    assert newest.manifest.labels == ["frozen"] and newest.manifest.parent == "iteration_00000004"
+    measured = build("run", {"checkpoint": section}).evaluate()
+    assert measured["val/loss"] == summary["metrics"]["val/loss"]
+
+
+@pytest.mark.parametrize(
+    ("load", "width", "line"),
+    [
+        ({"path": "nowhere"}, 4, "config: checkpoint.load.path: nowhere does not exist"),
+        ({}, 6, r"config: checkpoint.load: .* differ \(model: 3 of another shape: backbone.weight \(saved \(4, 2\), "),
+        ({"ignore": ["model:tail.*"]}, 4, "config: checkpoint.load: ignore: 'model:tail.*' matches no name"),
+        ({"weights": "average"}, 4, "config: checkpoint.load: weights='average'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line_about_its_key(
+    build: Build, pretrained: Path, load: dict[str, Any], width: int, line: str
+) -> None:
+    run = build("run", {"checkpoint": {"load": {"path": str(pretrained), **load}}}, width=width)
+    with pytest.raises(ConfigError, match=f"^{line}") as caught:
+        run.train()
+
+    assert "\n" not in str(caught.value) and run.trainer.state.iteration == 0
+
+
+def test_settings_that_are_no_plan_are_refused_when_the_run_is_built(build: Build, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^config: checkpoint.load: parts has 'data' without 'counters'"):
+        build("run", {"checkpoint": {"load": {"path": "x", "parts": ["model", "data"]}}})
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_without_a_path_have_no_effect(build: Build) -> None:
+    with pytest.warns(ConfigWarning, match=r"checkpoint.load.strict has no effect: checkpoint.load.path names nothing"):
+        build("run", {"checkpoint": {"load": {"strict": False}}})
