@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ignite_engine.checkpointing import CheckpointError
-from ignite_engine.cli import commands, pictures
+from ignite_engine.cli import commands, pictures, verify_resume
 from ignite_engine.config import ConfigWarning
 from ignite_engine.config_file import did_you_mean
 
@@ -67,6 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "train": "run, or go on with what was interrupted: the command is the same",
         "evaluate": "print the metrics of the best, or newest, checkpoint as one line of JSON",
         "describe": "print the schedule, the learning rates and the bus, without running",
+        "verify-resume": "kill the run, resume it, and compare every piece of state with the run that was not killed",
     }
     for name, text in described.items():
         command = subparsers.add_parser(
@@ -86,6 +87,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             continue
         command.add_argument("--nproc-per-node", type=_count, metavar="N", help="processes to start on this machine")
         command.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with CUDA, otherwise gloo")
+        if name == "verify-resume":
+            verify_resume.add_arguments(command, _count)
         if name == "evaluate":
             command.add_argument(
                 "--checkpoint",
@@ -99,6 +102,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"got {word!r}, which {options.command} does not take; it takes directories and --output")
         if word.startswith("-"):
             known = ["--nproc-per-node", "--backend", "--checkpoint", "--plot", "--traceback", "--help"]
+            known += ["--iterations", "--kill-at"] if options.command == "verify-resume" else []
             parser.error(
                 f"got {word!r}, which is no option of {options.command}{did_you_mean(word.split('=')[0], known)}"
             )

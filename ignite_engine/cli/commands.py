@@ -14,6 +14,7 @@ import torch
 from ignite_engine import Parallel, recipe
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.cli import pictures
+from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.registry import StateMismatch
 from ignite_engine.run_directory import RunDirectory
@@ -40,10 +41,19 @@ def describe(options: argparse.Namespace) -> None:
     print(run.describe())
 
 
+def verify_resume(options: argparse.Namespace) -> None:
+    """Kill a run for real, resume it, and compare it with one that was not killed."""
+    if options.phase is None:
+        resume_verification.verify(options, load_config(options.config, options.overrides))
+    else:
+        _on_ranks(options, resume_verification.run_phase)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "train": train,
     "evaluate": evaluate,
     "describe": describe,
+    "verify-resume": verify_resume,
     **pictures.COMMANDS,
 }
 

@@ -152,7 +152,7 @@ def test_commands_that_are_shown_exist() -> None:
 
 
 def _commands(text: str) -> Iterator[tuple[str, str]]:
-    for match in re.finditer(r"(?:^|`)(make|python -m ignite_engine|ignite-engine) ([a-z]+)", text, re.MULTILINE):
+    for match in re.finditer(r"(?:^|`)(make|python -m ignite_engine|ignite-engine) ([a-z-]+)", text, re.MULTILINE):
         yield match[1], match[2]
 
 

@@ -1,0 +1,151 @@
+"""``verify-resume``: train, kill the process, resume in a fresh one, and compare every piece of state at every step."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import ignite.distributed as idist
+
+import ignite_engine
+from ignite_engine import recipe
+from ignite_engine.config import Config, ConfigError
+from ignite_engine.resume_check import Comparison, compare, table
+from ignite_engine.run_directory import RunDirectory
+from ignite_engine.state_records import Record, proof_of, read_records, watch
+
+ITERATIONS = 20
+# nothing that tells of the run, and nothing that leaves the machine; none of it changes a bit of the run
+QUIET = [f"logging.{name}=false" for name in ("console", "progress", "memory", "throughput", "clearml", "report")]
+
+
+class PhaseError(RuntimeError):
+    """A run that was to be compared did not end as it was told to; one line."""
+
+
+def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """What only this command takes."""
+    command.add_argument(
+        "--iterations", type=count, default=ITERATIONS, metavar="N", help=f"compared updates, default {ITERATIONS}"
+    )
+    command.add_argument(
+        "--kill-at", type=count, metavar="K", help="the update in which it is killed; default: past the middle"
+    )
+    for name in ("--phase", "--folder"):  # of the processes that this command starts
+        command.add_argument(name, help=argparse.SUPPRESS)
+
+
+def verify(options: argparse.Namespace, config: Config) -> None:
+    """Print the verdict and leave with code 1 if it is not equality.
+
+    Raises:
+        ConfigError: ``--kill-at`` leaves nothing to compare.
+        SystemExit: 1, the resumed run is another one, or could not be had.
+    """
+    kill_at, iterations = options.kill_at, options.iterations
+    if iterations < 3 or (kill_at is not None and not 2 <= kill_at < iterations):
+        given = f"--iterations {iterations}" + (f" --kill-at {kill_at}" if kill_at is not None else "")
+        raise ConfigError(f"{given}: expected at least 3 iterations and a kill after the first and before the last.")
+    with tempfile.TemporaryDirectory(prefix="verify-resume-", ignore_cleanup_errors=True) as folder:
+        try:
+            comparison = _ThreeRuns(options, config, Path(folder)).compare()
+        except PhaseError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(1)
+    print(comparison.line)
+    for line in [*(table(comparison.differences) if comparison.differences else []), *comparison.notes]:
+        print(f"  {line}")
+    if not comparison.exact:
+        sys.exit(1)
+
+
+def run_phase(config: Config, options: argparse.Namespace) -> None:
+    """One of the three runs, on one rank, in the process that was started for it."""
+    path = Path(options.folder) / f"{options.phase}_{idist.get_rank()}.jsonl"
+    with RunDirectory(config.directory).logging_to(idist.get_rank()):
+        run = recipe.build_run(config)
+        watch(run.trainer, path, until=options.iterations, kill_at=options.kill_at)
+        run.train()
+
+
+@dataclass
+class _ThreeRuns:
+    """Reference, killed and resumed run of one config, all in one folder that goes afterwards."""
+
+    options: argparse.Namespace
+    config: Config
+    folder: Path
+
+    def compare(self) -> Comparison:
+        iterations = self.options.iterations
+        kill_at: int = self.options.kill_at or (3 * iterations + 2) // 5
+        every = self._save_every(kill_at)
+        self._run("reference", iterations, every)
+        done = min(records[-1].iteration for records in self._records("reference"))
+        if done < iterations:  # the run is shorter than that
+            if done < 3 or (self.options.kill_at or 0) >= done:
+                raise PhaseError(f"The run ends at iteration {done}: there is nothing to compare after a kill.")
+            iterations, kill_at = done, self.options.kill_at or max(2, (3 * done + 2) // 5)
+            if every >= kill_at:
+                every = self._save_every(kill_at)
+                for left in self.folder.iterdir():
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                self._run("reference", iterations, every)
+        self._run("killed", iterations, every, kill_at)
+        self._run("resumed", iterations, every)
+        compared = [
+            compare(*records)
+            for records in zip(*(self._records(each) for each in ("reference", "killed", "resumed")), strict=True)
+        ]
+        return next((each for each in compared if not each.exact), compared[0])
+
+    def _save_every(self, kill_at: int) -> int:
+        """The config's own pace, if it saves before the kill; else one that does, some iterations before."""
+        own = self.config.checkpoint.every
+        if own is not None and own.iterations is not None and own.iterations < kill_at:
+            return own.iterations
+        return max(1, kill_at - max(1, kill_at // 5))
+
+    def _records(self, phase: str) -> list[list[Record]]:
+        """Of each rank."""
+        return [read_records(path) for path in sorted(self.folder.glob(f"{phase}_*.jsonl"))]
+
+    def _run(self, phase: str, iterations: int, every: int, kill_at: int | None = None) -> None:
+        directory = self.folder / ("reference" if phase == "reference" else "run")
+        command = [sys.executable, "-m", "ignite_engine", "verify-resume", str(self.options.config)]
+        command += [*self.options.overrides, *QUIET, f"run.directory={directory}", f"checkpoint.every={every}"]
+        command += ["--phase", phase, "--folder", str(self.folder), "--iterations", str(iterations)]
+        command += ["--kill-at", str(kill_at)] if kill_at is not None else []
+        for name in ("nproc_per_node", "backend"):
+            value = getattr(self.options, name)
+            command += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+        code, output = self._start(command)
+        if kill_at is None and code != 0:
+            raise PhaseError(f"The {phase} run ended with code {code}: {_last_line(output)}")
+        if kill_at is not None:
+            proofs = list(self.folder.glob(proof_of("killed_*")))
+            ranks = len(list(self.folder.glob("reference_*.jsonl")))
+            if len(proofs) < ranks or (ranks == 1 and code != -signal.SIGKILL):
+                raise PhaseError(f"The run was not killed at iteration {kill_at} (code {code}): {_last_line(output)}")
+
+    def _start(self, command: list[str]) -> tuple[int, str]:
+        home = str(Path(ignite_engine.__file__).resolve().parent.parent)
+        path = os.pathsep.join(each for each in (home, os.environ.get("PYTHONPATH")) if each)
+        # to a file: loader workers that outlive a kill for a moment hold a pipe open
+        output = self.folder / "output.txt"
+        with output.open("w") as file:
+            code = subprocess.run(command, stdout=file, stderr=file, env={**os.environ, "PYTHONPATH": path}).returncode
+        return code, output.read_text(errors="replace")
+
+
+def _last_line(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return lines[-1] if lines else "it printed nothing."

@@ -1,0 +1,159 @@
+"""Is a resumed run the uninterrupted one? The first piece of state that differs, from the records of three runs.
+
+The reference, one that was killed, and one that went on from what the killed one left: each wrote its records with a
+:class:`~ignite_engine.state_records.StateRecorder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ignite_engine.state_records import OUTPUT, UNSAVED, Record
+
+# what a run is made of: if these differ before anybody was killed, the run is no function of its seed
+_ESSENTIAL = ("model", "optimizer", "scaler", "rng", "data", "trainer", OUTPUT)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One piece of state that is not what it was in the reference."""
+
+    iteration: int
+    component: str
+    piece: str
+    expected: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of it.
+
+    Attributes:
+        line: the verdict, in one sentence.
+        exact: nothing that is saved differs.
+        differences: those of the first edge with any, ``not saved`` ones of before first; empty if exact.
+        notes: what was left out of the comparison, and what differs without consequence so far.
+    """
+
+    line: str
+    exact: bool
+    differences: Sequence[Difference] = ()
+    notes: Sequence[str] = ()
+
+
+def compare(reference: Sequence[Record], killed: Sequence[Record], resumed: Sequence[Record]) -> Comparison:
+    """Whether the resumed run is the reference from where it was resumed to its end.
+
+    Pieces that differ between reference and killed run before the kill are no function of the seed (a clock's, say):
+    they are left out, unless they are weights, optimizer, generators, data, counters or losses.
+    """
+    expected = {record.edge: record for record in reference}
+    noise, unstable = _noise(expected, killed)
+    if unstable:
+        return Comparison(
+            f"The run is not deterministic: two runs from the same start differ at iteration {unstable[0].iteration}, "
+            f"first in {_place(unstable[0])}, before anything was killed; run.deterministic=true may help.",
+            exact=False,
+            differences=unstable,
+        )
+    clocks = sorted(each for each in noise if not each.startswith(UNSAVED))
+    notes = [f"not compared, as it differs between two runs from the same start: {', '.join(clocks)}"] if clocks else []
+    start = next((record for record in resumed if record.resumed), None)
+    if start is None:
+        return Comparison("Nothing was resumed: the run that was to go on began anew.", exact=False, notes=notes)
+    hints: list[Difference] = []
+    compared = _Count()
+    for record in resumed:
+        other = expected.get(record.edge)
+        if other is None:
+            line = f"The resumed run came to iteration {record.iteration}, epoch {record.epoch}, the other did not."
+            return Comparison(line, exact=False, notes=notes)
+        different = [each for each in _differences(other, record, compared) if _label(each) not in noise]
+        hints += [each for each in different if each.component == UNSAVED and not hints]
+        saved = [each for each in different if each.component != UNSAVED]
+        if saved:
+            line = f"Resume is NOT exact: at iteration {record.iteration} {_place(saved[0])} differs first."
+            if hints:
+                named = ", ".join(each.piece for each in hints[:3])
+                line += f" Not saved, and other than it was: {named}; trainer.register(name, object) saves it."
+            return Comparison(line, exact=False, differences=[*hints, *saved], notes=notes)
+    last, end = resumed[-1].iteration, reference[-1].iteration
+    if last != end:
+        line = f"The resumed run ended at iteration {last}, the uninterrupted one at {end}."
+        return Comparison(line, exact=False, notes=notes)
+    if hints:
+        named = ", ".join(each.piece for each in hints[:5])
+        notes.append(f"differs, is not saved, and changed nothing so far: {named}")
+    line = (
+        f"Resume is exact: killed at iteration {killed[-1].iteration + 1}, resumed from {start.iteration}, "
+        f"{compared.pieces} digests over iterations {start.iteration} to {last} are equal."
+    )
+    return Comparison(line, exact=True, notes=notes)
+
+
+@dataclass
+class _Count:
+    pieces: int = 0
+
+
+def _noise(expected: Mapping[tuple[int, int], Record], killed: Sequence[Record]) -> tuple[set[str], list[Difference]]:
+    """Labels of what is no function of the seed, and the essential differences of the first edge with any."""
+    noise: set[str] = set()
+    for record in killed:
+        if (other := expected.get(record.edge)) is None:
+            continue
+        found = _differences(other, record)
+        essential = [each for each in found if each.component.split("/")[0] in _ESSENTIAL]
+        if essential:
+            return noise, essential
+        noise |= {_label(each) for each in found}
+    return noise, []
+
+
+def _differences(expected: Record, found: Record, count: _Count | None = None) -> list[Difference]:
+    """Pieces that differ, the essential ones first. A part that only one side has differs as a whole."""
+    rows: list[Difference] = []
+    names = sorted(expected.components.keys() | found.components.keys(), key=_order)
+    for name in names:
+        if found.resumed and name not in found.components:
+            continue
+        ours, theirs = expected.components.get(name, {}), found.components.get(name, {})
+        for piece in dict.fromkeys((*ours, *theirs)):
+            pair = ours.get(piece, "missing"), theirs.get(piece, "missing")
+            if count is not None and name != UNSAVED:
+                count.pieces += 1
+            if pair[0] != pair[1]:
+                rows.append(Difference(found.iteration, name, piece, *pair))
+    return rows
+
+
+def _order(component: str) -> tuple[int, str]:
+    kind = component.split("/")[0]
+    return (_ESSENTIAL.index(kind) if kind in _ESSENTIAL else len(_ESSENTIAL)), component
+
+
+def _label(difference: Difference) -> str:
+    return f"{difference.component} {difference.piece}"
+
+
+def _place(difference: Difference) -> str:
+    return f"{difference.piece} of {difference.component}" if difference.piece else difference.component
+
+
+def table(differences: Sequence[Difference], rows: int = 10) -> list[str]:
+    """The first few differences as lines of a table."""
+    head = ("iteration", "component", "piece", "uninterrupted", "resumed")
+    shown = [
+        (str(each.iteration), each.component, each.piece, _short(each.expected), _short(each.found))
+        for each in differences[:rows]
+    ]
+    widths = [max(len(row[column]) for row in (head, *shown)) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *shown)]
+    more = len(differences) - rows
+    return [line.rstrip() for line in lines] + ([f"... and {more} more"] if more > 0 else [])
+
+
+def _short(value: str) -> str:
+    return value.removeprefix("sha256:")[:12] if value.startswith("sha256:") else value

@@ -1,0 +1,137 @@
+"""A line per step with the digest of every piece of state, written by the run itself; and a kill to compare after."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ignite.engine import Events
+
+from ignite_engine.digests import Pieces, digests
+from ignite_engine.events import TrainingEvents
+from ignite_engine.rng import capture
+from ignite_engine.trainer import Trainer
+from ignite_engine.unsaved import unsaved_state
+
+UNSAVED = "not saved"
+OUTPUT = "output"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The state at one edge, or of a run that was just resumed (``resumed``)."""
+
+    iteration: int
+    epoch: int
+    resumed: bool
+    components: Mapping[str, Pieces]
+
+    @property
+    def edge(self) -> tuple[int, int]:
+        return self.iteration, self.epoch
+
+
+class StateRecorder:
+    """Appends the digests of all registered parts, the output, the generators and what is not saved, at each edge.
+
+    Args:
+        path: one JSON object per line; a file of this rank alone.
+        until: the last iteration that is recorded; the run is then asked to stop.
+
+    Attach it last, so that it sees each edge as a checkpoint made there does.
+    """
+
+    def __init__(self, path: Path, until: int) -> None:
+        self.path, self.until = path, until
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(Events.STARTED, self._begin)
+        trainer.add_event_handler(Events.ITERATION_STARTED, self._stop_at_the_end)
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        if trainer.state.iteration <= self.until:
+            self._write(trainer, resumed=False)
+
+    def _begin(self, trainer: Trainer) -> None:
+        if trainer.state.iteration:
+            self._write(trainer, resumed=True)
+
+    def _stop_at_the_end(self, trainer: Trainer) -> None:
+        if trainer.state.iteration >= self.until:
+            trainer.request_stop("the last iteration to compare")
+
+    def _write(self, trainer: Trainer, *, resumed: bool) -> None:
+        state, position = trainer.state, trainer.position
+        components = {
+            name: digests(obj.state_dict())
+            for name, obj in trainer.registry.objects.items()
+            # the position and the generators are put back when the first batch is fetched
+            if name not in ("rng", "data") or (name == "data" and not resumed)
+        }
+        if not resumed:
+            components["rng"] = {name: _one_digest(value) for name, value in capture().items()}
+            output = state.output if isinstance(state.output, Mapping) else {"loss": state.output}
+            components[OUTPUT] = digests(output)
+        components[UNSAVED] = digests(unsaved_state(trainer))
+        row = {
+            "iteration": state.iteration,
+            "epoch": position.epochs_completed,
+            "resumed": resumed,
+            "components": components,
+        }
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+class KillAt:
+    """Ends this process by SIGKILL in the middle of an iteration: after the update, before anything is measured.
+
+    Args:
+        iteration: in which.
+        proof: a file that is written just before.
+    """
+
+    def __init__(self, iteration: int, proof: Path) -> None:
+        self.iteration, self.proof = iteration, proof
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.iteration), self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        self.proof.write_text(str(trainer.state.iteration))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_records(path: Path) -> list[Record]:
+    """The lines of a :class:`StateRecorder`; one that a kill cut short is left out."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        records.append(Record(row["iteration"], row["epoch"], row["resumed"], row["components"]))
+    return records
+
+
+def _one_digest(value: Any) -> str:
+    pieces = digests(value)
+    return pieces[""] if list(pieces) == [""] else digests(json.dumps(pieces).encode())[""]
+
+
+def proof_of(name: str) -> str:
+    """Name of the file that a run leaves just before it is killed, for that of its records without the suffix."""
+    return f"{name}.proof"
+
+
+def watch(trainer: Trainer, path: Path, *, until: int, kill_at: int | None = None) -> None:
+    """Attach the recorder, and what kills the process if ``kill_at`` says when."""
+    StateRecorder(path, until).attach(trainer)
+    if kill_at is not None:
+        KillAt(kill_at, path.with_name(proof_of(path.stem))).attach(trainer)

@@ -1,0 +1,137 @@
+"""``verify-resume``: real processes, a real SIGKILL, and the first piece of state that differs is named."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ignite_engine.cli import main, verify_resume
+from tests.faults.fork_server import ForkServer
+
+HERE = Path(__file__).parent
+
+
+def config(folder: Path, forgets: str | None = None, **sections: Any) -> str:
+    values: dict[str, Any] = {
+        "task": f"{HERE / 'forgetful_task.py'}:build",
+        "task_options": {"forgets": forgets},
+        "run": {"max_epochs": 3, "threads": 1, "directory": str(folder / "the users own")},
+        "data": {"batch_size": 8},
+        "checkpoint": {"every": {"epochs": 1}, "keep_last": 1},
+        **sections,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    return str(folder / "config.yaml")
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command makes its folder."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.mark.faults
+def test_right_run_is_killed_resumed_and_found_equal(
+    tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    start = verify_resume._ThreeRuns._start
+
+    def watched(self: Any, command: list[str]) -> tuple[int, str]:
+        code, output = start(self, command)
+        ended.append(code)
+        return code, output
+
+    monkeypatch.setattr(verify_resume._ThreeRuns, "_start", watched)
+    assert main(["verify-resume", config(tmp_path), "optimizer.lr=0.01", "--iterations", "12", "--kill-at", "9"]) == 0
+    assert ended == [0, -9, 0]
+    said = capsys.readouterr().out
+    assert said.startswith("Resume is exact: killed at iteration 9, resumed from 8, ") and said.count("\n") == 1
+    assert not (tmp_path / "the users own").exists() and list(temporary.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(["ignite_engine.cli"]) as server:
+        yield server
+
+
+@pytest.fixture
+def forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's processes are forked, which saves three imports of torch."""
+
+    def start(self: Any, command: list[str]) -> tuple[int, str]:
+        output = self.folder / "output.txt"
+        output.unlink(missing_ok=True)
+        code = server.call("ignite_engine.cli:main", command[3:], output=output)
+        return code, output.read_text()
+
+    monkeypatch.setattr(verify_resume._ThreeRuns, "_start", start)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("forgets", "cause"), [("generator", "loss_fn: noise"), ("counter", "forgetful_task.CALLS")])
+def test_run_that_depends_on_what_is_not_saved_is_caught_and_the_cause_named(
+    tmp_path: Path, temporary: Path, forked: None, forgets: str, cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["verify-resume", config(tmp_path, forgets), "--iterations", "6"])
+    assert left.value.code == 1
+    line, *rows = capsys.readouterr().out.splitlines()
+    assert line == (
+        "Resume is NOT exact: at iteration 4 0.weight of model differs first. Not saved, and other than it was: "
+        f"{cause}; trainer.register(name, object) saves it."
+    )
+    assert rows[0].split() == ["iteration", "component", "piece", "uninterrupted", "resumed"]
+    assert rows[1].split()[:4] == ["3", "not", "saved", *cause.split()][:4]
+    assert rows[2].split()[:3] == ["4", "model", "0.weight"] and len(rows) <= 12
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["task_options.forgets=everything"], "The reference run ended with code 2: error: "),
+        (["run.max_epochs=null", "run.max_iterations=2"], "The run ends at iteration 2: there is nothing to compare"),
+    ],
+)
+def test_run_that_cannot_be_compared_is_one_line(
+    tmp_path: Path,
+    temporary: Path,
+    forked: None,
+    arguments: list[str],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["verify-resume", config(tmp_path), *arguments])
+    assert left.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {complaint}") and said.count("\n") == 1
+
+
+@pytest.mark.faults
+def test_run_shorter_than_asked_for_is_compared_to_its_end(
+    tmp_path: Path, temporary: Path, forked: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify-resume", config(tmp_path), "run.max_epochs=1"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Resume is exact: killed at iteration 4, resumed from 3, ") and "3 to 7 are equal" in said
+
+
+@pytest.mark.parametrize("arguments", [["--iterations", "2"], ["--kill-at", "1"], ["--kill-at", "20"]])
+def test_kill_that_leaves_nothing_to_compare_is_refused(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify-resume", config(tmp_path), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert "expected at least 3 iterations and a kill after the first and before the last" in said
