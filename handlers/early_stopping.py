@@ -27,7 +27,7 @@ class EarlyStopping:
 
     Such a run is completed: ``state.status`` says so, ``state.reason`` begins with ``early stopping:``, it saves, and
     ``run()`` returns. A value that is not finite is no improvement. Started again, the run only completes; with a
-    larger ``patience`` or without this handler it goes on.
+    larger ``patience`` it goes on.
 
     Raises:
         ValueError: a setting is out of its range.
