@@ -14,7 +14,7 @@ from ignite.engine import Events
 from ignite.engine.events import RemovableEventHandle
 from torch import Tensor
 
-from ignite_engine import Trainer, TrainingEvents, Update, agreement
+from ignite_engine import Phase, Trainer, TrainingEvents, Update, agreement
 from ignite_engine.checkpointing import (
     BackgroundSave,
     CheckpointError,
@@ -263,7 +263,9 @@ class Checkpoint:
             return
         self._saving = BackgroundSave(self._snapshot, write, trainer.request_attention)
         if isinstance(trainer.update, Update):
-            self._before_step = trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._before_change)
+            # an average of the weights may stand in their place while they are evaluated
+            changes = TrainingEvents.OPTIMIZER_STEP_STARTED | TrainingEvents.EVALUATION_STARTED
+            self._before_step = trainer.add_event_handler(changes, self._before_change)
         else:
             self._saving.before_change()
 
@@ -309,9 +311,11 @@ class Checkpoint:
                 if restartable and self._saved_at != _edge_of(trainer):
                     self._save(trainer, exactness=["saved after an exception, random numbers as it left them"])
 
+    _before_change.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before any handler that changes them
+
 
 def _changed_by_step_alone(trainer: Trainer) -> Callable[[Tensor], bool]:
-    """Tells what nobody changes between an edge and the next optimizer step: trained weights and optimizers' states.
+    """Tells what nobody changes before the next optimizer step or evaluation: trained weights and optimizers' states.
 
     Buffers, and parameters that are not trained, may be changed by the forward pass.
     """

@@ -291,6 +291,31 @@ def test_what_is_saved_in_the_middle_of_an_evaluation_is_the_weights() -> None:
     )
 
 
+class Unsized:
+    """Three batches without a length: the last iteration has an edge of its own before its epoch is evaluated."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([batch_of(torch.float32, number) for number in range(3)])
+
+
+def test_save_in_the_background_is_of_the_weights_where_the_average_comes_before_the_next_step(tmp_path: Path) -> None:
+    trainer, live = trainer_of(), list[Tensor]()
+    EMA(0.9).attach(trainer)
+    evaluation_of(trainer, []).attach(trainer)
+    checkpoint = Checkpoint(tmp_path, background=True, keep_last=9)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+
+    trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, lambda: live.append(weights(trainer)))
+    failed: list[Any] = []
+    trainer.add_event_handler(TrainingEvents.CHECKPOINT_FAILED, lambda: failed.append(checkpoint.error))
+    trainer.run(Unsized(), max_epochs=2)
+    saved = {each.iteration: checkpoint.store.load(each.path, 0).shared for each in checkpoint.store.checkpoints()}
+
+    assert failed == [] and sorted(saved) == [1, 2, 3, 4, 5, 6]
+    for iteration, parts in saved.items():
+        assert torch.equal(torch.cat([value.reshape(-1) for value in parts["model"].values()]), live[iteration - 1])
+
+
 def test_two_averages_in_one_evaluation_are_refused() -> None:
     trainer = trainer_of()
     EMA(0.9).attach(trainer)
