@@ -6,6 +6,7 @@ from ignite_engine.handlers.early_stopping import EarlyStopping
 from ignite_engine.handlers.ema import EMA
 from ignite_engine.handlers.evaluation import Evaluation
 from ignite_engine.handlers.interrupt import GracefulStop
+from ignite_engine.handlers.limits import SaveEvery, StopFile, WallClockLimit
 from ignite_engine.handlers.lr_schedule import LRSchedule
 from ignite_engine.handlers.memory import MemoryLogger
 from ignite_engine.handlers.metrics import MetricLogger
@@ -37,9 +38,12 @@ __all__ = [
     "MemoryLogger",
     "MetricLogger",
     "Progress",
+    "SaveEvery",
     "Schedule",
+    "StopFile",
     "TensorBoardSink",
     "Throughput",
+    "WallClockLimit",
     "constant",
     "warmup_constant",
     "warmup_cosine",

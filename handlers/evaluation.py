@@ -59,7 +59,7 @@ class Evaluation:
         self._pending = True
         with ExitStack() as undo:
             undo.callback(setattr, state, "evaluating", state.evaluating)
-            state.evaluating = OngoingEvaluation(self.label, undo)
+            state.evaluating = OngoingEvaluation(self.label, undo, self.evaluator)
             trainer.fire_event(TrainingEvents.EVALUATION_STARTED)
             if not self._run(trainer):
                 return

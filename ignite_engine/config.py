@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 
 from ignite_engine.config_file import ConfigError, ConfigWarning, Source, did_you_mean, read_source, shown
+from ignite_engine.config_paces import Every
 from ignite_engine.config_sections import (
     CheckpointSection,
     DataSection,
@@ -18,7 +19,6 @@ from ignite_engine.config_sections import (
     EarlyStoppingSection,
     EmaSection,
     EvaluationSection,
-    Every,
     LoggingSection,
     OptimizerSection,
     RunSection,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ignite_engine.config_file import SCIENTIFIC, did_you_mean, shown
+from ignite_engine.config_paces import Every, EveryOrMinutes, TimeLimit
 
 
 def _as_number(value: object) -> object:
@@ -49,40 +49,6 @@ class Section(BaseModel):
         return {} if values is None else values
 
 
-class Every(BaseModel):
-    """A pace: ``500`` or ``{iterations: 500}``, in updates, or ``{epochs: 1}``."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    iterations: Count | None = None
-    epochs: Count | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_unit(cls, value: object) -> object:
-        if isinstance(value, Every):
-            return value
-        if isinstance(value, int) and not isinstance(value, bool):
-            value = {"iterations": value}
-        expected = "expected a number of iterations, such as 500, or {epochs: 1}"
-        if not isinstance(value, Mapping) or len(value) != 1:
-            raise ValueError(f"got {shown(value)}, {expected}")
-        unit, number = next(iter(value.items()))
-        if unit not in ("iterations", "epochs"):
-            raise ValueError(
-                f"got the unit {unit!r}, {expected}{did_you_mean(str(unit), ['iterations', 'epochs'])[:-1]}"
-            )
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"got {shown(number)} {unit}, {expected}, of at least 1")
-        return {unit: number}
-
-    @model_serializer
-    def _as_written(self) -> int | dict[str, int]:
-        if self.epochs is not None:
-            return {"epochs": self.epochs}
-        assert self.iterations is not None
-        return self.iterations
-
-
 class RunSection(Section):
     """Which run this is and how long."""
 
@@ -94,6 +60,8 @@ class RunSection(Section):
     deterministic: bool = False  # torch.use_deterministic_algorithms
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of fp32 products
     threads: Count | None = None  # CPU threads of each rank; default: torch's own
+    time_limit: TimeLimit | None = None  # wall clock; the run stops so that it is saved before it
+    stop_file: Annotated[str, Field(min_length=1)] | None = None  # stops when it appears; relative to the run's folder
 
     @model_validator(mode="after")
     def _one_length(self) -> RunSection:
@@ -274,7 +242,7 @@ class LoadSection(Section):
 class CheckpointSection(Section):
     """When checkpoints are saved (always at the end and on a stop, too) and which are kept."""
 
-    every: Every | None = Every(epochs=1)
+    every: EveryOrMinutes | None = EveryOrMinutes(epochs=1)
     keep_last: Count = 2
     best: str | None = None  # a metric's key, such as val/loss
     mode: Literal["min", "max"] = "min"  # whether a smaller or a larger score is better

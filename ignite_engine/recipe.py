@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import random
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -310,8 +311,11 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
     if section.load.path is not None:
         run.load, run.always_load = _loading(config, run.checkpoint, section.load.path), bool(section.exclude)
     # it always saves at the end; after COMPLETED nothing more is saved
-    run.checkpoint.attach(trainer, pace(section.every) if section.every else Events.COMPLETED)
-    handlers.GracefulStop().attach(trainer)
+    minutes = section.every.minutes if section.every else None
+    run.checkpoint.attach(trainer, pace(section.every) if section.every and minutes is None else Events.COMPLETED)
+    if minutes is not None:
+        handlers.SaveEvery(minutes=minutes).attach(trainer)
+    _attach_stops(config, run)
     for users_own in task.handlers:
         users_own.attach(trainer)
 
@@ -342,6 +346,16 @@ def _loading(config: Config, checkpoint: handlers.Checkpoint, path: str) -> Call
     return load
 
 
+def _attach_stops(config: Config, run: Run) -> None:
+    handlers.GracefulStop().attach(run.trainer)
+    limit, path = config.run.time_limit, config.run.stop_file
+    if limit is not None:  # the start-up counts, too
+        since = time.monotonic() - (time.perf_counter() - run.startup.began)
+        handlers.WallClockLimit(seconds=limit.total_s, since=since).attach(run.trainer)
+    if path is not None:
+        handlers.StopFile(run.directory.path / path).attach(run.trainer)
+
+
 def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
     logging, path = config.logging, run.directory.path
     sinks: list[Any] = []
@@ -355,7 +369,7 @@ def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
 
 
 def pace(every: Every) -> Any:
-    """The event of a config's ``every``."""
+    """The event of a config's ``every``, in iterations or epochs."""
     if every.epochs is not None:
         return Events.EPOCH_COMPLETED(every=every.epochs)
     return Events.ITERATION_COMPLETED(every=every.iterations)

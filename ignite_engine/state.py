@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ignite.engine import State
+from ignite.engine import Engine, State
 
 COUNTERS = ("micro_batches", "optimizer_steps", "skipped_steps", "evaluations", "checkpoints", "windows")
 
@@ -49,6 +49,8 @@ class OngoingEvaluation:
     """Of the set that is evaluated."""
     undo: ExitStack
     """Takes callbacks; they run when this evaluation is over, however it ends, the last one first."""
+    evaluator: Engine
+    """Runs it, an iteration for each batch."""
 
 
 class _MetricsField:

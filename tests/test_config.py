@@ -76,6 +76,18 @@ def test_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(config)).to_dict() == values  # ranks are handed it
 
 
+def test_paces_and_limits_may_be_of_the_clock(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path), ["checkpoint.every={minutes: 2.5}", "run.time_limit={hours: 1.5}"])
+    assert config.checkpoint.every is not None and config.checkpoint.every.minutes == 2.5
+    assert config.run.time_limit is not None and config.run.time_limit.total_s == 5400.0
+    values = config.to_dict()
+    assert (values["checkpoint"]["every"], values["run"]["time_limit"]) == ({"minutes": 2.5}, {"hours": 1.5})
+    assert config_from_dict(values).to_dict() == values
+    in_seconds = load_config(written(tmp_path), ["run.time_limit=90"])
+    assert in_seconds.to_dict()["run"]["time_limit"] == 90
+    assert in_seconds.run.time_limit is not None and in_seconds.run.time_limit.total_s == 90.0
+
+
 UNKNOWN = "for a key that is not known; did you mean"
 WRONG = [
     ("optimizer.lrr=1", "optimizer.lrr: got 1, but AdamW has no option 'lrr'; did you mean 'lr'?"),
@@ -120,6 +132,20 @@ WRONG = [
         "evaluation.every=[1]",
         "evaluation.every: got [1], expected a number of iterations, such as 500, or {epochs: 1}.",
     ),
+    (
+        "checkpoint.every={minutes: 0}",
+        "checkpoint.every: got 0 minutes, expected a number of iterations, such as 500, {epochs: 1} or {minutes:...",
+    ),
+    (
+        "checkpoint.every={minute: 5}",
+        "checkpoint.every: got the unit 'minute', expected a number of iterations, such as 500, {epochs: 1} or {min...",
+    ),
+    (
+        "run.time_limit={days: 1}",
+        "run.time_limit: got the unit 'days', expected seconds, such as 3600, {minutes: 90} or {hours: 23.5}",
+    ),
+    ("run.time_limit=-5", "run.time_limit: got -5 seconds, expected seconds, such as 3600"),
+    ("run.time_limit=2h", "run.time_limit: got '2h', expected seconds, such as 3600"),
     ("update.precision=fp61", "update.precision: got 'fp61', expected 'fp32', 'bf16' or 'fp16'; did you mean 'fp16'?"),
     ("update.grad_scaler={init_scal: 3}", f"update.grad_scaler.init_scal: got 3 {UNKNOWN} 'init_scale'?"),
     (

@@ -458,3 +458,39 @@ def test_report_that_cannot_be_made_fails_no_run(
     assert "No report could be written: ValueError: no pen." in caplog.messages
     assert build({"logging": {"report": False}}, "quiet").train()["status"] == "completed"
     assert caplog.messages.count("No report could be written: ValueError: no pen.") == 1
+
+
+def test_time_limit_counts_the_start_up_and_the_run_goes_on(
+    build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class LongStartUp(recipe.PhaseTimes):
+        def __init__(self) -> None:
+            super().__init__()
+            self.began -= 1000.0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recipe, "PhaseTimes", LongStartUp)
+        run = build({"run": {"time_limit": {"minutes": 10}}})
+    summary = run.train()
+    assert (summary["status"], summary["reason"]) == ("interrupted", "time limit of 600 s")
+    assert summary["iteration"] == 1
+    resumed = build({"run": {"time_limit": {"minutes": 10}}}).train()
+    assert (resumed["status"], resumed["iteration"]) == ("completed", 8)
+
+
+def test_stop_file_lies_in_the_runs_folder(build: Callable[..., Run]) -> None:
+    run = build({"run": {"stop_file": "stop"}})
+    path = run.directory.path / "stop"
+    run.trainer.add_event_handler(Events.ITERATION_STARTED(once=1), lambda: path.touch())
+    summary = run.train()
+    assert (summary["status"], summary["reason"]) == ("interrupted", f"stop file {path}")
+    assert build({"run": {"stop_file": "stop"}}).train()["status"] == "completed"
+
+
+def test_checkpoints_may_be_saved_by_the_clock(build: Callable[..., Run]) -> None:
+    run, saved = build({"checkpoint": {"every": {"minutes": 1e-9}, "keep_last": 9}}), list[int]()
+    run.trainer.add_event_handler(
+        TrainingEvents.CHECKPOINT_SAVED, lambda: saved.append(run.trainer.state.saved_iteration or 0)
+    )
+    run.train()
+    assert saved == list(range(1, 9))

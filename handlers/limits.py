@@ -1,0 +1,177 @@
+"""What the clock and the file system ask of a run: a save every so often, a stop in time, a stop by a file."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ignite.engine import Events
+
+from ignite_engine import Phase, Trainer, TrainingEvents, agreement
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 1.0
+_MARGIN_SHARE, _LARGEST_MARGIN_S = 0.05, 30.0
+
+
+class SaveEvery:
+    """Ask for a checkpoint when ``minutes`` have gone by since the last one, whatever that one was saved for.
+
+    Rank 0's clock counts. A checkpoint may come at another iteration in each run; what is trained does not change.
+
+    Raises:
+        ValueError: ``minutes`` is not above 0.
+    """
+
+    def __init__(self, *, minutes: float) -> None:
+        if not 0 < minutes < math.inf:
+            raise ValueError(f"minutes must be a number above 0, got {minutes}.")
+        self.minutes = minutes
+        self._due = math.inf
+
+    def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
+        """Look at the clock at ``event``; the save is at the next edge on which all ranks agree."""
+        trainer.add_event_handler(Events.STARTED, self._count_anew)
+        trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._count_anew)
+        trainer.add_event_handler(event, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        if time.monotonic() >= self._due:
+            self._count_anew()
+            trainer.request_save()
+
+    def _count_anew(self) -> None:
+        self._due = time.monotonic() + 60.0 * self.minutes if agreement.rank() == 0 else math.inf
+
+
+class WallClockLimit:
+    """Stop in time: what is saved at the stop is on disk before the limit, and the run returns as ``interrupted``.
+
+    Args:
+        hours, minutes, seconds: they add up to the limit.
+        margin_s: kept free beside what the last save took (``state.save_seconds``) and what an iteration takes. Until a
+            process has saved once, it is all there is for the save. None: a twentieth of the limit, at most 30 s.
+        since: reading of ``time.monotonic()`` from which the limit counts; None: the start of each ``run()``.
+
+    ``state.reason`` is ``time limit of 3600 s``. The clock is read after each iteration and after each batch of an
+    evaluation, which breaks off. A wait for data is not broken.
+
+    Raises:
+        ValueError: the limit is not above 0, or the margin leaves nothing of it.
+    """
+
+    def __init__(
+        self,
+        *,
+        hours: float = 0.0,
+        minutes: float = 0.0,
+        seconds: float = 0.0,
+        margin_s: float | None = None,
+        since: float | None = None,
+    ) -> None:
+        self.limit_s = 3600.0 * hours + 60.0 * minutes + seconds
+        if not 0 < self.limit_s < math.inf:
+            raise ValueError(f"The limit must be above 0 s, got {self.limit_s:g} s.")
+        self.margin_s = min(_MARGIN_SHARE * self.limit_s, _LARGEST_MARGIN_S) if margin_s is None else margin_s
+        if not 0 <= self.margin_s < self.limit_s:
+            raise ValueError(
+                f"margin_s must be at least 0 and below the limit of {self.limit_s:g} s, got {self.margin_s:g}."
+            )
+        self.since = since
+        self._deadline = math.inf
+        self._looked_at = self._gap = 0.0
+
+    def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
+        """Look at the clock at ``event`` and while evaluating."""
+        trainer.add_event_handler(Events.STARTED, self._start)
+        trainer.add_event_handler(event, self)
+        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
+
+    def __call__(self, trainer: Trainer) -> None:
+        now = time.monotonic()
+        gap, before = now - self._looked_at, self._gap
+        self._looked_at, self._gap = now, gap
+        # the next look comes an iteration later; of two gaps the shorter, as one of them may hold an evaluation
+        if now + min(gap, before) + trainer.state.save_seconds >= self._deadline:
+            trainer.request_stop(self.reason)
+
+    @property
+    def reason(self) -> str:
+        return f"time limit of {round(self.limit_s, 3):.16g} s"
+
+    def _start(self) -> None:
+        self._looked_at, self._gap = time.monotonic(), 0.0
+        began = self._looked_at if self.since is None else self.since
+        self._deadline = began + self.limit_s - self.margin_s
+
+    _start.phase = Phase.EVALUATE - 1  # type: ignore[attr-defined]  # an evaluation at STARTED is limited too
+
+    def _start_evaluation(self, trainer: Trainer) -> None:
+        def look() -> None:
+            if time.monotonic() + trainer.state.save_seconds >= self._deadline:
+                trainer.request_stop(self.reason)
+
+        _while_evaluating(trainer, look)
+
+
+class StopFile:
+    """Stop when a file appears: ``touch PATH`` saves and ends the run as ``interrupted``, by ``stop file PATH``.
+
+    Args:
+        path: looked for at most once a second, on every rank; one rank that sees it is enough.
+
+    The file is never removed, so it may stop several runs. One that is there already when a run starts does not stop
+    that run, which says so in one line; touch it again to stop it. A wait for data is not broken.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._next_look = 0.0
+        self._old: tuple[int, int] | None = None
+
+    def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
+        """Look at ``event`` and while evaluating."""
+        trainer.add_event_handler(Events.STARTED, self._start)
+        trainer.add_event_handler(event, self)
+        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
+
+    def __call__(self, trainer: Trainer) -> None:
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_EVERY_S
+            if (found := self._found()) is not None and found != self._old:
+                trainer.request_stop(f"stop file {self.path}")
+
+    def _start(self) -> None:
+        self._next_look, self._old = 0.0, self._found()
+        if self._old is not None and agreement.rank() == 0:
+            logger.warning(
+                "The stop file %s is from before this run and does not stop it: touch it again to stop, or remove it.",
+                self.path,
+            )
+
+    _start.phase = Phase.EVALUATE - 1  # type: ignore[attr-defined]  # an evaluation at STARTED can be stopped too
+
+    def _start_evaluation(self, trainer: Trainer) -> None:
+        _while_evaluating(trainer, lambda: self(trainer))
+
+    def _found(self) -> tuple[int, int] | None:
+        """What changes when the file is made anew or touched."""
+        try:
+            status = os.stat(self.path)
+        except OSError:  # not there, or not to be seen just now: a file system that fails is no wish to stop
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+
+def _while_evaluating(trainer: Trainer, look: Callable[[], None]) -> None:
+    """Call ``look`` after each batch of the evaluation that begins."""
+    ongoing = trainer.state.evaluating
+    assert ongoing is not None
+    ongoing.undo.callback(ongoing.evaluator.add_event_handler(Events.ITERATION_COMPLETED, look).remove)

@@ -1,0 +1,81 @@
+"""How often, and how long, as a config says it: ``500``, ``{epochs: 1}``, ``{minutes: 10}``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_serializer, model_validator
+
+from ignite_engine.config_file import did_you_mean, shown
+
+
+class _InOneUnit(BaseModel):
+    """A number of one of several units; a bare number is of the first one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    whole: ClassVar[tuple[str, ...]] = ()
+    """Units that are counted."""
+    real: ClassVar[tuple[str, ...]] = ()
+    """Units that may be fractions."""
+    expected: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unit(cls, value: object) -> object:
+        if isinstance(value, cls):
+            return value
+        units = (*cls.whole, *cls.real)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = {units[0]: value}
+        if not isinstance(value, Mapping) or len(value) != 1:
+            raise ValueError(f"got {shown(value)}, {cls.expected}")
+        unit, number = next(iter(value.items()))
+        if unit not in units:
+            raise ValueError(f"got the unit {unit!r}, {cls.expected}{did_you_mean(str(unit), units)[:-1]}")
+        if unit in cls.whole and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ValueError(f"got {shown(number)} {unit}, {cls.expected}, of at least 1")
+        if unit in cls.real and (
+            isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf
+        ):
+            raise ValueError(f"got {shown(number)} {unit}, {cls.expected}, above 0")
+        return {unit: number}
+
+    @model_serializer
+    def _as_written(self) -> int | float | dict[str, int | float]:
+        units = (*self.whole, *self.real)
+        unit, number = next((unit, value) for unit in units if (value := getattr(self, unit)) is not None)
+        return number if unit == units[0] else {unit: number}
+
+
+class Every(_InOneUnit):
+    """A pace: ``500`` or ``{iterations: 500}``, in updates, or ``{epochs: 1}``."""
+
+    whole = ("iterations", "epochs")
+    expected = "expected a number of iterations, such as 500, or {epochs: 1}"
+    iterations: int | None = None
+    epochs: int | None = None
+
+
+class EveryOrMinutes(Every):
+    """The pace of what does not change the run by when it happens."""
+
+    real = ("minutes",)
+    expected = "expected a number of iterations, such as 500, {epochs: 1} or {minutes: 10}"
+    minutes: float | None = None
+
+
+class TimeLimit(_InOneUnit):
+    """A length of time: ``3600``, in seconds, ``{minutes: 90}`` or ``{hours: 23.5}``."""
+
+    real = ("seconds", "minutes", "hours")
+    expected = "expected seconds, such as 3600, {minutes: 90} or {hours: 23.5}"
+    seconds: float | None = None
+    minutes: float | None = None
+    hours: float | None = None
+
+    @property
+    def total_s(self) -> float:
+        """In seconds."""
+        return (self.seconds or 0.0) + 60.0 * (self.minutes or 0.0) + 3600.0 * (self.hours or 0.0)

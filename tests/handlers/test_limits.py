@@ -1,0 +1,276 @@
+"""What the clock or a file asks for happens at a clean edge, saved, and the run says why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+
+from ignite_engine import Trainer, TrainingEvents, create_evaluator
+from ignite_engine.checkpointing import CheckpointStore
+from ignite_engine.handlers import Checkpoint, Evaluation, SaveEvery, StopFile, WallClockLimit, limits
+from tests.engine.builders import numbers_loader, trainer_of, weights
+
+
+class Clock:
+    """Stands still but for what the test lets go by."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(limits, "time", clock)
+    return clock
+
+
+def saving(directory: Path) -> Trainer:
+    trainer = trainer_of()
+    Checkpoint(directory, keep_last=100).attach(trainer, Events.ITERATION_COMPLETED(every=1000))
+    return trainer
+
+
+def passing(trainer: Trainer, clock: Clock, seconds: float) -> None:
+    """Let each update take so long."""
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def go_by() -> None:
+        clock.now += seconds
+
+
+def saved(directory: Path) -> list[int]:
+    return [each.iteration for each in CheckpointStore(directory).checkpoints()]
+
+
+# -- saves ------------------------------------------------------------------------------------------------------------
+
+
+def test_saved_every_so_many_minutes(clock: Clock, tmp_path: Path) -> None:
+    trainer = saving(tmp_path)
+    passing(trainer, clock, 20.0)
+    SaveEvery(minutes=1).attach(trainer)
+    state = trainer.run(numbers_loader(20), max_epochs=1)
+
+    assert (state.status, state.iteration, saved(tmp_path)) == ("completed", 10, [3, 6, 9, 10])
+
+
+def test_minutes_count_from_the_last_save_whatever_it_was_for(clock: Clock, tmp_path: Path) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path, keep_last=100).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    passing(trainer, clock, 20.0)
+    SaveEvery(minutes=1).attach(trainer)
+    trainer.run(numbers_loader(20), max_epochs=1)
+
+    assert saved(tmp_path) == [2, 5, 8, 10]
+
+
+def test_saves_by_the_clock_leave_the_training_alone(clock: Clock, tmp_path: Path) -> None:
+    trainer, other = saving(tmp_path), trainer_of()
+    passing(trainer, clock, 60.0)
+    SaveEvery(minutes=1).attach(trainer)
+    trainer.run(numbers_loader(shuffle=True), max_epochs=2)
+    other.run(numbers_loader(shuffle=True), max_epochs=2)
+
+    assert len(saved(tmp_path)) == 12 and torch.equal(weights(trainer), weights(other))
+
+
+# -- the time limit ---------------------------------------------------------------------------------------------------
+
+
+def test_limit_stops_the_run_saved_and_returns(clock: Clock, tmp_path: Path) -> None:
+    trainer = saving(tmp_path)
+    passing(trainer, clock, 10.0)
+    WallClockLimit(hours=1, margin_s=0).attach(trainer)
+    state = trainer.run(numbers_loader(4), max_iters=1000)
+
+    assert (state.status, state.reason) == ("interrupted", "time limit of 3600 s")
+    # after 359 updates of 10 s another one would end on the limit
+    assert (state.iteration, saved(tmp_path)) == (359, [359])
+
+
+def test_what_a_save_takes_and_a_margin_are_taken_off(clock: Clock, tmp_path: Path) -> None:
+    def stopped_at(save_s: float, **options: Any) -> int:
+        trainer = trainer_of()
+        passing(trainer, clock, 1.0)
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED(once=2), lambda: setattr(trainer.state, "save_seconds", save_s)
+        )
+        WallClockLimit(minutes=1, **options).attach(trainer)
+        return trainer.run(numbers_loader(4), max_iters=1000).iteration
+
+    assert stopped_at(0.0, margin_s=0.0) == 59
+    assert stopped_at(15.0, margin_s=0.0) == 44
+    assert stopped_at(15.0, margin_s=10.0) == 34
+    assert stopped_at(0.0) == 56  # a twentieth: 3 s
+
+
+def test_one_long_gap_is_no_pace(clock: Clock) -> None:
+    """An evaluation of 30 s between two updates of 1 s does not end the run 30 s early."""
+    trainer = trainer_of()
+    passing(trainer, clock, 1.0)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=20), lambda: setattr(clock, "now", clock.now + 30.0))
+    WallClockLimit(seconds=60, margin_s=0).attach(trainer)
+
+    assert trainer.run(numbers_loader(4), max_iters=1000).iteration == 29
+
+
+def test_limit_counts_from_where_it_is_told(clock: Clock) -> None:
+    trainer = trainer_of()
+    passing(trainer, clock, 1.0)
+    WallClockLimit(seconds=60, margin_s=0, since=clock.now - 20).attach(trainer)
+
+    assert trainer.run(numbers_loader(4), max_iters=1000).iteration == 39
+
+
+def test_each_run_has_its_limit(clock: Clock) -> None:
+    trainer = trainer_of()
+    passing(trainer, clock, 1.0)
+    WallClockLimit(seconds=10, margin_s=0).attach(trainer)
+    first = trainer.run(numbers_loader(4), max_iters=100).iteration
+    clock.now += 1000.0
+
+    assert (first, trainer.run(numbers_loader(4), max_iters=100).iteration) == (9, 18)
+
+
+def test_limit_breaks_an_evaluation_off(clock: Clock, tmp_path: Path) -> None:
+    trainer, batches = saving(tmp_path), list[int]()
+
+    def predict(model: Any, batch: Any) -> Any:
+        clock.now += 10.0
+        batches.append(trainer.state.iteration)
+
+    Evaluation(create_evaluator(trainer.update.model, predict), [0] * 100).attach(  # type: ignore[attr-defined]
+        trainer, Events.ITERATION_COMPLETED(once=2)
+    )
+    WallClockLimit(minutes=5, margin_s=0).attach(trainer)
+    state = trainer.run(numbers_loader(20), max_epochs=1)
+
+    assert (state.status, state.reason, state.iteration) == ("interrupted", "time limit of 300 s", 2)
+    assert (batches, state.evaluations, saved(tmp_path)) == ([2] * 30, 0, [2])
+
+
+def test_evaluator_is_as_before_after_an_evaluation() -> None:
+    trainer = trainer_of()
+    evaluator = create_evaluator(trainer.update.model, lambda model, batch: None)  # type: ignore[attr-defined]
+    Evaluation(evaluator, [0]).attach(trainer)
+    WallClockLimit(hours=1).attach(trainer)
+    StopFile("never").attach(trainer)
+    during = list[bool]()
+    evaluator.add_event_handler(
+        Events.COMPLETED, lambda: during.append(len(evaluator._event_handlers[Events.ITERATION_COMPLETED]) == 2)
+    )
+    trainer.run(numbers_loader(4), max_epochs=3)
+
+    assert during == [True] * 3 and not evaluator._event_handlers[Events.ITERATION_COMPLETED]
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({}, "The limit must be above 0 s, got 0 s"),
+        ({"minutes": -1}, "The limit must be above 0 s, got -60 s"),
+        ({"hours": float("nan")}, "The limit must be above 0 s, got nan s"),
+        ({"seconds": 20, "margin_s": 20}, "margin_s must be at least 0 and below the limit of 20 s, got 20"),
+        ({"seconds": 20, "margin_s": -1}, "margin_s must be at least 0"),
+    ],
+)
+def test_limit_refuses_what_makes_no_sense(settings: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        WallClockLimit(**settings)
+    with pytest.raises(ValueError, match="minutes must be a number above 0, got 0"):
+        SaveEvery(minutes=0)
+
+
+# -- the stop file ----------------------------------------------------------------------------------------------------
+
+
+def test_file_that_appears_stops_the_run_saved(clock: Clock, tmp_path: Path) -> None:
+    trainer, path = saving(tmp_path / "saved"), tmp_path / "stop"
+    passing(trainer, clock, 1.0)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=4), lambda: path.touch())
+    StopFile(path).attach(trainer)
+    state = trainer.run(numbers_loader(20), max_epochs=1)
+
+    assert (state.status, state.reason) == ("interrupted", f"stop file {path}")
+    assert (state.iteration, saved(tmp_path / "saved"), path.exists()) == (4, [4], True)
+
+
+def test_file_is_looked_for_once_a_second(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, looks = trainer_of(), list[int]()
+    passing(trainer, clock, 0.25)
+    stat = os.stat
+
+    def count(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path).endswith("stop"):
+            looks.append(trainer.state.iteration)
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", count)
+    StopFile(tmp_path / "stop").attach(trainer)
+    trainer.run(numbers_loader(20), max_epochs=1)
+
+    assert looks == [0, 1, 5, 9]
+
+
+def test_old_file_does_not_stop_the_next_run_and_a_touch_does(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "stop"
+    path.touch()
+
+    def run(touch_at: int) -> Any:
+        trainer = trainer_of()
+        passing(trainer, clock, 1.0)
+        trainer.add_event_handler(
+            Events.ITERATION_STARTED(once=touch_at), lambda: os.utime(path, ns=(0, time.time_ns()))
+        )
+        StopFile(path).attach(trainer)
+        return trainer.run(numbers_loader(20), max_epochs=1)
+
+    with caplog.at_level(logging.WARNING):
+        assert (run(touch_at=99).status, run(touch_at=3).iteration) == ("completed", 3)
+    lines = [record.getMessage() for record in caplog.records if "stop file" in record.getMessage()]
+    said = f"The stop file {path} is from before this run and does not stop it: touch it again to stop, or remove it."
+    assert lines == [said] * 2
+
+
+def test_file_breaks_an_evaluation_off(clock: Clock, tmp_path: Path) -> None:
+    trainer, batches = saving(tmp_path / "saved"), list[int]()
+
+    def predict(model: Any, batch: Any) -> Any:
+        clock.now += 0.4
+        batches.append(len(batches))
+        if len(batches) == 5:
+            (tmp_path / "stop").touch()
+
+    Evaluation(create_evaluator(trainer.update.model, predict), [0] * 100).attach(  # type: ignore[attr-defined]
+        trainer, Events.ITERATION_COMPLETED(once=2)
+    )
+    StopFile(tmp_path / "stop").attach(trainer)
+    state = trainer.run(numbers_loader(20), max_epochs=1)
+
+    assert (state.status, state.iteration, state.evaluations) == ("interrupted", 2, 0)
+    assert 5 <= len(batches) <= 8 and saved(tmp_path / "saved") == [2]
+
+
+def test_quiet_iterations_ask_for_nothing(tmp_path: Path) -> None:
+    """None of the three makes the Trainer visit its edge."""
+    trainer = trainer_of()
+    for handler in (SaveEvery(minutes=60), WallClockLimit(hours=1), StopFile(tmp_path / "stop")):
+        handler.attach(trainer)
+    edges = list[int]()
+    trainer._edge = lambda *, last: edges.append(trainer.state.iteration)  # type: ignore[method-assign]
+    trainer.run(numbers_loader(8), max_epochs=2)
+
+    assert edges == [4, 8] and not trainer.hears(TrainingEvents.RESUME_POINT)
