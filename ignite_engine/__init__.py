@@ -5,6 +5,7 @@ from ignite_engine.data import loader
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.interruption import Interrupted, StopRequested
 from ignite_engine.launch import Parallel
+from ignite_engine.saved_model import load_model
 from ignite_engine.state import TrainingState
 from ignite_engine.task import Task
 from ignite_engine.trainer import Trainer, create_evaluator
@@ -24,6 +25,7 @@ __all__ = [
     "accumulation_steps_for",
     "create_evaluator",
     "gradient_sync",
+    "load_model",
     "loader",
 ]
 __version__ = "0.1.0"

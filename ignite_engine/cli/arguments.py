@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ignite_engine.checkpointing import CheckpointError
-from ignite_engine.cli import commands, pictures, verify_resume
+from ignite_engine.cli import checkpoints, commands, pictures, verify_resume
 from ignite_engine.config import ConfigWarning
 from ignite_engine.config_file import did_you_mean
 
@@ -34,15 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0 completed, 2 a wrong config or argument (told in one line), 128 + n stopped by signal n. Any
-        other exception leaves as it was raised (Python prints it and exits with 1).
+        The exit code: 0 completed, 1 a check that failed (``checkpoints verify`` and ``diff``), 2 a wrong config or
+        argument (told in one line), 128 + n stopped by signal n. Any other exception leaves as it was raised (Python
+        prints it and exits with 1).
     """
     options = parse(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("always", ConfigWarning)
         warnings.showwarning = _show_warning
         try:
-            commands.COMMANDS[options.command](options)
+            return commands.COMMANDS[options.command](options) or 0
         except (*commands.MENDABLE, CheckpointError, FileNotFoundError) as error:
             if not isinstance(error, commands.MENDABLE) and options.command == "train":
                 raise
@@ -96,10 +97,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                 help="the checkpoint's directory, or which one; default: the best, or the newest if none is the best",
             )
     pictures.add_parsers(subparsers)
+    checkpoints.add_parser(subparsers)
     options, rest = parser.parse_known_args(arguments)
     for word in rest:
         if options.command in pictures.COMMANDS:
             parser.error(f"got {word!r}, which {options.command} does not take; it takes directories and --output")
+        if options.command in checkpoints.COMMANDS:
+            parser.error(f"got {word!r}, which checkpoints {options.action} does not take; --help says what it does")
         if word.startswith("-"):
             known = ["--nproc-per-node", "--backend", "--checkpoint", "--plot", "--traceback", "--help"]
             known += ["--iterations", "--kill-at"] if options.command == "verify-resume" else []

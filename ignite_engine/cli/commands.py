@@ -13,7 +13,7 @@ import torch
 
 from ignite_engine import Parallel, recipe
 from ignite_engine.checkpointing import CheckpointError
-from ignite_engine.cli import pictures
+from ignite_engine.cli import checkpoints, pictures
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.registry import StateMismatch
@@ -49,12 +49,13 @@ def verify_resume(options: argparse.Namespace) -> None:
         _on_ranks(options, resume_verification.run_phase)
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": train,
     "evaluate": evaluate,
     "describe": describe,
     "verify-resume": verify_resume,
     **pictures.COMMANDS,
+    **checkpoints.COMMANDS,
 }
 
 

@@ -1,0 +1,85 @@
+"""Weights out of a checkpoint, for programs that know nothing of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ignite_engine.checkpointing import contents
+from ignite_engine.checkpointing.errors import CheckpointError, one_line
+from ignite_engine.checkpointing.source import Source, safetensors_torch
+
+Format = Literal["safetensors", "state_dict"]
+
+
+def weights_of(source: Source, weights: str = "raw") -> dict[str, Any]:
+    """The model's state by name, with the averages of the part ``weights`` in the place of what it averages.
+
+    Raises:
+        CheckpointError: one line; it holds no model, or no such average.
+    """
+    model = source.parts.get("model")
+    if model is None:
+        raise CheckpointError(f"{source.path} holds no model; its parts: {', '.join(sorted(source.parts)) or 'none'}.")
+    if weights == "raw":
+        return dict(model)
+    known = contents.averages(source.parts)
+    if weights not in known:
+        raise CheckpointError(
+            f"{source.path} holds no average {weights!r}; expected raw{''.join(f' or {each}' for each in known)}."
+        )
+    return {**model, **known[weights]}
+
+
+def write_weights(path: Path, weights: dict[str, Any], kind: Format, *, about: dict[str, str] | None = None) -> None:
+    """Write a file that is there whole or not at all.
+
+    Args:
+        path: the file; one that is there is replaced.
+        weights: name to tensor.
+        kind: ``state_dict``: a ``torch.save`` of the mapping, which ``weights_only`` loads.
+        about: words in the header of a safetensors file.
+
+    Raises:
+        CheckpointError: one line; it cannot be written, or the format cannot hold it.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if kind == "safetensors":
+            _write_safetensors(temporary, weights, about or {})
+        else:
+            with open(temporary, "wb") as file:
+                torch.save(weights, file)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {one_line(error)}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_safetensors(path: Path, weights: dict[str, Any], about: dict[str, str]) -> None:
+    writer = safetensors_torch()
+    foreign = next((name for name, value in weights.items() if not isinstance(value, Tensor)), None)
+    if foreign is not None:
+        raise CheckpointError(
+            f"{foreign} is a {type(weights[foreign]).__name__}, safetensors holds tensors only: use the format "
+            "state_dict."
+        )
+    seen: set[int] = set()
+    apart: dict[str, Tensor] = {}
+    for name, value in weights.items():  # no two of a file may share memory, as tied weights do
+        place = value.untyped_storage().data_ptr()
+        apart[name] = value.clone() if place in seen else value.contiguous()
+        seen.add(place)
+    try:
+        writer.save_file(apart, path, metadata={"format": "pt", **about})
+    except OSError:
+        raise
+    except Exception as error:  # of the Rust library
+        raise CheckpointError(f"safetensors cannot hold these weights: {one_line(error)}.") from error

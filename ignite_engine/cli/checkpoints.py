@@ -1,0 +1,193 @@
+"""The command ``checkpoints``: list, verify, diff, export and prune what lies on disk."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ignite_engine.checkpointing import (
+    CheckpointError,
+    CheckpointInfo,
+    CheckpointStore,
+    Manifest,
+    Retention,
+    Source,
+    find_directory,
+    find_source,
+    read_source,
+)
+from ignite_engine.checkpointing.comparison import compare
+from ignite_engine.checkpointing.directory import named_iteration, scan
+from ignite_engine.checkpointing.export import Format, weights_of, write_weights
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME
+from ignite_engine.checkpointing.patterns import shortened
+from ignite_engine.run_directory import config_differences
+
+_NOT_RESULTS = ("lr", "memory", "throughput", "time")
+_WHERE = "a run's folder, or one of checkpoints"
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its actions."""
+    text = "list, verify, compare, export and prune checkpoints"
+    command = subparsers.add_parser("checkpoints", help=text, description=text, allow_abbrev=False)
+    command.set_defaults(overrides=[], traceback=False)
+    actions = command.add_subparsers(dest="action", required=True, metavar="action", parser_class=type(command))
+
+    def action(name: str, told: str) -> Any:
+        return actions.add_parser(name, help=told, description=told, allow_abbrev=False)
+
+    action("list", "one line per checkpoint").add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
+    verify = action("verify", "read every byte; code 1 if anything is damaged, with the file's name")
+    verify.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=f"{_WHERE}, or one checkpoint")
+    diff = action("diff", "what differs between two checkpoints; code 1 if anything does")
+    for name in ("first", "second"):
+        diff.add_argument(
+            name, type=Path, metavar=name.upper(), help=f"a checkpoint, or {_WHERE}: its newest valid one"
+        )
+    export = action("export", "write the weights alone, for other programs")
+    export.add_argument("where", type=Path, metavar="PATH", help=f"a checkpoint, or {_WHERE}: its newest valid one")
+    export.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="replaced if it is there")
+    export.add_argument(
+        "--format", choices=["safetensors", "state_dict"], help="default: by the file's ending; else state_dict"
+    )
+    export.add_argument(
+        "--weights", default="raw", metavar="raw|ema", help="the trained weights, or their average (the part's name)"
+    )
+    prune = action("prune", "delete what is not asked to be kept; pinned ones and the last valid one always stay")
+    prune.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
+    prune.add_argument("--keep-last", type=int, metavar="N", help="newest ones; default: 1")
+    prune.add_argument("--keep-best", metavar="KEY", help="a metric's key, such as val/loss")
+    prune.add_argument("--keep-best-count", type=int, default=1, metavar="N", help="best ones; default: 1")
+    prune.add_argument("--mode", choices=["min", "max"], default="min", help="which score is better; default: min")
+    prune.add_argument("--keep-every", type=int, metavar="N", help="those whose iteration is a multiple of N")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+
+
+def checkpoints(options: argparse.Namespace) -> int:
+    """Do one action; returns the exit code."""
+    try:
+        return _ACTIONS[options.action](options)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or options.action}: {error.strerror or error}.") from error
+
+
+def _list(options: argparse.Namespace) -> int:
+    directory = find_directory(options.where)
+    readable, unreadable = scan(directory)
+    heads = ("checkpoint", "epoch", "metrics", "size", "labels", "state")
+    print(_table([heads, *(_row(each) for each in readable)]))
+    for path, reason in unreadable:
+        print(f"{path.name}  cannot be read: {reason}")
+    return 0
+
+
+def _row(checkpoint: CheckpointInfo) -> tuple[str, ...]:
+    manifest = checkpoint.manifest
+    results = [
+        f"{key} {value:.5g}" for key, value in manifest.metrics.items() if key.partition("/")[0] not in _NOT_RESULTS
+    ]
+    state = ["pinned"] if manifest.pinned else []
+    state += [] if manifest.healthy else ["weights not finite"]
+    state.append("exact" if manifest.exact else f"not exact: {shortened(manifest.exactness, 1)}")
+    labels = ", ".join(manifest.labels)
+    return checkpoint.path.name, str(manifest.epoch), shortened(results), _size(manifest), labels, "; ".join(state)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    where: Path = options.where
+    if (where / MANIFEST_NAME).exists() or named_iteration(where) is not None:
+        store, paths = CheckpointStore(where.parent), [where]
+    else:
+        store = CheckpointStore(find_directory(where))
+        readable, unreadable = scan(store.directory)
+        paths = sorted([each.path for each in readable] + [path for path, _ in unreadable])
+    damaged = 0
+    for path in paths:
+        problems = store.verify(path)
+        damaged += bool(problems)
+        print(f"{path.name}  {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
+    return int(damaged > 0)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    first, second = (read_source(find_source(path), mmap=True) for path in (options.first, options.second))
+    print(_title("first ", first), _title("second", second), sep="\n")
+    parts = compare(first.parts, second.parts)
+    width = max((len(each.part) for each in parts), default=0)
+    for each in parts:
+        print(f"  {each.part:<{width}}  {each}")
+    configs = [source.manifest.config or {} if source.manifest else {} for source in (first, second)]
+    changes = config_differences(*configs)
+    for line in changes:
+        print(f"  config: {line}")
+    same = all(each.same for each in parts) and not changes
+    print("They are the same." if same else "They differ.")
+    return int(not same)
+
+
+def _title(which: str, source: Source) -> str:
+    manifest = source.manifest
+    told = f" (iteration {manifest.iteration}, epoch {manifest.epoch}, {_size(manifest)})" if manifest else ""
+    return f"{which} {source.path}{told}"
+
+
+def _export(options: argparse.Namespace) -> int:
+    output: Path = options.output
+    source = read_source(find_source(options.where))
+    weights = weights_of(source, options.weights)
+    kind: Format = options.format or ("safetensors" if output.suffix == ".safetensors" else "state_dict")
+    about = {"source": str(source.path), "weights": options.weights}
+    write_weights(output, weights, kind, about=about)
+    count = sum(value.numel() for value in weights.values() if hasattr(value, "numel"))
+    print(f"{output}: {len(weights)} names, {count:,} numbers, {kind}, {options.weights} weights of {source.path}")
+    if names := source.left_out.get("model"):
+        print(f"It lacks {len(names)} names that {source.path.name} was saved without: {shortened(names)}")
+    return 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    store = CheckpointStore(find_directory(options.where))
+    if options.keep_last is None and options.keep_best is None and options.keep_every is None:
+        raise CheckpointError("prune needs to know what to keep: give --keep-last, --keep-best or --keep-every.")
+    try:
+        retention = Retention(
+            keep_last=1 if options.keep_last is None else options.keep_last,
+            keep_best=options.keep_best_count,
+            best=options.keep_best,
+            mode=options.mode,
+            keep_every=options.keep_every,
+        )
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    before = store.checkpoints()
+    if options.keep_best is not None and not any(options.keep_best in each.manifest.metrics for each in before):
+        known = sorted({key for each in before for key in each.manifest.metrics})
+        raise CheckpointError(f"no checkpoint has the metric {options.keep_best!r}; there are {shortened(known, 6)}.")
+    gone = [each.path for each in store.doomed(retention)] if options.dry_run else store.apply(retention)
+    for path in gone:
+        print(f"{path.name}  {'would be deleted' if options.dry_run else 'deleted'}")
+    print(f"{len(before) - len(gone)} of {len(before)} {'would stay' if options.dry_run else 'stay'}")
+    return 0
+
+
+def _size(manifest: Manifest) -> str:
+    kib = sum(file.bytes for file in manifest.files.values()) / 2**10
+    return f"{kib:.1f} KiB" if kib < 1000 else f"{kib / 2**10:,.1f} MiB"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list": _list,
+    "verify": _verify,
+    "diff": _diff,
+    "export": _export,
+    "prune": _prune,
+}
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {"checkpoints": checkpoints}
