@@ -79,14 +79,16 @@ class SeededDataset(Dataset[Any]):
         return self.__getitems__([key])
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
-        with rng.isolated():
-            samples = []
-            for pass_number, index in keys:
-                rng.seed_host(rng.mix(self.seed, pass_number, index))
-                samples.append(self.dataset[index])
-            pass_number, index = keys[0]
-            rng.seed_host(rng.mix(self.seed, pass_number, index, 1))
-            return self.collate_fn(samples)
+        return rng.undisturbed(self._batch, keys)
+
+    def _batch(self, keys: Sequence[Key]) -> Any:
+        samples = []
+        for pass_number, index in keys:
+            rng.seed_host(rng.mix(self.seed, pass_number, index))
+            samples.append(self.dataset[index])
+        pass_number, index = keys[0]
+        rng.seed_host(rng.mix(self.seed, pass_number, index, 1))
+        return self.collate_fn(samples)
 
 
 def _already_collated(batch: Any) -> Any:

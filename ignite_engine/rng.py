@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+T = TypeVar("T")
 _MASK = (1 << 64) - 1
 
 
@@ -48,16 +49,42 @@ def restore(state: dict[str, Any]) -> None:
 @contextmanager
 def isolated() -> Iterator[None]:
     """Whatever the body draws, the generators outside go on as if it had not run."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    outside = _generators()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        _put_back(outside)
+
+
+def undisturbed(function: Callable[..., T], *arguments: Any) -> T:
+    """``function(*arguments)``, after which the generators are as before, wherever a signal's handler raises once.
+
+    A stop may break into a fetch at any moment, so also into the putting back, or between the end of a ``with`` body
+    and the first line of its ``__exit__``; and at that stop the generators are saved.
+    """
+    outside = _generators()
+    try:
+        return function(*arguments)
+    finally:
+        try:
+            _put_back(outside)
+        except BaseException:
+            _put_back(outside)
+            raise
+
+
+def _generators() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def _put_back(generators: tuple[Any, ...]) -> None:
+    python, numpy, cpu, cuda = generators
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state_all(cuda)
 
 
 def mix(*numbers: int) -> int:

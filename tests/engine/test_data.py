@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ignite_engine import Trainer, TrainingEvents, loader
+from ignite_engine import StopRequested, Trainer, TrainingEvents, loader
 from ignite_engine.data import DataSource, ResumableSampler, resumable
 from tests.engine.builders import Numbers, Passes, linear, numbers_loader, trainer_of, weights
 
@@ -209,6 +210,39 @@ def test_workers_leave_the_generators_of_this_process_alone() -> None:
     augmented(2)
 
     assert generators() == before
+
+
+def test_stop_that_breaks_into_a_fetch_anywhere_leaves_the_generators_as_they_were() -> None:
+    """A signal's handler may raise where any function begins or ends, so also while the generators are put back."""
+    data: Any = loader(Augmented(12), batch_size=3).dataset
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    expected = generators()
+
+    def broken_off_at(moment: int) -> bool:
+        moments = 0
+
+        def break_in(frame: Any, *_: Any) -> None:
+            nonlocal moments
+            moments += frame.f_code is not broken_off_at.__code__
+            if moments == moment:
+                sys.setprofile(None)
+                raise StopRequested
+
+        sys.setprofile(break_in)
+        try:
+            data.__getitems__([(0, 3), (0, 4)])
+        except StopRequested:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    tried = 0
+    while broken_off_at(tried + 1):
+        tried += 1
+        assert generators() == expected, f"broken off at moment {tried}"
+        random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    assert tried > 60
 
 
 def test_seed_of_sample_randomness_counts() -> None:
