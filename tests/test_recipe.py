@@ -215,9 +215,9 @@ def test_evaluate_takes_the_best_checkpoint_or_the_one_asked_for(build: Callable
 def test_run_that_gets_no_better_is_completed_and_started_again_only_evaluated(build: Callable[..., Run]) -> None:
     """A learning rate of 0 improves nothing; the evaluations come in the middle of an epoch."""
     sections = {
-        "evaluation": {"every": 2},
+        "evaluation": {"every": 1},
         "optimizer": {"name": "SGD", "lr": 0.0},
-        "early_stopping": {"metric": "val/loss", "patience": 2},
+        "early_stopping": {"metric": "val/loss", "patience": 3},
         "checkpoint": {"every": None},
         "logging": {"every": 1},
     }
@@ -229,7 +229,7 @@ def test_run_that_gets_no_better_is_completed_and_started_again_only_evaluated(b
     again.trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: evaluated.append(1))
     after = again.train()
 
-    assert (summary["status"], summary["iteration"]) == ("completed", 6)
+    assert (summary["status"], summary["iteration"], summary["epoch"]) == ("completed", 4, 1)
     assert summary["reason"].startswith("early stopping: val/loss was not below ")
     assert [after[key] for key in ("status", "reason", "iteration", "epoch", "weights_sha256", "metrics")] == [
         summary[key] for key in ("status", "reason", "iteration", "epoch", "weights_sha256", "metrics")
@@ -293,8 +293,11 @@ def test_the_best_can_be_asked_for_where_the_newest_would_be_taken(build: Callab
 
     assert best != 8 and build(sections).evaluate("best")["iteration"] == best
     assert build(sections).evaluate("newest")["iteration"] == 8
+    never = {"evaluation": {"every": None, "at_end": False}, "checkpoint": {"best": "val/loss"}}
+    build(never, folder="unmeasured").train()
+    assert build(never, folder="unmeasured").evaluate()["iteration"] == 8
     with pytest.raises(FileNotFoundError, match=r"holds no valid checkpoint with val/loss; train first, or"):
-        build(sections, folder="nothing").evaluate("best")
+        build(never, folder="unmeasured").evaluate("best")
 
 
 def test_mean_loss_counts_every_sample_once(build: Callable[..., Run]) -> None:

@@ -131,12 +131,18 @@ def test_stop_at_the_deciding_value_is_a_stop_and_the_resumed_run_only_completes
     assert str(resumed.state.reason).startswith("early stopping: val/loss was not below 3")
 
 
-@pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED])
-def test_finished_run_started_again_trains_nothing_and_saves_nothing(tmp_path: Path, event: Any) -> None:
-    first = trainer_with(FALLING_THEN_FLAT, event=event)
+@pytest.mark.parametrize(
+    ("event", "values", "ended_at"),
+    [(Events.EPOCH_COMPLETED, FALLING_THEN_FLAT, 36), (Events.ITERATION_COMPLETED, [5.0] * 7 + [6.0] * 9, 3)],
+)
+def test_finished_run_started_again_trains_nothing_and_saves_nothing(
+    tmp_path: Path, event: Any, values: Sequence[float], ended_at: int
+) -> None:
+    first = trainer_with(values, event=event)
     run(first, folder=tmp_path)
+    assert first.state.iteration == ended_at  # at the end of an epoch, and in its middle
     saved = {path: path.read_bytes() for path in tmp_path.rglob("manifest.json")}
-    again = trainer_with(FALLING_THEN_FLAT, event=event)
+    again = trainer_with(values, event=event)
     seen: list[Any] = []
     again.add_event_handler(Events.ITERATION_STARTED | Events.EPOCH_STARTED, lambda: seen.append("trained"))
     again.add_event_handler(Events.COMPLETED, lambda: seen.append("completed"))
@@ -176,6 +182,14 @@ def test_second_run_in_one_process_counts_anew() -> None:
     trainer.run(numbers_loader(), max_epochs=2)
 
     assert (trainer.state.epoch, stopping.bad) == (2, 1)
+
+
+def test_first_value_of_a_second_run_counts_where_the_last_one_of_the_first_stood() -> None:
+    trainer = trainer_with((5.0,))
+    stopping = run(trainer, 1)
+    trainer.run(numbers_loader(), max_epochs=1)
+
+    assert (stopping.best, stopping.bad) == (5.0, 0)
 
 
 def test_value_at_a_look_before_the_resumed_training_does_not_count_twice(tmp_path: Path) -> None:
