@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -84,13 +85,14 @@ def _coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def _surely_below(norm: Tensor, max_norm: float) -> bool:
-    """On the CPU, where the norm lies in this process's own memory: is the coefficient certain to be 1?
+    """On the CPU: is the coefficient certain to be 1? Multiplying 6 tensors by 1 costs 80 us.
 
-    Multiplying by one costs 20 us per 6 small tensors there, and changes no bit. A NaN is not below anything.
+    There the norm lies in this process's own memory; looked at in its place it is neither waited for nor copied, and
+    costs less than an operator. A NaN is not below anything.
     """
     if norm.device.type != "cpu" or norm.dtype is not torch.float32:
         return False
-    return bool(float(norm.numpy()) + 1e-5 <= max_norm)
+    return ctypes.c_float.from_address(norm.data_ptr()).value + 1e-5 <= max_norm
 
 
 def _are_alike(gradients: Sequence[Tensor]) -> bool:

@@ -14,7 +14,7 @@ from ignite_engine.registry import Stateful
 from ignite_engine.state import COUNTERS
 
 if TYPE_CHECKING:
-    from ignite_engine.trainer import Trainer
+    from ignite_engine.loop import TrainingLoop
 
 
 class RunPosition:
@@ -24,8 +24,8 @@ class RunPosition:
     data differ in length, and an epoch may have been cut short.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer: Trainer = weakref.proxy(trainer)  # no cycle: a dropped Trainer is freed at once
+    def __init__(self, trainer: TrainingLoop) -> None:
+        self._trainer: TrainingLoop = weakref.proxy(trainer)  # no cycle: a dropped Trainer is freed at once
         self.source: DataSource | None = None
         self.epochs_completed = 0
         self.epoch_iteration = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -93,3 +94,8 @@ def numbers_loader(count: int = 12, batch_size: int = 2, **options: Any) -> Any:
 
 
 OURS = tuple(TrainingEvents)
+
+
+def without_address(value: Any) -> str:
+    """``str(value)``, the same in every process: several of them must name the tests alike."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

@@ -10,7 +10,7 @@ from ignite.engine import Engine, Events
 from ignite.engine.events import CallableEventWithFilter
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from tests.engine.builders import numbers_loader, trainer_of, weights
+from tests.engine.builders import numbers_loader, trainer_of, weights, without_address
 
 
 def constant(engine: Engine, batch: Any) -> float:
@@ -40,7 +40,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", FILTERS, ids=str)
+@pytest.mark.parametrize("options", FILTERS, ids=without_address)
 @pytest.mark.parametrize(
     "event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.GET_BATCH_COMPLETED], ids=lambda e: e.name
 )
@@ -52,7 +52,7 @@ def test_filters_of_ignites_events_are_ignites(event: Any, options: dict[str, An
     assert counts_heard(event(**options)) == theirs != []
 
 
-@pytest.mark.parametrize("options", FILTERS, ids=str)
+@pytest.mark.parametrize("options", FILTERS, ids=without_address)
 def test_filters_work_on_our_events(options: dict[str, Any]) -> None:
     steps, engine = list[int](), Engine(constant)
     engine.add_event_handler(Events.ITERATION_COMPLETED(**options), lambda: steps.append(engine.state.iteration))

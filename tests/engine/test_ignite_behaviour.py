@@ -18,7 +18,7 @@ from ignite.engine import Engine, EventEnum, Events
 from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer, TrainingEvents
-from tests.engine.builders import events_of
+from tests.engine.builders import events_of, without_address
 
 
 def constant(engine: Engine, batch: Any) -> float:
@@ -37,7 +37,9 @@ def counted(count: int) -> Iterator[int]:
 
 
 @KINDS
-@pytest.mark.parametrize("event", [Events.DATALOADER_STOP_ITERATION, Events.ITERATION_COMPLETED(every=5)], ids=str)
+@pytest.mark.parametrize(
+    "event", [Events.DATALOADER_STOP_ITERATION, Events.ITERATION_COMPLETED(every=5)], ids=without_address
+)
 def test_iterator_may_be_replaced_where_it_ends(kind: type[Engine], event: Any) -> None:
     seen: list[int] = []
     engine = kind(lambda engine, batch: seen.append(batch))
@@ -135,7 +137,9 @@ def test_interrupt_can_be_switched_off_and_nothing_else_changes(monkeypatch: pyt
 
 
 @KINDS
-@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=1)], ids=str)
+@pytest.mark.parametrize(
+    "event", [Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=1)], ids=without_address
+)
 def test_handler_that_answers_every_attribute_is_called_itself(kind: type[Engine], event: Any) -> None:
     handler, engine = MagicMock(spec=None), kind(constant)
     engine.add_event_handler(event, handler, 7, key=8)
@@ -269,8 +273,10 @@ def test_events_that_bring_an_argument_bring_it_first(kind: type[Engine]) -> Non
 
 
 @KINDS
-@pytest.mark.parametrize("limit", [{"max_epochs": 5}, {"max_iters": 13}], ids=str)
-@pytest.mark.parametrize("place", [{"epoch": 2}, {"iteration": 6}, {"iteration": 7}, {"iteration": 8}], ids=str)
+@pytest.mark.parametrize("limit", [{"max_epochs": 5}, {"max_iters": 13}], ids=without_address)
+@pytest.mark.parametrize(
+    "place", [{"epoch": 2}, {"iteration": 6}, {"iteration": 7}, {"iteration": 8}], ids=without_address
+)
 def test_state_dict_goes_on_at_an_epoch_or_an_iteration(kind: type[Engine], place: Any, limit: Any) -> None:
     batches: list[int] = []
     engine = kind(lambda engine, batch: batches.append(batch))
@@ -321,7 +327,7 @@ def test_state_dict_holds_epoch_length_limits_and_what_users_add(kind: type[Engi
         ({"max_epochs": 9, "epoch_length": 2}, "epoch_length should be same as in the state"),
         ({"max_epochs": 0}, "max_epochs is invalid"),
     ],
-    ids=str,
+    ids=without_address,
 )
 def test_second_run_with_arguments_that_contradict_the_first_is_refused(
     kind: type[Engine], arguments: Any, message: str

@@ -1,0 +1,330 @@
+"""The loop of a :class:`~ignite_engine.Trainer`, with every event at its place.
+
+In short (``docs/the_loop.md`` has all of it)::
+
+    STARTED
+    while not done:
+        EPOCH_STARTED
+        for group in the pass over the data:         GET_BATCH_STARTED, GET_BATCH_COMPLETED
+            ITERATION_STARTED
+            state.output = update(trainer, group)
+            ITERATION_COMPLETED
+            edge: METRICS_READY if there is news, RESUME_POINT, stop if all ranks agreed
+        EPOCH_COMPLETED
+        edge
+    COMPLETED
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+from ignite.engine import Engine, Events
+from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSingleEpochException
+from ignite.engine.utils import _to_hours_mins_secs
+
+from ignite_engine import rng
+from ignite_engine.data import DataSource, resumable
+from ignite_engine.events import TrainingEvents
+from ignite_engine.interruption import StopRequested
+from ignite_engine.planned_engine import PlannedEngine
+from ignite_engine.position import RunPosition
+from ignite_engine.registry import Registry
+from ignite_engine.requests import ATTEND, SAVE, STOP, Requests
+from ignite_engine.state import TrainingState
+
+
+class TrainingLoop(PlannedEngine):
+    """From STARTED to COMPLETED; what comes before a run and after it is the Trainer's."""
+
+    state: TrainingState
+    registry: Registry
+
+    def __init__(self, update: Callable[[Engine, Any], Any], accumulation_steps: int | None) -> None:
+        super().__init__(update)
+        self.update, self.accumulation_steps = update, accumulation_steps
+        self.position = RunPosition(self)
+        self.requests = Requests()
+        self.failed = self.was_terminated = False
+        """How the run before ended."""
+        self.fetching = False
+        """The process waits for data: the one place where a signal may break in (``StopRequested``)."""
+        self.begun = False
+        """Ignite has accepted the arguments of ``run()``."""
+        self._given: Any = None
+        """The user's own object behind ``position.source``."""
+
+    def _internal_run_as_gen(self) -> Generator[Any, None, TrainingState]:
+        state, self.begun = self.state, True
+        self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
+        self._init_timers(state)
+        started = time.time()
+        try:
+            try:
+                self.position.begin()
+                self.requests.iterations_start(state.iteration)
+                self._fire_event(Events.STARTED)
+                self.registry.check_all_claimed()
+                self.registry.restore_metrics(last=self.position.epoch_iteration == 0)
+                self._publish()
+                self.position.restore_rng()
+                yield from self._maybe_terminate_or_interrupt()
+                while not self._is_done(state) and not self.should_terminate:
+                    yield from self._one_epoch()
+            except _EngineTerminateException:
+                self._last_edge()
+                self._fire_event(Events.TERMINATE)
+            except _EngineTerminateSingleEpochException:
+                raise RuntimeError(
+                    "terminate_epoch() was called on STARTED or EPOCH_STARTED, where no epoch runs yet: "
+                    "call it on an event of an iteration."
+                ) from None
+            self._complete(time.time() - started)
+        except BaseException as error:
+            self._dataloader_iter = None
+            self._handle_exception(error)
+        self._dataloader_iter = None
+        return state
+
+    def _one_epoch(self) -> Generator[Any, None, None]:
+        state, started = self.state, time.time()
+        state.epoch += 1
+        self._fire_event(Events.EPOCH_STARTED)
+        self.registry.restore_metrics(last=True)
+        yield from self._maybe_terminate_or_interrupt()
+        if self._dataloader_iter is None:
+            self._setup_engine()
+        yield from self._run_once_on_dataset_as_gen()
+        state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
+        if self.should_terminate_single_epoch != "skip_epoch_completed":
+            self._fire_event(Events.EPOCH_COMPLETED)
+            state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
+        self._log_time(f"Epoch[{state.epoch}] Complete.", time.time() - started)
+        self.should_terminate_single_epoch = False
+        self.position.end_epoch()
+        self._edge(last=bool(self.should_terminate) or self._is_done(state))
+        yield from self._maybe_terminate_or_interrupt()
+
+    def _run_once_on_dataset_as_gen(self) -> Generator[Any, None, float]:
+        # Everything here is paid at every iteration: an event that nobody hears is not fired, only noted.
+        state, position, started = self.state, self.position, time.time()
+        heard, requests = self.heard, self.requests
+        has_data = state.dataloader is not None
+        try:
+            while True:
+                state.batch = None
+                if has_data:
+                    self.last_event_name = Events.GET_BATCH_STARTED
+                    if "GET_BATCH_STARTED" in heard:
+                        self._fire_event(Events.GET_BATCH_STARTED)
+                        yield from self._maybe_terminate_or_interrupt()
+                group = self._next(self._dataloader_iter)
+                if group is _END:
+                    group = yield from self._fetch_from_next_pass()
+                    if group is _END:
+                        break
+                # set anew here, not at the epoch's end: handlers of EPOCH_COMPLETED read the last output
+                state.batch, state.output = group, None
+                if has_data:
+                    self.last_event_name = Events.GET_BATCH_COMPLETED
+                    if "GET_BATCH_COMPLETED" in heard:
+                        self._fire_event(Events.GET_BATCH_COMPLETED)
+                        yield from self._maybe_terminate_or_interrupt()
+
+                position.group_fetched(group)
+                state.iteration += 1
+                self.last_event_name = Events.ITERATION_STARTED
+                if "ITERATION_STARTED" in heard:
+                    self._fire_event(Events.ITERATION_STARTED)
+                    yield from self._maybe_terminate_or_interrupt()
+
+                state.output = self._process_function(self, state.batch)
+                position.group_consumed()
+                self.last_event_name = Events.ITERATION_COMPLETED
+                if "ITERATION_COMPLETED" in heard:
+                    self._fire_event(Events.ITERATION_COMPLETED)
+
+                if position.epoch_iteration == state.epoch_length and not position.measured:
+                    if self.should_terminate:
+                        self._edge(last=True)
+                    yield from self._maybe_terminate_or_interrupt()
+                    break
+                if state.iteration == state.max_iters:
+                    self._edge(last=True)
+                    self.should_terminate = self.should_terminate or True
+                elif (
+                    self.should_terminate
+                    or not requests.alone
+                    or requests.asked
+                    or state.metrics.fresh
+                    or ("RESUME_POINT" in heard)
+                ):
+                    self._edge(last=bool(self.should_terminate))
+                if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
+                    yield from self._maybe_terminate_or_interrupt()
+        except _EngineTerminateSingleEpochException:
+            self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=position.epoch_iteration)
+            position.end_pass()
+            self._setup_dataloader_iter()
+        except _EngineTerminateException:
+            raise
+        except Exception as error:
+            self._handle_exception(error)
+            position.group_lost()
+        return time.time() - started
+
+    def _fetch_from_next_pass(self) -> Generator[Any, None, Any]:
+        """The first group of the next pass over the data, or ``_END`` where the epoch ends with this one."""
+        state, position = self.state, self.position
+        emptied = False
+        while True:
+            if position.measured and position.epoch_iteration:
+                state.epoch_length = position.epoch_iteration
+            if emptied or (position.measured and position.source_is_fresh):
+                if not self._is_done(state):
+                    warnings.warn(
+                        "Data iterator can not provide data anymore, but the run is not at its end "
+                        f"(iteration {state.iteration}): give data that can be iterated again.",
+                        stacklevel=2,
+                    )
+                    if state.max_epochs is None:  # else epochs without an iteration would follow for ever
+                        state.reason, self.should_terminate = "end of data", True
+                return _END
+            if state.dataloader is not None:
+                self._fire_event(Events.DATALOADER_STOP_ITERATION)
+                yield from self._maybe_terminate_or_interrupt()
+            position.end_pass()
+            if position.measured and position.epoch_iteration:
+                # made when it is needed: what this draws comes after the position is saved, as in a resumed run
+                self._dataloader_iter = None
+                return _END
+            self._setup_dataloader_iter()
+            emptied = True
+            if (group := self._next(self._dataloader_iter)) is not _END:
+                return group
+
+    def _next(self, iterator: Any) -> Any:
+        try:
+            self.fetching = True
+            try:
+                return next(iterator, _END)
+            finally:
+                self.fetching = False
+        except StopRequested:
+            # the group was not consumed; on one process nobody waits for this rank
+            if self.position.source is not None:
+                self.position.source.abandon()
+            self._dataloader_iter = None
+            self._edge(last=True)
+            raise _EngineTerminateException() from None
+
+    def _edge(self, *, last: bool) -> None:
+        """The clean edge after an update: publish, save if due, and stop if all ranks agreed to."""
+        state = self.state
+        agreed = self.requests.agree(state.iteration, now=last)
+        if agreed & STOP and self.requests.stop is not None:
+            state.status, state.reason = "interrupted", self.requests.stop[0]
+            self.should_terminate = self.should_terminate or True
+        state.stopping = bool(agreed & STOP)
+        state.save_requested = bool(agreed & SAVE)
+        state.attention = bool(agreed & ATTEND)
+        state.last = last or state.stopping
+        self._publish()
+        state.last = state.last or bool(self.should_terminate)  # what was measured may have ended the run
+        if self.hears(TrainingEvents.RESUME_POINT):  # else `last_event_name` stays Ignite's
+            self._fire_event(TrainingEvents.RESUME_POINT)
+        state.save_requested = state.attention = False
+
+    def _last_edge(self) -> None:
+        """``terminate()`` outside an iteration: the edge before it was not known to be the last."""
+        state, position = self.state, self.position
+        if not state.last and position.clean:
+            # a resumed run that ends before it trains stands in the epoch in which it was saved
+            state.epoch = max(state.epoch, position.epochs_completed + int(position.epoch_iteration > 0))
+            self._edge(last=True)
+
+    def _publish(self) -> None:
+        metrics = self.state.metrics
+        if metrics.fresh:
+            if self.hears(TrainingEvents.METRICS_READY):
+                self._fire_event(TrainingEvents.METRICS_READY)
+            metrics.fresh = {}
+
+    def _complete(self, duration: float) -> None:
+        state = self.state
+        if state.status == "running":
+            state.status = "completed"
+            state.reason = state.reason or self.position.reason_of_end()
+        state.times[Events.COMPLETED.name] = duration
+        if self.should_terminate != "skip_completed":
+            started = time.time()
+            self._fire_event(Events.COMPLETED)
+            self._publish()
+            duration += time.time() - started
+            state.times[Events.COMPLETED.name] = duration
+        self._log_time("Engine run finished.", duration)
+
+    def _log_time(self, what: str, duration: float) -> None:
+        hours, minutes, seconds = _to_hours_mins_secs(duration)
+        self.logger.info(f"{what} Time taken: {hours:02d}:{minutes:02d}:{seconds:06.3f}")
+
+    def _only_complete(self, data: Any) -> None:
+        """A finished run started again: no iteration, but everything that happens at the start and at the end."""
+        self.state.dataloader, self.begun = data, True
+        self.should_terminate = False
+        self._init_timers(self.state)
+        self._fire_event(Events.STARTED)
+        self.registry.check_all_claimed()
+        self.registry.restore_metrics(last=True)
+        self._publish()
+        self.position.restore_rng()
+        self._complete(0.0)
+
+    # -- Ignite's seams -------------------------------------------------------------------------------------------
+
+    def _take_data(self, data: Any, *, anew: bool = False) -> None:
+        source = DataSource(resumable(data), self.accumulation_steps)
+        source.agree_lengths()
+        self._given = data
+        self.position.take(source, anew=anew)
+
+    def _internal_run_legacy(self) -> TrainingState:
+        # `interrupt_resume_enabled = False` makes interrupt() an error there; the loop is this one all the same
+        return self._internal_run()  # type: ignore[return-value]  # Ignite's says State
+
+    def _setup_engine(self) -> None:
+        self._setup_dataloader_iter()
+        self._init_iter = None
+
+    def _setup_dataloader_iter(self) -> None:
+        data = self.state.dataloader
+        if data is not None and data is not self._given:  # a handler replaced it, as Ignite lets it
+            self._take_data(data, anew=True)
+        source = self.position.source
+        if self.state.dataloader is None or source is None:
+            super()._setup_dataloader_iter()
+        elif source.batch:
+            # what making an iterator draws was drawn before the position was saved
+            with rng.isolated():
+                self._dataloader_iter = iter(source)
+        else:
+            self._dataloader_iter = iter(source)
+
+    def _get_data_length(self, data: Iterable[Any]) -> int | None:
+        return self.position.iterations
+
+    @staticmethod
+    def _is_done(state: Any) -> bool:
+        # not by iterations per epoch, as Ignite: passes differ in length, and a resumed run may group otherwise
+        by_epochs = state.max_epochs is not None and state.epoch >= state.max_epochs
+        return by_epochs or (state.max_iters is not None and state.iteration >= state.max_iters)
+
+
+class _End:
+    """No group: the epoch ends."""
+
+
+_END = _End()
