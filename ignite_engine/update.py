@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -67,7 +68,7 @@ class Update:
         self.scaler = loss_scaler(precision, self.device.type, grad_scaler)
         self.stepping = False
         """An optimizer's step has begun and not all have ended: the weights are of no iteration."""
-        self._engine: Engine | None = None
+        self._engine: Callable[[], Engine | None] = lambda: None
         self._wrapped = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
         # under FSDP2 one context over several micro-batches gives gradients off by 16-29 %
         self._shares_cast = precision != "fp32" and not any(hasattr(p, "full_tensor") for p in model.parameters())
@@ -81,7 +82,7 @@ class Update:
 
     def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
         """Do one update with ``batch``: a list of micro-batches where the engine groups them, else the loader's."""
-        if engine is not self._engine:
+        if engine is not self._engine():
             self._bind(engine)
         state = engine.state
         micro_batches = batch if self._grouped or isinstance(batch, Group) else (batch,)
@@ -203,6 +204,11 @@ class Update:
             self._fire(TrainingEvents.OPTIMIZER_STEP_SKIPPED)
         return output
 
+    def _fire(self, event: TrainingEvents) -> None:
+        engine = self._engine()
+        assert engine is not None  # it is calling
+        engine.fire_event(event)
+
     def _incoming(self, scale: float, loss: Tensor) -> Tensor:
         """The gradient that backward starts from: the divisor costs no node of its own."""
         factor = self._factors.get(scale)
@@ -224,10 +230,9 @@ class Update:
         return self._parameters
 
     def _bind(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine = weakref.ref(engine)  # no cycle: a dropped Trainer frees its model at once
         self._grouped = getattr(engine, "accumulation_steps", None) is not None
         self._heard = getattr(engine, "heard", _EVERY_EVENT)
-        self._fire = engine.fire_event
         if not engine.has_registered_events(TrainingEvents.BACKWARD_COMPLETED):
             engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
             engine.state.padding = engine.state.group_total = 0  # type: ignore[attr-defined]

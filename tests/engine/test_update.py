@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.precision import LossScaler
-from tests.engine.builders import Numbers, linear, mse, one, trainer_of, weights
+from tests.engine.builders import Numbers, linear, mse, numbers_loader, one, trainer_of, weights
 
 
 def batches_of(data: Numbers, sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
@@ -395,3 +397,15 @@ def test_arguments_out_of_range_are_refused() -> None:
         Update(model, {}, mse)
     with pytest.raises(ValueError, match="accumulation_steps must be at least 1, or None for no grouping, got 0"):
         Trainer(Update(model, optimizer, mse), accumulation_steps=0)
+
+
+def test_a_dropped_trainer_frees_its_model_at_once() -> None:
+    trainer = trainer_of()
+    model = weakref.ref(trainer.update.model)
+    trainer.run(numbers_loader(), max_iters=2)
+    gc.disable()
+    try:
+        del trainer
+        assert model() is None
+    finally:
+        gc.enable()
