@@ -63,13 +63,18 @@ class Trainer(TrainingLoop):
         """The bus (who runs when, in order) and what a checkpoint holds, as text."""
         return describe(self)
 
-    def exactness(self) -> list[str]:
-        """Why a run resumed from a checkpoint made now would not be bit for bit; empty: it would be."""
+    def exactness(self, only: SaveFilter | None = None) -> list[str]:
+        """Why a run resumed from a checkpoint made now would not be bit for bit; empty: it would be.
+
+        Args:
+            only: of several checkpoint handlers, what this one's filter leaves out; None: what any of them does.
+        """
         reasons = [f"{name} is attached but not saved" for name in self.registry.unsaved]
         source = self.position.source
         if source is not None and not source.exact:
             reasons.append(f"{type(source.data).__name__} keeps no state: its batches are replayed")
-        return reasons
+        filters = self.registry.filters if only is None else [only]
+        return reasons + [reason for each in filters for reason in each.reasons(self.registry.capture)]
 
     def request_stop(self, reason: str, signal: int | None = None) -> None:
         """Ask for a stop at the next edge on which all ranks agree; safe in a signal handler.
