@@ -104,6 +104,7 @@ class Checkpoint:
         """Save at the edge after ``event``; always at the end and on a stop."""
         self._trainer = trainer
         trainer.register(self.name, self)
+        trainer.registry.filters.append(self.filter)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._measure)
@@ -173,11 +174,6 @@ class Checkpoint:
         self._resumed_from = table.source
         return table
 
-    def exactness(self, trainer: Trainer) -> list[str]:
-        """Why a run resumed from a checkpoint of this one would not be bit for bit; empty: it would be."""
-        shared, local = trainer.registry.capture()
-        return [*trainer.exactness(), *self.filter.reasons({**shared, **local})]
-
     def state_dict(self) -> dict[str, Any]:
         """The best value so far; which checkpoints there are is read from disk."""
         return {"best": self._best}
@@ -241,7 +237,7 @@ class Checkpoint:
             iteration=state.iteration,
             epoch=state.epoch,
             metrics=values if measured_at == state.iteration else None,
-            exactness=[*trainer.exactness(), *self.filter.told(left_out | own), *exactness],
+            exactness=[*trainer.exactness(self.filter), *exactness],
             config=self.config,
             labels=self.labels,
             left_out=left_out | own,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_engine import agreement
-from ignite_engine.checkpointing import LoadPlan, LoadTable, find_source, prepare, read_source
+from ignite_engine.checkpointing import LoadPlan, LoadTable, SaveFilter, find_source, prepare, read_source
 from ignite_engine.checkpointing.contents import filled
 from ignite_engine.checkpointing.errors import StateMismatch as StateMismatch
 from ignite_engine.checkpointing.patterns import shortened
@@ -39,6 +39,8 @@ class Registry:
         self._metrics: list[tuple[Metric, Any]] = []
         self.waiting: dict[str, Any] = {}
         self.resumed_from: str | None = None
+        self.filters: list[SaveFilter] = []
+        """What the attached checkpoint handlers leave out."""
         self._left_out: Mapping[str, Sequence[str]] = {}
 
     def register(self, name: str, obj: Any, *, shared: bool = False) -> None:
@@ -123,7 +125,7 @@ class Registry:
         for part, names in (left_out or {}).items():
             if part in states and part not in ignored:
                 what = f"{part} ({len(names)}: {shortened(names)})"
-                logger.warning("%s was saved without some of %s: they stay as they were built.", source, what)
+                logger.warning("%s was saved without some of %s: they stay as they are.", source, what)
 
     def begin_from(self, path: str | Path, plan: LoadPlan) -> LoadTable:
         """Load what a plan takes from a checkpoint that is not this run's; a collective.

@@ -9,6 +9,7 @@ from ignite.engine import Engine
 from torch import nn
 
 from ignite_engine import agreement
+from ignite_engine.checkpointing import SaveFilter
 from ignite_engine.describing import describe
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents

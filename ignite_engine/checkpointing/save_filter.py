@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ignite_engine.checkpointing import contents
 from ignite_engine.checkpointing.patterns import Patterns, shortened
 
 KeepFn = Callable[[str, str, Any], bool]
+Capture = Callable[[], Iterable[Mapping[str, Any]]]
+"""Gives the parts, in one mapping or several; called where something is left out only."""
 
 
 class SaveFilter:
@@ -30,7 +32,7 @@ class SaveFilter:
 
     def __call__(self, parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
         """The parts that are saved, and the names that are left out, by part; none for a whole part."""
-        if self._keep is None and not self._exclude.texts:
+        if not self._active:
             return dict(parts), {}
         kept: dict[str, Any] = {}
         left_out: dict[str, list[str]] = {}
@@ -46,11 +48,8 @@ class SaveFilter:
             kept[part] = state
         return kept, left_out
 
-    def check(self, capture: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        """Refuse a pattern that matches nothing.
-
-        Args:
-            capture: gives the parts; called where there are patterns only.
+    def check(self, capture: Capture) -> None:
+        """Refuse a pattern that matches nothing in the parts that ``capture`` gives.
 
         Raises:
             ValueError: names the pattern.
@@ -59,17 +58,17 @@ class SaveFilter:
             parts = {part: state for each in capture() for part, state in each.items()}
             self._exclude.check({part: contents.named(state) or () for part, state in parts.items()}, "this run")
 
-    def reasons(self, parts: Mapping[str, Any]) -> list[str]:
-        """What it would leave out of these parts, as the exactness report says it."""
-        return self.told(self(parts)[1])
-
-    @staticmethod
-    def told(left_out: Mapping[str, Sequence[str]]) -> list[str]:
-        """What was left out, as the exactness report says it."""
+    def reasons(self, capture: Capture) -> list[str]:
+        """What it leaves out of the parts that ``capture`` gives, as the exactness report says it."""
+        left_out = self({part: state for each in capture() for part, state in each.items()})[1] if self._active else {}
         return [
             f"{part} is saved without {len(names)} names ({shortened(names)})" if names else f"{part} is not saved"
             for part, names in left_out.items()
         ]
+
+    @property
+    def _active(self) -> bool:
+        return self._keep is not None or bool(self._exclude.texts)
 
     def _keeps(self, part: str, name: str, value: Any) -> bool:
         return not self._exclude.has_name(part, name) and (self._keep is None or bool(self._keep(part, name, value)))

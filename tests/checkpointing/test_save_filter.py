@@ -57,7 +57,7 @@ FILTERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", FILTERS, ids=["pattern", "function", "background"])
 def test_what_is_left_out_is_not_on_disk_and_is_reported(tmp_path: Path, options: dict[str, Any]) -> None:
     trainer, checkpoint, _ = run_of(tmp_path / "filtered", **options)
-    told = checkpoint.exactness(trainer)
+    told = trainer.exactness()
     trainer.run(numbers_loader(16), max_iters=8)
     for each in checkpoint.store.checkpoints():
         loaded = checkpoint.store.load(each.path)
@@ -93,7 +93,7 @@ def test_resumed_with_the_same_backbone_it_ends_with_the_same_bits(
     assert all(torch.equal(average["weights"][name], expected["weights"][name]) for name in expected["weights"])
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any(
-        "saved without some of model (2: backbone.weight, backbone.bias): they stay as they" in w for w in warnings
+        "saved without some of model (2: backbone.weight, backbone.bias): they stay as they are" in w for w in warnings
     )
 
 
@@ -143,9 +143,20 @@ def test_a_pattern_that_leaves_nothing_out_is_refused_at_the_start(tmp_path: Pat
     assert trainer.state.iteration == 0
 
 
+def test_of_two_checkpoint_handlers_each_reports_its_own(tmp_path: Path) -> None:
+    trainer, light, _ = run_of(tmp_path / "light", exclude=["optimizer"])
+    whole = Checkpoint(tmp_path / "whole", name="whole")
+    whole.attach(trainer)
+    trainer.run(numbers_loader(16), max_iters=4)
+
+    assert trainer.exactness() == ["optimizer is not saved"] and "optimizer is not saved" in trainer.describe()
+    assert light.store.checkpoints()[-1].manifest.exactness == ["optimizer is not saved"]
+    assert whole.store.checkpoints()[-1].manifest.exact
+
+
 def test_without_a_filter_everything_is_handed_on_as_it_is() -> None:
     state = {"model": {"weight": torch.ones(2)}, "own": {"value": 1}}
-    assert SaveFilter()(state) == (state, {}) and SaveFilter().reasons(state) == []
+    assert SaveFilter()(state) == (state, {}) and SaveFilter().reasons(lambda: [state]) == []
 
 
 def test_labels_are_on_every_checkpoint_and_change_without_touching_the_data(tmp_path: Path) -> None:
