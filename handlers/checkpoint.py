@@ -25,6 +25,7 @@ from ignite_engine.checkpointing import (
     SaveFilter,
     Snapshot,
     all_finite,
+    require_exact,
 )
 from ignite_engine.registry import ModelState, OptimizerState, unwrap
 
@@ -55,6 +56,7 @@ class Checkpoint:
             (never a best one, one that was asked for, or the last).
         on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
             one process only.
+        strict: refuse to begin, or to resume, what cannot be resumed bit for bit.
 
     A save that fails fires ``CHECKPOINT_FAILED`` and training goes on; the one at the end of the run raises. In the
     background both events come at the first edge after the save has ended, on all ranks at the same one.
@@ -76,11 +78,13 @@ class Checkpoint:
         background: bool = False,
         when_busy: Literal["wait", "skip"] = "wait",
         on_exception: bool = False,
+        strict: bool = False,
         name: str = "checkpoint",
     ) -> None:
         if when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy must be 'wait' or 'skip', got {when_busy!r}.")
         self.background, self.when_busy, self.on_exception = background, when_busy, on_exception
+        self.strict = strict
         self.store = CheckpointStore(directory)
         self.retention = Retention(
             keep_last=keep_last, keep_best=keep_best, best=best, mode=mode, keep_every=keep_every
@@ -125,6 +129,7 @@ class Checkpoint:
 
         Raises:
             CheckpointError: it is valid but cannot be read.
+            NotExact: with ``strict``, it was saved on another number of ranks, or says that it is not exact.
             RuntimeError: it is not attached to a trainer yet.
         """
         if self._trainer is None:
@@ -135,6 +140,10 @@ class Checkpoint:
             return None
         loaded = self.store.load(path, agreement.rank())
         local = loaded.local or {name: part for name, part in self.store.load(path, 0).local.items() if name != "rng"}
+        if self.strict:
+            ranks = f"it was saved by {loaded.manifest.world_size} ranks, now there are {agreement.world_size()}"
+            same = loaded.manifest.world_size == agreement.world_size()
+            require_exact(path.name, [*loaded.manifest.exactness, *([] if same else [ranks])])
         if loaded.manifest.world_size != agreement.world_size():
             logger.warning(
                 "%s was saved by %d ranks, now there are %d: the resumed run is not bit for bit.",
@@ -189,6 +198,9 @@ class Checkpoint:
             self.store = CheckpointStore(self.store.directory, agreement.cpu_group("checkpoint"))
         self.store.sweep()
         self.filter.check(trainer.registry.capture)
+        if self.strict:
+            reasons = [each for rank in agreement.gather_objects(trainer.exactness(self.filter)) for each in rank]
+            require_exact("This run", list(dict.fromkeys(reasons)))
         trainer.call_at_end(self._end)
 
     def _measure(self, trainer: Trainer) -> None:

@@ -249,6 +249,7 @@ class CheckpointSection(Section):
     keep_best: Count = 1
     background: bool = False  # written while training goes on; holds a second copy of the state in host memory
     on_exception: bool = False  # also when the update or a handler raises; one process only
+    strict: bool = False  # refuse to begin, or to resume, what cannot be resumed bit for bit
     labels: list[str] | None = None  # words that each one is labelled with
     exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*
     load: LoadSection = LoadSection()

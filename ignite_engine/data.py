@@ -270,9 +270,23 @@ class DataSource:
         return None if self.batches is None else -(-self.batches // self.steps)
 
     @property
-    def exact(self) -> bool:
-        """Whether the position can be taken up again with the same bits."""
-        return self.sampler is not None or hasattr(self.data, "state_dict")
+    def inexact(self) -> str | None:
+        """Why a resumed run would not see the same bits, None if it would."""
+        kind = type(self.data).__name__
+        if self.sampler is not None:
+            return None
+        if hasattr(self.data, "state_dict"):
+            workers = getattr(self.data, "num_workers", 0)
+            if not workers or hasattr(getattr(self.data, "dataset", None), "state_dict"):
+                return None
+            return f"{kind} does not save the random numbers of its {workers} workers: samples that draw any differ"
+        order = getattr(self.data, "sampler", None)
+        if isinstance(getattr(self.data, "dataset", None), IterableDataset):
+            order = self.data.dataset
+        elif getattr(self.data, "batch_size", 0) is None:
+            order = self.data.batch_sampler or order
+        by = "" if order is None or type(order) is SequentialSampler else f" with {type(order).__name__}"
+        return f"{kind}{by} keeps no state: its batches are replayed"
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the current pass, from ``batch`` on."""

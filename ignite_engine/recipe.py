@@ -305,6 +305,7 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         config=run.config,
         background=section.background,
         on_exception=section.on_exception,
+        strict=section.strict,
         labels=section.labels or (),
         exclude=section.exclude or (),
     )

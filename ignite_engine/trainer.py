@@ -72,8 +72,8 @@ class Trainer(TrainingLoop):
         """
         reasons = [f"{name} is attached but not saved" for name in self.registry.unsaved]
         source = self.position.source
-        if source is not None and not source.exact:
-            reasons.append(f"{type(source.data).__name__} keeps no state: its batches are replayed")
+        if source is not None and source.inexact is not None:
+            reasons.append(source.inexact)
         filters = self.registry.filters if only is None else [only]
         return reasons + [reason for each in filters for reason in each.reasons(self.registry.capture)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ignite_engine.checkpointing.background import BackgroundSave
-from ignite_engine.checkpointing.errors import CheckpointError
+from ignite_engine.checkpointing.errors import CheckpointError, NotExact, require_exact
 from ignite_engine.checkpointing.load_plan import LoadPlan
 from ignite_engine.checkpointing.load_table import LoadTable
 from ignite_engine.checkpointing.loading import prepare
@@ -26,6 +26,7 @@ __all__ = [
     "Loaded",
     "Manifest",
     "Newest",
+    "NotExact",
     "Retention",
     "SaveFilter",
     "Snapshot",
@@ -36,4 +37,5 @@ __all__ = [
     "prepare",
     "read_manifest",
     "read_source",
+    "require_exact",
 ]

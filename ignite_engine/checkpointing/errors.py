@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
@@ -15,6 +16,23 @@ class CheckpointError(Exception):
 
 class StateMismatch(ValueError):
     """A checkpoint's state does not fit what was built; the message is one line and names the remedy."""
+
+
+class NotExact(ValueError):
+    """A run that was to be resumable bit for bit is not; the message is one line and says which parts and why."""
+
+
+def require_exact(what: str, reasons: Sequence[str]) -> None:
+    """Refuse what cannot be resumed exactly.
+
+    Raises:
+        NotExact: there is a reason.
+    """
+    if reasons:
+        raise NotExact(
+            f"{what} cannot be resumed bit for bit, which checkpoint.strict asks for: {'; '.join(reasons)}. "
+            "Mend that, or do without strict."
+        )
 
 
 def one_line(error: BaseException) -> str:

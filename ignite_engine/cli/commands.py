@@ -12,14 +12,14 @@ import ignite.distributed as idist
 import torch
 
 from ignite_engine import Parallel, recipe
-from ignite_engine.checkpointing import CheckpointError
+from ignite_engine.checkpointing import CheckpointError, NotExact
 from ignite_engine.cli import checkpoints, pictures
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.registry import StateMismatch
 from ignite_engine.run_directory import RunDirectory
 
-MENDABLE = (ConfigError, StateMismatch)
+MENDABLE = (ConfigError, StateMismatch, NotExact)
 """What a user can mend whatever the command: one line and code 2."""
 
 

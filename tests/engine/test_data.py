@@ -292,12 +292,16 @@ class Stream(IterableDataset[Any]):
 
 
 LEFT_ALONE = {
-    "weighted": lambda: DataLoader(Indices(6), 2, sampler=WeightedRandomSampler([1.0] * 6, 6)),
-    "subset": lambda: DataLoader(Indices(6), 2, sampler=SubsetRandomSampler([1, 2, 4])),
-    "replacement": lambda: DataLoader(Indices(6), 2, sampler=RandomSampler(Indices(6), replacement=True)),
-    "batches": lambda: DataLoader(Indices(6), batch_sampler=[[0, 1], [2, 3]]),
-    "subclass": lambda: Subclass(Indices(6), 2),
-    "stream": lambda: DataLoader(Stream(), 2),
+    "DataLoader with WeightedRandomSampler": lambda: DataLoader(
+        Indices(6), 2, sampler=WeightedRandomSampler([1.0] * 6, 6)
+    ),
+    "DataLoader with SubsetRandomSampler": lambda: DataLoader(Indices(6), 2, sampler=SubsetRandomSampler([1, 2, 4])),
+    "DataLoader with RandomSampler": lambda: DataLoader(
+        Indices(6), 2, sampler=RandomSampler(Indices(6), replacement=True)
+    ),
+    "DataLoader with list": lambda: DataLoader(Indices(6), batch_sampler=[[0, 1], [2, 3]]),
+    "Subclass": lambda: Subclass(Indices(6), 2),
+    "DataLoader with Stream": lambda: DataLoader(Stream(), 2),
     "list": lambda: [torch.tensor([1]), torch.tensor([2])],
 }
 
@@ -309,7 +313,7 @@ def test_custom_order_is_left_alone_and_said_to_be_inexact(kind: str) -> None:
     trainer.run(data)
 
     assert trainer.position.source is not None and trainer.position.source.data is data
-    assert trainer.exactness() == [f"{type(data).__name__} keeps no state: its batches are replayed"]
+    assert trainer.exactness() == [f"{kind} keeps no state: its batches are replayed"]
 
 
 def test_loader_of_ours_is_exact() -> None:

@@ -1,0 +1,151 @@
+"""``strict``: what could not be resumed bit for bit is refused before the first update, and said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from ignite.engine import Events
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from ignite_engine import Trainer
+from ignite_engine.checkpointing import CheckpointStore, NotExact
+from ignite_engine.cli import main
+from ignite_engine.handlers import Checkpoint
+from tests.engine.builders import Numbers, linear, numbers_loader, trainer_of
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([Numbers(4)[index] for index in range(4)])
+
+
+class Workers(list[Any]):
+    """As a loader with a state and workers."""
+
+    num_workers = 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Nameless:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def __call__(self) -> None: ...
+
+
+def weighted() -> Any:
+    return DataLoader(Numbers(6), 2, sampler=WeightedRandomSampler([1.0] * 6, 6))
+
+
+def two_of_a_kind(trainer: Trainer) -> None:
+    for _ in range(2):
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, Nameless())
+
+
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[Trainer], None] | None, str]] = {
+    "custom sampler": (weighted, {}, None, "DataLoader with WeightedRandomSampler keeps no state"),
+    "iterable data": (lambda: DataLoader(Stream(), 2), {}, None, "DataLoader with Stream keeps no state"),
+    "randomness in workers": (lambda: Workers([Numbers(4)[0]]), {}, None, "the random numbers of its 2 workers"),
+    "unsaved handler": (numbers_loader, {}, two_of_a_kind, "tests/Nameless is attached but not saved"),
+    "part left out": (numbers_loader, {"exclude": ["optimizer"]}, None, "optimizer is not saved"),
+    "names left out": (
+        numbers_loader,
+        {"exclude": ["model:0.*"]},
+        None,
+        "model is saved without 2 names (0.weight, 0.bias)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_exact_is_refused_before_the_first_update(case: str, tmp_path: Path) -> None:
+    data, options, attach, reason = CASES[case]
+
+    def build(strict: bool) -> Trainer:
+        trainer = trainer_of(linear())
+        Checkpoint(tmp_path / str(strict), strict=strict, **options).attach(trainer)
+        if attach is not None:
+            attach(trainer)
+        return trainer
+
+    trainer = build(strict=True)
+    with pytest.raises(NotExact) as refused:
+        trainer.run(data(), max_epochs=1)
+    message = str(refused.value)
+    assert message.startswith("This run cannot be resumed bit for bit, which checkpoint.strict asks for: ")
+    assert reason in message and message.endswith("Mend that, or do without strict.") and "\n" not in message
+    assert trainer.state.iteration == 0 and not (tmp_path / "True").exists()
+
+    allowed = build(strict=False)
+    allowed.run(data(), max_epochs=1)
+    assert allowed.state.iteration > 0
+    newest = CheckpointStore(tmp_path / "False").latest().checkpoint
+    assert newest is not None and any(reason in each for each in newest.manifest.exactness)
+
+
+def test_exact_run_is_let_go(tmp_path: Path) -> None:
+    trainer = trainer_of(linear(dropout=True))
+    checkpoint = Checkpoint(tmp_path, strict=True)
+    checkpoint.attach(trainer)
+    assert trainer.run(numbers_loader(), max_epochs=1).status == "completed"
+    again = trainer_of(linear(dropout=True))
+    checkpoint = Checkpoint(tmp_path, strict=True)
+    checkpoint.attach(again)
+    assert checkpoint.resume() is not None
+    assert again.run(numbers_loader(), max_epochs=2).iteration == 12
+
+
+def test_checkpoint_that_says_it_is_not_exact_is_not_resumed(tmp_path: Path) -> None:
+    trainer = trainer_of(linear())
+    Checkpoint(tmp_path, exclude=["optimizer"]).attach(trainer)
+    trainer.run(numbers_loader(), max_epochs=1)
+    again, checkpoint = trainer_of(linear()), Checkpoint(tmp_path, strict=True)
+    checkpoint.attach(again)
+    before = [each.clone() for each in again.update.model.parameters()]  # type: ignore[attr-defined]  # an Update
+    with pytest.raises(NotExact, match=r"iteration_00000006 cannot be resumed .*: optimizer is not saved\. Mend"):
+        checkpoint.resume()
+    assert all(map(torch.equal, before, again.update.model.parameters()))  # type: ignore[attr-defined]
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ignite_engine.checkpointing.ranks import Ranks
+
+    trainer = trainer_of(linear())
+    Checkpoint(tmp_path).attach(trainer)
+    monkeypatch.setattr(Ranks, "world_size", 2)
+    trainer.run(numbers_loader(), max_epochs=1)
+    monkeypatch.undo()
+    for strict in (True, False):
+        checkpoint = Checkpoint(tmp_path, strict=strict)
+        checkpoint.attach(trainer_of(linear()))
+        if strict:
+            with pytest.raises(NotExact, match="it was saved by 2 ranks, now there are 1"):
+                checkpoint.resume()
+        else:
+            assert checkpoint.resume() is not None
+
+
+def test_config_asks_for_it_and_gets_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = Path(__file__).parent.parent / "faults" / "forgetful_task.py"
+    values: dict[str, Any] = {
+        "task": f"{task}:build",
+        "run": {"max_iterations": 3, "directory": str(tmp_path / "run")},
+        "checkpoint": {"strict": True, "exclude": ["rng"]},
+        "logging": {"clearml": False, "progress": False, "report": False},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    assert main(["train", str(tmp_path / "config.yaml")]) == 2
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error: ")]
+    assert "This run cannot be resumed bit for bit, which checkpoint.strict asks for: rng is not saved." in line
+    assert main(["train", str(tmp_path / "config.yaml"), "checkpoint.exclude=[]"]) == 0
