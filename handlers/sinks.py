@@ -136,8 +136,11 @@ class JSONLSink:
         """Write a line, or add to the newest one if it has the same iteration; rank 0 only."""
         if idist.get_rank() != 0:
             return
-        if self._file is None and not self._line:
+        begins_again = self._file is None and not self._line
+        if begins_again or iteration < self._line.get("iteration", 0):
+            self.close()
             self._cut_back(iteration)
+            self._line = {}
         file = self._open()
         if self._line.get("iteration") != iteration:
             if self._is_whole:  # else the new line takes the place of the torn one

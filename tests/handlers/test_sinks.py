@@ -17,6 +17,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer
 from ignite_engine.handlers import Checkpoint, ConsoleSink, JSONLSink, MetricLogger
+from tests.engine.builders import numbers_loader, trainer_of
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -120,6 +121,18 @@ def test_run_that_starts_over_in_the_same_file_doubles_no_line(tmp_path: Path) -
     second.write(2, {"a": 20.0})
 
     assert lines(path) == [{"iteration": 1, "a": 10.0}, {"iteration": 2, "a": 20.0}]
+
+
+def test_second_run_of_one_process_doubles_no_line(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    trainer.run(numbers_loader(6), max_epochs=1)
+    first = lines(tmp_path / "metrics.jsonl")
+    trainer.run(numbers_loader(6), max_epochs=1)
+    second = lines(tmp_path / "metrics.jsonl")
+
+    assert [line["iteration"] for line in first] == [line["iteration"] for line in second] == [1, 2, 3]
+    assert all(before["loss"] != after["loss"] for before, after in zip(first, second, strict=True))
 
 
 def test_run_that_goes_on_without_a_saved_position_keeps_the_lines_before(tmp_path: Path) -> None:
