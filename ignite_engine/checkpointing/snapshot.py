@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -75,9 +76,8 @@ class Snapshot:
     def _copy(self, value: Any, late: Callable[[Tensor], bool]) -> Any:
         if isinstance(value, Tensor):
             return self._buffer_for(value.detach(), late)
-        if isinstance(value, Mapping):
-            copy = {key: self._copy(each, late) for key, each in value.items()}
-            return copy if type(value) is dict else type(value)(copy)  # type: ignore[call-arg]
+        if type(value) in (dict, OrderedDict, Counter):  # other mappings are refused when they are written
+            return type(value)({key: self._copy(each, late) for key, each in value.items()})
         if type(value) in (list, tuple):
             return type(value)(self._copy(each, late) for each in value)
         return value.copy() if isinstance(value, set | bytearray) else value

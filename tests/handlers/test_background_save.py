@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,25 @@ def test_buffers_are_used_again() -> None:
     second = snapshot.take(state, lambda tensor: True)
     snapshot.copy_late()
     assert second["a"].data_ptr() == first["a"].data_ptr() and second["a"].tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_state_that_no_checkpoint_can_hold_does_not_stop_training(tmp_path: Path, background: bool) -> None:
+    class Foreign:
+        def state_dict(self) -> Any:
+            return {"points": defaultdict(list)}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    trainer, failed = trainer_of(), list[int]()
+    trainer.register("foreign", Foreign())
+    checkpoint = Checkpoint(tmp_path, background=background)
+    checkpoint.attach(trainer, EVERY)
+    trainer.add_event_handler(TrainingEvents.CHECKPOINT_FAILED, lambda: failed.append(trainer.state.iteration))
+    with pytest.raises(CheckpointError, match=r"foreign\['points'\] is a collections.defaultdict"):
+        trainer.run(numbers_loader(8), max_epochs=1)
+
+    assert trainer.state.iteration == 4 and len(failed) >= 2
 
 
 def test_background_save_alone_tells_result_and_error() -> None:
