@@ -238,6 +238,7 @@ class DataSource:
         self.uneven = False
         self._pending_state: dict[str, Any] | None = None
         self._iterator: Any = None
+        self._replayed: Any = None
 
     def agree_lengths(self) -> None:
         """Exchange the sized loaders' lengths; a collective, once per run.
@@ -323,8 +324,8 @@ class DataSource:
                 type(self.data).__name__,
                 self.batch,
             )
-            for _ in islice(iterator, self.batch):
-                pass
+            for batch in islice(iterator, self.batch):
+                self._replayed = batch
         return iterator
 
     def _perhaps_next_pass(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -346,7 +347,14 @@ class DataSource:
 
     def _last_batch(self) -> Any:
         """The last batch of this rank's shard: what an exhausted rank takes part with after a resume."""
-        assert self.sampler is not None and self.data.batch_size is not None
+        if self.sampler is None:
+            if self._replayed is None:
+                raise ValueError(
+                    f"The {type(self.data).__name__} of this rank was at its end when the run was saved, and its "
+                    "peers' were not: resume needs loader(), or as many batches on every rank."
+                )
+            return self._replayed
+        assert self.data.batch_size is not None
         self.sampler.start = (len(self.data) - 1) * self.data.batch_size
         return next(iter(self.data))
 
