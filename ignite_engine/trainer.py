@@ -148,9 +148,7 @@ class Trainer(TrainingLoop):
                 state.status, state.reason = before
             raise
         finally:
-            for callback in self._at_end:
-                callback(self)
-            self._at_end.clear()
+            self._call_at_end()
         if state.status == "interrupted" and self.requests.stop is not None:
             signal = self.requests.stop[1]
             if signal is not None:
@@ -187,6 +185,14 @@ class Trainer(TrainingLoop):
         """Go on with other data from its beginning; the epoch's length stays as it is."""
         self.state.dataloader = data
         self._setup_dataloader_iter()
+
+    def _call_at_end(self) -> None:
+        try:
+            while self._at_end:
+                self._at_end.pop(0)(self)
+        finally:
+            if self._at_end:  # one raised: the others, such as that which puts signal handlers back, still run
+                self._call_at_end()
 
     def _fail(self, error: BaseException) -> None:
         self._internal_run_generator = None

@@ -591,6 +591,23 @@ def test_callbacks_at_the_end_are_called_on_an_error_too() -> None:
     assert called == ["end", "end"]
 
 
+def test_callback_at_the_end_that_raises_keeps_none_from_being_called() -> None:
+    trainer, called = trainer_of(), list[str]()
+
+    def ask() -> None:
+        trainer.call_at_end(lambda engine: called.append("first"))
+        trainer.call_at_end(lambda engine: 1 / 0)  # type: ignore[arg-type, return-value]  # raises
+        trainer.call_at_end(lambda engine: called.append("last"))
+
+    handle = trainer.add_event_handler(Events.STARTED, ask)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(numbers_loader(4))
+    handle.remove()
+    trainer.run(numbers_loader(4))
+
+    assert called == ["first", "last"]
+
+
 def test_other_data_may_be_set_while_training() -> None:
     trainer, seen = Trainer(constant), list[int]()
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.batch))
