@@ -19,6 +19,7 @@ from ignite_engine.checkpointing import (
     BackgroundSave,
     CheckpointError,
     CheckpointStore,
+    Loaded,
     LoadPlan,
     LoadTable,
     Retention,
@@ -128,17 +129,18 @@ class Checkpoint:
             The checkpoint, the same on all ranks; None if there is none: the run starts fresh.
 
         Raises:
-            CheckpointError: it is valid but cannot be read.
+            CheckpointError: it is valid but a rank cannot read it; raised on all of them.
             NotExact: with ``strict``, it was saved on another number of ranks, or says that it is not exact.
             RuntimeError: it is not attached to a trainer yet.
         """
         if self._trainer is None:
             raise RuntimeError("Checkpoint.resume() needs a trainer: call attach(trainer, event) before.")
-        found = self.store.latest().checkpoint if agreement.rank() == 0 else None
-        path: Path | None = agreement.gather_objects(found.path if found else None)[0]
-        if path is None:
+        newest = agreement.agreed(lambda: self.store.latest().checkpoint if agreement.rank() == 0 else None)[0]
+        if newest is None:
             return None
-        loaded = self.store.load(path, agreement.rank())
+        path, outcome = newest.path, list[Loaded]()
+        agreement.agreed(lambda: outcome.append(self.store.load(path, agreement.rank())))
+        (loaded,) = outcome
         local = loaded.local or {name: part for name, part in self.store.load(path, 0).local.items() if name != "rng"}
         if self.strict:
             ranks = f"it was saved by {loaded.manifest.world_size} ranks, now there are {agreement.world_size()}"

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from ignite_engine.checkpointing import LoadPlan
+from ignite_engine.checkpointing import CheckpointError, LoadPlan
 from ignite_engine.handlers import Checkpoint
 from tests.checkpointing.file_faults import start_child, wait_for
 from tests.engine.builders import linear, numbers_loader, one, trainer_of, weights
@@ -61,7 +61,19 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
     answers["rank 0 has no source"] = error_of(
         lambda: checkpoint.load(nowhere if rank == 0 else source, LoadPlan.fine_tune())
     )
+    _, checkpoint = attached(own)
+    if rank == 1:
+        checkpoint.store.load = _unreadable  # type: ignore[assignment]  # what a file system may do to one rank
+    answers["rank 1 cannot read"] = error_of(checkpoint.resume)
+    _, checkpoint = attached(own)
+    if rank == 0:
+        checkpoint.store.latest = _unreadable  # type: ignore[assignment]
+    answers["rank 0 cannot look"] = error_of(checkpoint.resume)
     return answers
+
+
+def _unreadable(*_: Any) -> Any:
+    raise CheckpointError("the disk is away")
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +119,11 @@ def test_an_error_of_one_rank_is_raised_on_both_and_nothing_is_loaded(
     assert answers["nothing was loaded"] == [True, True]
     first, second = answers["rank 0 has no source"]
     assert first == second and first[0] == "CheckpointError" and "nowhere does not exist" in first[1]
+
+
+@pytest.mark.parametrize("case", ["rank 1 cannot read", "rank 0 cannot look"])
+def test_a_run_that_one_rank_cannot_resume_is_resumed_on_none(
+    two_ranks: tuple[Path, dict[str, list[Any]]], case: str
+) -> None:
+    _, answers = two_ranks
+    assert answers[case] == [["CheckpointError", "the disk is away"]] * 2
