@@ -199,6 +199,8 @@ class Checkpoint:
         if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
             self.store = CheckpointStore(self.store.directory, agreement.cpu_group("checkpoint"))
         self.store.sweep()
+        if self._saved_at is not None:  # resumed: the process before may have been killed between a save and its prune
+            self._prune()
         self.filter.check(trainer.registry.capture)
         if self.strict:
             reasons = [each for rank in agreement.gather_objects(trainer.exactness(self.filter)) for each in rank]
@@ -260,10 +262,7 @@ class Checkpoint:
 
         def write() -> Path:
             path = save(healthy=all_finite(shared.get("model", {})))
-            try:
-                self.store.apply(self.retention)
-            except CheckpointError as error:  # one too many is no reason to stop
-                logger.warning("%s", error)
+            self._prune()
             return path
 
         self._saved_at, self._saving_at = _edge_of(trainer), state.iteration
@@ -278,6 +277,12 @@ class Checkpoint:
             self._before_step = trainer.add_event_handler(changes, self._before_change)
         else:
             self._saving.before_change()
+
+    def _prune(self) -> None:
+        try:
+            self.store.apply(self.retention)
+        except CheckpointError as error:  # one too many is no reason to stop
+            logger.warning("%s", error)
 
     def _before_change(self, trainer: Trainer) -> None:
         if self._saving is not None:

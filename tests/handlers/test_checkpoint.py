@@ -204,6 +204,22 @@ def test_old_checkpoint_that_cannot_be_deleted_does_not_stop_training(
     assert iterations(tmp_path) == [2, 4, 6] and "Read-only file system" in caplog.text
 
 
+def test_resumed_run_prunes_what_the_killed_one_left_to_prune(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path, keep_last=3).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(numbers_loader(), max_iters=6)
+    assert iterations(tmp_path) == [2, 4, 6]  # as if killed after the commit of the last one
+    for resumed in (False, True):
+        again, checkpoint = trainer_of(), Checkpoint(tmp_path, keep_last=1)
+        checkpoint.attach(again)
+        if resumed:
+            checkpoint.resume()
+            again.run(numbers_loader(), max_iters=6)  # at its end: nothing is saved any more
+        else:
+            again.run(numbers_loader(), max_iters=0)
+        assert iterations(tmp_path) == ([6] if resumed else [2, 4, 6])
+
+
 def test_damaged_newest_one_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=2))
