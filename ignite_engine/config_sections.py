@@ -247,6 +247,7 @@ class CheckpointSection(Section):
     best: str | None = None  # a metric's key, such as val/loss
     mode: Literal["min", "max"] = "min"  # whether a smaller or a larger score is better
     keep_best: Count = 1
+    keep_every: Count | None = None  # those whose iteration is a multiple of it stay for good
     background: bool = False  # written while training goes on; holds a second copy of the state in host memory
     on_exception: bool = False  # also when the update or a handler raises; one process only
     strict: bool = False  # refuse to begin, or to resume, what cannot be resumed bit for bit

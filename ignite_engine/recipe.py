@@ -301,6 +301,7 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         keep_last=section.keep_last,
         best=section.best,
         keep_best=section.keep_best,
+        keep_every=section.keep_every,
         mode=section.mode,
         config=run.config,
         background=section.background,

@@ -341,6 +341,14 @@ def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
     assert run.train()["iteration"] == 6
 
 
+def test_each_nth_checkpoint_is_kept_beside_the_last(build: Callable[..., Run]) -> None:
+    run = build({"run": {"max_iterations": 5}, "checkpoint": {"every": 1, "keep_last": 1, "keep_every": 2}})
+    run.train()
+
+    assert run.checkpoint is not None
+    assert [each.iteration for each in run.checkpoint.store.checkpoints()] == [2, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("sections", "parts", "line"),
     [
