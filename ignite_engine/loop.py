@@ -27,7 +27,8 @@ from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSing
 from ignite.engine.utils import _to_hours_mins_secs
 
 from ignite_engine import rng
-from ignite_engine.data import DataSource, resumable
+from ignite_engine.data import resumable
+from ignite_engine.data_source import DataSource
 from ignite_engine.events import TrainingEvents
 from ignite_engine.interruption import StopRequested
 from ignite_engine.planned_engine import PlannedEngine

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ignite_engine import rng
 from ignite_engine.accumulation import Group
-from ignite_engine.data import DataSource
+from ignite_engine.data_source import DataSource
 from ignite_engine.registry import Stateful
 from ignite_engine.state import COUNTERS
 

@@ -15,7 +15,8 @@ CORE = ROOT / "ignite_engine"
 HANDLERS = ROOT / "handlers"
 
 # Modules (and everything below a package) that work without a trainer, so in any Ignite engine or hand-written loop.
-TRAINER_FREE = {"events", "state", "precision", "accumulation", "data", "agreement", "rng", "checkpointing"}
+TRAINER_FREE = {"events", "state", "precision", "accumulation", "agreement", "rng", "checkpointing"}
+TRAINER_FREE |= {"data", "data_source", "sampling"}
 # `recipe` uses everything, and only the command line uses the recipe.
 RECIPE_USERS = {"recipe", "cli", "__main__"}
 # The shared part of all sinks: a base to write to, not a handler that acts.

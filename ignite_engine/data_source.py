@@ -1,0 +1,222 @@
+"""What a Trainer iterates over: it groups micro-batches and knows its position."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from ignite_engine import agreement
+from ignite_engine.accumulation import Group
+from ignite_engine.sampling import ResumableSampler
+
+logger = logging.getLogger(__name__)
+
+
+def length_of(data: Any) -> int | None:
+    """Batches in one pass over ``data``, None where it does not say."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def end_workers(iterator: Any, data: Any) -> None:
+    """Terminate a ``DataLoader`` iterator's worker processes, if it has any; torch would wait 5 s for each."""
+    for worker in getattr(iterator, "_workers", ()):
+        worker.terminate()
+    if iterator is not None and getattr(data, "_iterator", None) is iterator:
+        data._iterator = None  # persistent workers: else the next pass would ask the dead ones
+
+
+class DataSource:
+    """What a Trainer iterates: one pass over ``data`` per ``iter()``, in groups, counted by what was consumed.
+
+    Args:
+        data: a loader or any iterable of batches.
+        accumulation_steps: batches in a group; None hands on the batches themselves.
+
+    ``pass_number`` and ``batch`` are the position: batch ``batch`` of pass ``pass_number`` is the next not yet
+    consumed. On several ranks a sized loader that is shorter than its peers' repeats its last batch to the end of
+    the longest (``uneven``); :meth:`padded` says what of a group weighs nothing.
+    """
+
+    def __init__(self, data: Any, accumulation_steps: int | None) -> None:
+        self.data, self.steps = data, accumulation_steps or 1
+        self.grouped = accumulation_steps is not None
+        self.sampler: ResumableSampler | None = getattr(data, "sampler", None) if type(data) is DataLoader else None
+        if not isinstance(self.sampler, ResumableSampler):
+            self.sampler = None
+        self.pass_number = self.batch = 0
+        self.lengths: list[int] | None = None
+        self.uneven = False
+        self._pending_state: dict[str, Any] | None = None
+        self._iterator: Any = None
+        self._replayed: Any = None
+
+    def agree_lengths(self) -> None:
+        """Exchange the sized loaders' lengths; a collective, once per run.
+
+        Raises:
+            ValueError: a rank has no batch at all, or only some ranks know their length.
+        """
+        own = length_of(self.data)
+        rows = agreement.gather_floats([-1.0 if own is None else float(own)])
+        lengths = [int(row[0]) for row in rows]
+        if len(rows) == 1 or max(lengths) < 0:
+            self.lengths = None if own is None else [own]
+            return
+        if min(lengths) < 1:
+            raise ValueError(
+                f"Every rank needs at least one batch of data with a known length, got {lengths} by rank: "
+                "use fewer ranks, a smaller batch_size or more data."
+            )
+        self.lengths = lengths
+        self.uneven = len(set(lengths)) > 1
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in one pass on the longest rank, None if unknown."""
+        return max(self.lengths) if self.lengths else None
+
+    @property
+    def iterations(self) -> int | None:
+        """Groups in one pass, None if unknown."""
+        return None if self.batches is None else -(-self.batches // self.steps)
+
+    @property
+    def inexact(self) -> str | None:
+        """Why a resumed run would not see the same bits, None if it would."""
+        kind = type(self.data).__name__
+        if self.sampler is not None:
+            return None
+        if hasattr(self.data, "state_dict"):
+            workers = getattr(self.data, "num_workers", 0)
+            if not workers or hasattr(getattr(self.data, "dataset", None), "state_dict"):
+                return None
+            return f"{kind} does not save the random numbers of its {workers} workers: samples that draw any differ"
+        order = getattr(self.data, "sampler", None)
+        if isinstance(getattr(self.data, "dataset", None), IterableDataset):
+            order = self.data.dataset
+        elif getattr(self.data, "batch_size", 0) is None:
+            order = self.data.batch_sampler or order
+        by = "" if order is None or type(order) is SequentialSampler else f" with {type(order).__name__}"
+        return f"{kind}{by} keeps no state: its batches are replayed"
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the current pass, from ``batch`` on."""
+        batches = self._from_position()
+        if self.uneven and self.batches is not None:
+            batches = self._repeat_last(batches, self.batches - self.batch)
+        return self._groups(batches) if self.grouped else batches
+
+    def _groups(self, batches: Iterator[Any]) -> Iterator[Group]:
+        while group := Group(islice(batches, self.steps)):
+            yield group
+
+    def _from_position(self) -> Iterator[Any]:
+        if self.sampler is not None:
+            assert self.data.batch_size is not None
+            self.sampler.pass_number = self.pass_number
+            self.sampler.start = min(self.batch * self.data.batch_size, len(self.sampler))
+            iterator: Iterator[Any] = iter(self.data)
+            self._iterator = iterator
+            return iterator
+        target = getattr(self.data, "sampler", self.data)
+        if hasattr(target, "set_epoch"):
+            target.set_epoch(self.pass_number)
+        if self._pending_state is not None:
+            self.data.load_state_dict(self._pending_state)
+            self._pending_state = None
+            iterator = self._iterator = iter(self.data)
+            at_end = self.batches is not None and self.batch >= self.batches
+            return self._perhaps_next_pass(iterator) if at_end else iterator
+        iterator = self._iterator = iter(self.data)
+        if self.batch:
+            logger.warning(
+                "%s keeps no state: the %d batches that were consumed are loaded again and left out.",
+                type(self.data).__name__,
+                self.batch,
+            )
+            for batch in islice(iterator, self.batch):
+                self._replayed = batch
+        return iterator
+
+    def _perhaps_next_pass(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Of a loader whose state is that of a pass's end: some give nothing then, some begin the next pass at once."""
+        for batch in iterator:
+            self.next_pass()
+            yield batch
+            yield from iterator
+
+    def _repeat_last(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        batch, given = None, 0
+        for batch in islice(batches, count):
+            given += 1
+            yield batch
+        if given < count and not given:
+            batch = self._last_batch()
+        for _ in range(count - given):
+            yield batch
+
+    def _last_batch(self) -> Any:
+        """The last batch of this rank's shard: what an exhausted rank takes part with after a resume."""
+        if self.sampler is None:
+            if self._replayed is None:
+                raise ValueError(
+                    f"The {type(self.data).__name__} of this rank was at its end when the run was saved, and its "
+                    "peers' were not: resume needs loader(), or as many batches on every rank."
+                )
+            return self._replayed
+        assert self.data.batch_size is not None
+        self.sampler.start = (len(self.data) - 1) * self.data.batch_size
+        return next(iter(self.data))
+
+    def padded(self, count: int) -> tuple[int, int]:
+        """Of the next ``count`` batches: how many repeat the last, and how many do not, over all ranks."""
+        assert self.lengths is not None
+        real = [max(0, min(count, length - self.batch)) for length in self.lengths]
+        return count - real[agreement.rank()], sum(real)
+
+    def abandon(self) -> None:
+        """End the workers of the present pass at once: they may be busy for long with what nobody wants any more."""
+        end_workers(self._iterator, self.data)
+        self._iterator = None
+
+    def next_pass(self) -> None:
+        """Begin the next pass at its first batch."""
+        self.pass_number, self.batch = self.pass_number + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what must be the same for it to mean the same."""
+        state: dict[str, Any] = {"pass": self.pass_number, "batch": self.batch}
+        own_state = self.sampler is None and hasattr(self.data, "state_dict")
+        if self.batches is not None and self.batch >= self.batches and not own_state:
+            state = {"pass": self.pass_number + 1, "batch": 0}
+        if self.sampler is not None:
+            state |= {"seed": self.sampler.seed, "samples": self.sampler.length, "batch_size": self.data.batch_size}
+        elif own_state:
+            state["loader"] = self.data.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a position.
+
+        Raises:
+            ValueError: the dataset, its seed or the batch size is another one.
+        """
+        if self.sampler is not None and "seed" in state:
+            if self.sampler.adopts_seed:
+                self.sampler.seed = self.data.dataset.seed = state["seed"]
+            now = {"seed": self.sampler.seed, "samples": self.sampler.length, "batch_size": self.data.batch_size}
+            for name, value in now.items():
+                if state[name] != value:
+                    raise ValueError(
+                        f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "
+                        "equal, or leave the position out with resume(ignore=['data'])."
+                    )
+        self.pass_number, self.batch = state["pass"], state["batch"]
+        self._pending_state = state.get("loader")
