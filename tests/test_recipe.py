@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -68,9 +69,10 @@ def recipe_config(run: Run) -> dict[str, Any]:
     return values
 
 
-def test_run_folder_tells_the_run(build: Callable[..., Run]) -> None:
+def test_run_folder_tells_the_run(build: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
     run = build({"logging": {"every": 2}, "evaluation": {"every": 4}})
-    summary = run.train()
+    with caplog.at_level(logging.INFO):
+        summary = run.train()
 
     assert json.loads(run.directory.summary.read_text()) == summary
     assert (summary["status"], summary["reason"], summary["iteration"], summary["epoch"]) == (
@@ -81,6 +83,7 @@ def test_run_folder_tells_the_run(build: Callable[..., Run]) -> None:
     )
     assert summary["parameters"] == 17 and summary["world_size"] == 1 and summary["resumed_from"] is None
     assert set(summary["startup_s"]) >= {"task", "model", "data", "trainer", "resume"}
+    assert re.search(r"Start-up took \S+ s: task \S+ s, model \S+ s, data \S+ s, trainer \S+ s", caplog.text)
     assert summary["weights_sha256"] == weights_sha256(run.trainer.update.model)  # type: ignore[attr-defined]
     assert [line["iteration"] for line in lines_of(run)] == [2, 4, 6, 8]
     assert [line["iteration"] for line in lines_of(run) if "val/loss" in line] == [4, 8]
