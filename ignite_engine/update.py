@@ -29,7 +29,8 @@ class Update:
         model: plain, DDP or FSDP2.
         optimizer: one, or a mapping of names to several: all of them step or none does.
         loss_fn: ``loss_fn(model, batch)`` with the batch on the model's device; returns the mean over the
-            micro-batch, shape ``()``, or ``(mean, {name: detached scalar})``. It must not write to a weight.
+            micro-batch, shape ``()``, or ``(mean, {name: detached scalar})``, the same names each time. It must not
+            write to a weight.
         precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; fp16 with a loss scaler).
         clip_norm: largest joint L2 norm of all gradients, in the units of the loss; None does not clip.
         weight_fn: weight of a micro-batch, e.g. its number of tokens, called on the host batch; None weighs each 1.
@@ -159,9 +160,7 @@ class Update:
         if not hears:
             state.micro_batches += len(losses)
         output = {"loss": _weighted(losses, scales)}
-        for name in extras[0] if extras else ():
-            output[name] = _weighted([named[name].detach() for named in extras], scales)
-        return output
+        return output if not extras else output | _weighted_by_name(extras, scales)
 
     def _backward(self, batch: Any, scale: float, extras: list[Mapping[str, Tensor]], cast: bool) -> Tensor:
         """Forward and backward of one micro-batch on the device; its mean loss, detached."""
@@ -249,6 +248,16 @@ def _weighted(values: list[Tensor], scales: list[float]) -> Tensor:
         summed = torch.stack(values)
         return summed.mean() if scales[0] * len(scales) == 1.0 else summed.sum() * scales[0]
     return torch.stack([value * scale for value, scale in zip(values, scales, strict=True)]).sum()
+
+
+def _weighted_by_name(extras: list[Mapping[str, Tensor]], scales: list[float]) -> dict[str, Tensor]:
+    names = [sorted(named) for named in extras]
+    if len(extras) < len(scales) or any(each != names[0] for each in names):
+        raise ValueError(
+            f"loss_fn must return the same names for each micro-batch of a group, got {names} for {len(scales)} of "
+            "them: return a zero, or a NaN, where there is nothing to tell."
+        )
+    return {name: _weighted([named[name].detach() for named in extras], scales) for name in extras[0]}
 
 
 def _unique(optimizers: Iterable[Optimizer]) -> Iterable[Tensor]:

@@ -82,6 +82,22 @@ def test_extra_outputs_are_averaged_as_the_loss() -> None:
     assert not any(value.requires_grad for value in state.output.values())
 
 
+@pytest.mark.parametrize(
+    "second", [None, {}, {"other": torch.ones(())}, {"one": torch.ones(()), "other": torch.ones(())}]
+)
+def test_extra_outputs_of_some_micro_batches_only_are_refused(second: dict[str, Tensor] | None) -> None:
+    named = [{"one": torch.ones(())}, second]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        extra = named.pop(0)
+        return mse(model, batch) if extra is None else (mse(model, batch), extra)
+
+    model = linear()
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn), accumulation_steps=2)
+    with pytest.raises(ValueError, match="loss_fn must return the same names for each micro-batch of a group, got"):
+        trainer.run(batches_of(Numbers(8), [2, 6]))
+
+
 def test_group_without_weight_is_skipped() -> None:
     trainer = trainer_of(linear(), 2, weight_fn=lambda batch: float(batch[0].sum() > 1e6))
     before, skipped = weights(trainer), []
