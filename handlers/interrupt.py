@@ -11,7 +11,7 @@ from typing import Any
 import ignite.distributed as idist
 from ignite.engine import Events
 
-from ignite_engine import Interrupted, StopRequested, Trainer, TrainingEvents
+from ignite_engine import Interrupted, Phase, StopRequested, Trainer, TrainingEvents
 
 _FORCE_AFTER_S = 0.5
 
@@ -27,6 +27,8 @@ class GracefulStop:
     signal 0.5 s or more after the first forces the end, without a save. SIGTERM after the committed save is ignored:
     launchers send it to those that still say goodbye. Handlers are installed while ``run()`` runs and put back after.
     """
+
+    phase = Phase.EVALUATE - 1  # an evaluation at STARTED hears signals, too
 
     def __init__(self, *, exit: bool = True) -> None:
         self.exit = exit

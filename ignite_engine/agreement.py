@@ -78,6 +78,15 @@ def broadcast_int(value: int) -> int:
     return int(tensor.item())
 
 
+def broadcast_object(value: T) -> T:
+    """Rank 0's picklable ``value``."""
+    if world_size() == 1:
+        return value
+    box: list[T] = [value]
+    dist.broadcast_object_list(box, src=0, group=cpu_group())
+    return box[0]
+
+
 def gather_objects(value: T) -> list[T]:
     """Every rank's picklable ``value``, by rank."""
     if world_size() == 1:
@@ -130,6 +139,10 @@ class Vote:
         """Begin a run at ``iteration``: the first vote falls on the next one."""
         self._next = iteration + 1
         self._last_iteration, self._last_time = iteration, time.monotonic()
+
+    def hurry(self) -> None:
+        """Vote at the next :meth:`poll` whatever its iteration; every rank says so at the same place."""
+        self._next = 0
 
     def poll(self, iteration: int, requests: int, *, now: bool = False) -> int:
         """The union of all ranks' request bits, or 0 between votes.

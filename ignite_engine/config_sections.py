@@ -206,6 +206,7 @@ class EvaluationSection(Section):
     at_start: bool = False
     at_end: bool = True
     limit: Count | None = None  # batches per set and rank; default: all
+    progress_every: Count | None = None  # batches after which a long one keeps how far it is; default: never
     precision: Literal["fp32", "bf16", "fp16"] | None = None  # default: as in training
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from ignite_engine.device import device_of, to_device
 from ignite_engine.precision import autocast, check_precision
 from ignite_engine.registry import unwrap
+from ignite_engine.sampling import ResumableSampler
 
 PredictFn = Callable[[nn.Module, Any], Any]
 
@@ -68,3 +69,17 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def whole_pass(data: Any) -> Iterator[None]:
+    """Iterate over a loader that training may be in the middle of: from its first batch, and without a trace."""
+    sampler = getattr(data, "sampler", None)
+    if not isinstance(sampler, ResumableSampler):
+        yield
+        return
+    before, sampler.start = (sampler.start, sampler.pass_number), 0
+    try:
+        yield
+    finally:
+        sampler.start, sampler.pass_number = before

@@ -8,6 +8,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
@@ -88,7 +89,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             config.to_dict(),
             (config.checkpoint.best, config.checkpoint.mode) if config.checkpoint.best else None,
         )
-        _attach(config, task, run, _evaluations(config, task, model, task.val_sets))
+        _attach(config, task, run, _evaluations(config, task, model, task.val_sets, directory.evaluations))
     return run
 
 
@@ -246,9 +247,17 @@ def _lr_schedule(config: Config, run: Run, optimizer: Optimizer) -> handlers.LRS
 
 
 def _evaluations(
-    config: Config, task: Task, model: nn.Module, sets: Mapping[str, Dataset[Any]]
+    config: Config,
+    task: Task,
+    model: nn.Module,
+    sets: Mapping[str, Dataset[Any]],
+    progress: Path | None = None,
 ) -> list[handlers.Evaluation]:
-    precision = config.evaluation.precision or config.update.precision
+    section = config.evaluation
+    options: dict[str, Any] = {"limit": section.limit}
+    if progress is not None and section.progress_every is not None:
+        options |= {"progress": progress, "progress_every": section.progress_every}
+    precision = section.precision or config.update.precision
     made = []
     for name, dataset in sets.items():
         predict, metrics = (
@@ -256,7 +265,7 @@ def _evaluations(
         )
         evaluator = create_evaluator(model, predict, metrics, precision=precision)
         data = _loader(config, task, dataset, training=False)
-        made.append(handlers.Evaluation(evaluator, data, name=name, limit=config.evaluation.limit))
+        made.append(handlers.Evaluation(evaluator, data, name=name, **options))
     return made
 
 

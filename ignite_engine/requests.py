@@ -41,6 +41,10 @@ class Requests:
     def ask_to_attend(self) -> None:
         self._attend = self.asked = True
 
+    def agree_at_next_edge(self) -> None:
+        """Vote there even if it is not its turn; every rank says so at the same place."""
+        self._vote.hurry()
+
     def agree(self, iteration: int, *, now: bool) -> int:
         """What any rank has asked for, as bits, the same on all ranks; between votes 0. A collective.
 

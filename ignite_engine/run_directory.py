@@ -38,6 +38,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
         self.checkpoints = self.path / "checkpoints"
+        self.evaluations = self.path / "evaluations"
         self.logs = self.path / "logs"
 
     def write_config(self, values: Mapping[str, Any]) -> list[str]:

@@ -107,6 +107,10 @@ class Trainer(TrainingLoop):
         """
         self.requests.ask_to_attend()
 
+    def agree_at_next_edge(self) -> None:
+        """Hear at the next edge what any rank has asked for; every rank calls it, in a handler of the same event."""
+        self.requests.agree_at_next_edge()
+
     def call_at_end(self, callback: Callable[[Trainer], None]) -> None:
         """Call ``callback(trainer)`` when this ``run()`` ends in whatever way, an exception included."""
         self._at_end.append(callback)

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from ignite_engine.checkpointing import CheckpointStore
-from tests.faults.processes import group_is_gone, interrupt, lines, start, summary, train, wait_until, write_config
+from tests.faults.processes import (
+    evaluated,
+    group_is_gone,
+    interrupt,
+    lines,
+    start,
+    summary,
+    train,
+    wait_until,
+    write_config,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -70,3 +80,60 @@ def test_both_ranks_stop_at_one_iteration(tmp_path: Path, uninterrupted: dict[st
     assert summary(tmp_path)["status"] == "completed"
     assert summary(tmp_path)["weights_sha256"] == uninterrupted["digest"]
     assert lines(tmp_path) == uninterrupted["lines"]
+
+
+def saved(folder: Path) -> list[int]:
+    return [each.iteration for each in CheckpointStore(folder / "run" / "checkpoints").checkpoints()]
+
+
+def test_sigusr1_saves_on_all_ranks_and_a_stop_file_stops_them(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    options = {"slow_step_s": 0.05, "count_reductions": True}
+    config = write_config(tmp_path, task_options=options, checkpoint={"every": None}, run={"stop_file": "stop"})
+    process = start(config, *TWO_RANKS)
+    wait_until(lambda: lines(tmp_path) and rank_pids(tmp_path), process)
+    assert saved(tmp_path) == []
+    os.kill(rank_pids(tmp_path)[1], signal.SIGUSR1)
+    first = wait_until(lambda: saved(tmp_path), process)[0]
+    os.kill(process.pid, signal.SIGUSR1)  # as `scancel --signal=USR1` would, which knows the parent alone
+    wait_until(lambda: saved(tmp_path)[-1] > first, process)
+    (tmp_path / "run" / "stop").touch()
+    assert process.wait(timeout=60) == 0
+    ended = summary(tmp_path)
+    assert (ended["status"], ended["reason"]) == ("interrupted", f"stop file {tmp_path}/run/stop")
+    assert saved(tmp_path)[-1] == ended["iteration"] < 24
+    (tmp_path / "fast").touch()
+    train(config, *TWO_RANKS)
+    assert summary(tmp_path)["weights_sha256"] == uninterrupted["digest"]
+    assert lines(tmp_path) == uninterrupted["lines"]
+
+
+def test_long_evaluation_goes_on_where_both_ranks_were(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    """25 samples on each rank, 7 batches: stopped in the first evaluation, then killed in it, then completed."""
+    options = {"slow_evaluation_s": 1.0, "count_batches": True, "count_reductions": True}
+    config = write_config(tmp_path, task_options=options, evaluation={"progress_every": 2})
+
+    def both() -> int:
+        return min(evaluated(tmp_path, rank) for rank in range(2))
+
+    process = start(config, *TWO_RANKS)
+    wait_until(lambda: both() >= 1, process)
+    os.kill(rank_pids(tmp_path)[1], signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    assert (summary(tmp_path)["status"], summary(tmp_path)["iteration"]) == ("interrupted", 4)
+    stopped = [evaluated(tmp_path, rank) for rank in range(2)]
+    assert stopped[0] == stopped[1] < 4, "they broke off at different batches, or late"
+
+    process = start(config, *TWO_RANKS)
+    wait_until(lambda: both() >= stopped[0] + 3, process)
+    assert interrupt(process, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert group_is_gone(process.pid)
+    assert not any("val/accuracy" in line for line in lines(tmp_path)), "no evaluation was cut off"
+    before = [evaluated(tmp_path, rank) for rank in range(2)]
+
+    (tmp_path / "fast").touch()
+    train(config, *TWO_RANKS)
+    assert summary(tmp_path)["weights_sha256"] == uninterrupted["digest"]
+    assert lines(tmp_path) == uninterrupted["lines"]
+    rest = [evaluated(tmp_path, rank) - count for rank, count in enumerate(before)]
+    # six evaluations of 7 batches; the first began with what was written last
+    assert rest[0] == rest[1] and 6 * 7 - 6 <= rest[0] <= 6 * 7 - stopped[0] - 1

@@ -88,6 +88,12 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def evaluated(folder: Path, rank: int = 0) -> int:
+    """Batches that were evaluated so far, by a task told to ``count_batches``."""
+    path = folder / f"evaluated_{rank}"
+    return len(path.read_text()) if path.exists() else 0
+
+
 def summary(folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
     return result

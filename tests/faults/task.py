@@ -1,7 +1,8 @@
 """A tiny task with dropout and random augmentation, whose data or evaluation can wait where a test wants to break in.
 
 Options: ``block_at``: the sample index that takes 20 s (once: a marker file in ``directory`` is left, and later runs
-don't wait); ``slow_step_s``, ``slow_evaluation_s``: seconds per micro-batch.
+don't wait); ``slow_step_s``, ``slow_evaluation_s``: seconds per micro-batch; ``count_batches``: each evaluated batch
+leaves a character in the file ``evaluated_RANK``.
 """
 
 from __future__ import annotations
@@ -91,6 +92,9 @@ def build(options: Mapping[str, Any]) -> Task:
         if not (directory / "fast").exists() and options.get("slow_evaluation_s"):
             (directory / "evaluating").touch()
             time.sleep(options["slow_evaluation_s"])
+        if options.get("count_batches"):
+            with (directory / f"evaluated_{idist.get_rank()}").open("a") as file:
+                file.write(".")
         return model(batch[0]), batch[1]
 
     return Task(

@@ -19,14 +19,6 @@ pytestmark = pytest.mark.faults
 WAITS_S = 12.0
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    train(write_config(folder))
-    assert summary(folder)["status"] == "completed"
-    return {"digest": summary(folder)["weights_sha256"], "lines": lines(folder)}
-
-
 def assert_goes_on_to_the_same_end(config: Path, uninterrupted: dict[str, Any]) -> None:
     folder = config.parent
     stopped_at = summary(folder)["iteration"]

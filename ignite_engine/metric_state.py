@@ -1,0 +1,126 @@
+"""What an Ignite metric has gathered so far, as plain data: taken in mid-epoch, put back in another process.
+
+Ignite's own ``state_dict`` of a metric leaves attributes out (MutualInformation), and lists cannot be loaded back
+(EpochMetric, so ROC_AUC and its like), as seen in 0.5.5. Here every attribute that can change counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from ignite.metrics import Metric
+from torch import Tensor
+
+from ignite_engine.checkpointing.errors import CheckpointError
+from ignite_engine.checkpointing.parts import refuse_what_cannot_be_loaded
+
+_DEVICE, _TENSOR = "__device__", "__tensor__"
+
+
+def metrics_of(engine: Engine) -> dict[str, Metric]:
+    """Every metric whose handlers ``engine`` has, by the name under which it writes; not those inside another one."""
+    found: dict[str, Metric] = {}
+    unnamed: dict[int, Metric] = {}
+    for handlers in engine._event_handlers.values():
+        for handler, arguments, _ in handlers:
+            metric = _owner(handler)
+            if metric is not None:
+                words = [each for each in arguments if isinstance(each, str)]
+                if words:
+                    found[words[0]] = metric
+                else:
+                    unnamed[id(metric)] = metric
+    covered = {id(each) for metric in found.values() for each in _with_inner(metric)}
+    left = [metric for key, metric in unnamed.items() if key not in covered]
+    return found | {f"unnamed {index} {type(each).__name__}": each for index, each in enumerate(left)}
+
+
+def problem(metric: Metric) -> str | None:
+    """Why this metric's state cannot be told, as the end of a sentence; None: it can."""
+    for name, value in _changeable(metric):
+        for inner in _metrics_in(value):
+            if (found := problem(inner)) is not None:
+                return found
+        try:
+            refuse_what_cannot_be_loaded({name: _packed(value)})
+        except CheckpointError:
+            kind = type(value)
+            return f"{type(metric).__name__} keeps a {kind.__module__}.{kind.__qualname__} in {name}"
+    return None
+
+
+def capture(metric: Metric) -> dict[str, Any]:
+    """All that ``metric`` has gathered on this rank: numbers, strings, CPU tensors, lists and dicts; not a copy."""
+    return {name: _packed(value) for name, value in _changeable(metric)}
+
+
+def restore(metric: Metric, state: Mapping[str, Any]) -> None:
+    """Put back what :func:`capture` gave, tensors on the kind of device that they were on."""
+    for name, value in state.items():
+        setattr(metric, name, _unpacked(value, getattr(metric, name, None)))
+
+
+def _owner(handler: Any) -> Metric | None:
+    """The metric that a handler is a method of, also inside the wrapper of a filter."""
+    while handler is not None:
+        owner = getattr(handler, "__self__", None)
+        if isinstance(owner, Metric):
+            return owner
+        handler = getattr(handler, "__wrapped__", None)
+    return None
+
+
+def _changeable(metric: Metric) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(metric).items():
+        is_code = callable(value) and not hasattr(value, "compute")  # loss functions and transforms; no torchmetrics
+        if not (is_code or isinstance(value, torch.device | Engine)):
+            yield name, value
+
+
+def _with_inner(metric: Metric) -> Iterator[Metric]:
+    yield metric
+    for _, value in _changeable(metric):
+        for each in _metrics_in(value):
+            yield from _with_inner(each)
+
+
+def _metrics_in(value: Any) -> Iterator[Metric]:
+    if isinstance(value, Metric):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _metrics_in(each)
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, Metric):
+        return capture(value)
+    if isinstance(value, Tensor):
+        value = value.detach()
+        return value if value.device.type == "cpu" else {_DEVICE: value.device.type, _TENSOR: value.cpu()}
+    if type(value) in (list, tuple):
+        return type(value)(_packed(each) for each in value)
+    if type(value) is dict:
+        return {key: _packed(each) for key, each in value.items()}
+    return value
+
+
+def _unpacked(value: Any, present: Any) -> Any:
+    """``value`` as it was packed; metrics in ``present``, which stands in its place now, are kept and restored."""
+    if isinstance(present, Metric):
+        restore(present, value)
+        return present
+    if type(value) is dict:
+        if _TENSOR in value:
+            return value[_TENSOR].to(value[_DEVICE])
+        there = present if isinstance(present, dict) else {}
+        return {key: _unpacked(each, there.get(key)) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        same = isinstance(present, list | tuple) and len(present) == len(value)
+        return type(value)(
+            _unpacked(each, there) for each, there in zip(value, present if same else [None] * len(value), strict=True)
+        )
+    return value

@@ -1,0 +1,145 @@
+"""A metric whose state was told in the middle of an epoch goes on in another one to the same bits."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from ignite.metrics import (
+    Accuracy,
+    Average,
+    ConfusionMatrix,
+    EpochMetric,
+    Frequency,
+    Loss,
+    Metric,
+    MetricGroup,
+    MutualInformation,
+    Precision,
+    Recall,
+    RunningAverage,
+    TopKCategoricalAccuracy,
+)
+from ignite.metrics.metric import RunningBatchWise
+from torch import Tensor, nn
+
+from ignite_engine import metric_state
+
+
+def cross_entropy() -> Loss:
+    return Loss(nn.CrossEntropyLoss())
+
+
+def f1() -> Metric:
+    precision, recall = Precision(average=False), Recall(average=False)
+    score: Metric = (precision * recall * 2 / (precision + recall)).mean()
+    return score
+
+
+def spread(predictions: Tensor, targets: Tensor) -> float:
+    return (predictions.std() + targets.float().std()).item()
+
+
+METRICS: dict[str, Callable[[], Metric]] = {
+    "accuracy": Accuracy,
+    "loss": cross_entropy,
+    "lambda of metrics": f1,
+    "list of outputs": lambda: EpochMetric(spread),
+    "running average": lambda: RunningAverage(output_transform=lambda output: output[0].sum()),
+    "running average of a metric": lambda: RunningAverage(Accuracy()),
+    "confusion matrix": lambda: ConfusionMatrix(3),
+    "average": lambda: Average(output_transform=lambda output: output[0].mean()),
+    "top k": lambda: TopKCategoricalAccuracy(2),
+    "group": lambda: MetricGroup({"accuracy": Accuracy(), "loss": cross_entropy()}),
+    "more than its state_dict tells": MutualInformation,
+}
+
+
+def engine_with(name: str) -> Engine:
+    engine = Engine(lambda engine, batch: batch)
+    METRICS[name]().attach(engine, name)
+    return engine
+
+
+def batches() -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(5, 3, generator=generator), torch.randint(0, 3, (5,), generator=generator)) for _ in range(6)]
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metric_goes_on_where_it_was(name: str) -> None:
+    whole = engine_with(name).run(batches()).metrics[name]
+    first = engine_with(name)
+    first.run(batches()[:3])
+    saved = through_a_file({name: metric_state.capture(each) for name, each in metric_state.metrics_of(first).items()})
+    second = engine_with(name)
+
+    @second.on(Events.EPOCH_STARTED)
+    def go_on() -> None:
+        for name, metric in metric_state.metrics_of(second).items():
+            metric_state.restore(metric, saved[name])
+
+    rest = second.run(batches()[3:]).metrics[name]
+    assert list(saved) == [name]
+    assert str(rest) == str(whole) != str(engine_with(name).run(batches()[3:]).metrics[name])
+
+
+def test_every_metric_of_an_engine_is_found() -> None:
+    engine = Engine(lambda engine, batch: batch)
+    parts = Precision(average=False)
+    metrics = {"a": Accuracy(), "b": parts.mean(), "c": RunningAverage(Accuracy()), "d": parts}
+    for name, metric in metrics.items():
+        metric.attach(engine, name, usage=RunningBatchWise() if name == "c" else "epoch_wise")
+    by_hand = Accuracy()
+    engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), by_hand.iteration_completed)
+
+    assert metric_state.metrics_of(engine) == {**metrics, "unnamed 0 Accuracy": by_hand}
+
+
+class OwnMetric(Metric):
+    """A user's, without Ignite's list of attributes."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+        super().__init__()
+
+    def reset(self) -> None:
+        self.seen = 0
+
+    def update(self, output: Any) -> None:
+        self.seen += len(output[0])
+
+    def compute(self) -> float:
+        return float(self.seen)
+
+
+def test_what_is_no_plain_data_is_named() -> None:
+    assert metric_state.problem(OwnMetric([1.0, "two"])) is None
+    assert metric_state.problem(OwnMetric(deque())) == "OwnMetric keeps a collections.deque in kept"
+    assert metric_state.problem(OwnMetric(deque()) * 2) == "OwnMetric keeps a collections.deque in kept"
+    assert "ignite.handlers.timing.Timer" in str(metric_state.problem(Frequency()))
+
+
+@pytest.mark.cuda
+def test_tensors_come_back_to_the_device() -> None:
+    one, other = Accuracy(device="cuda"), Accuracy(device="cuda")
+    first, second = (tuple(each.cuda() for each in batch) for batch in batches()[:2])
+    one.update(first)
+    other.reset()
+    metric_state.restore(other, through_a_file(metric_state.capture(one)))
+    for metric in (one, other):
+        metric.update(second)
+
+    assert other._num_correct.device.type == "cuda" and one.compute() == other.compute()

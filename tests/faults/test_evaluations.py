@@ -1,0 +1,87 @@
+"""Killed or stopped in an evaluation: evaluated again before it trains on, from where it was if progress is kept."""
+
+from __future__ import annotations
+
+import io
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.processes import evaluated, interrupt, lines, start, summary, train, wait_until, write_config
+
+pytestmark = pytest.mark.faults
+
+
+def start_slow(folder: Path, **evaluation: Any) -> tuple[Path, Any]:
+    """A run whose evaluations take 4 s; the config, and the process."""
+    options = {"slow_evaluation_s": 0.3, "count_batches": True}
+    config = write_config(folder, task_options=options, evaluation=evaluation)
+    return config, start(config)
+
+
+def finish(config: Path, uninterrupted: dict[str, Any]) -> int:
+    """Start it again, to the same end; batches that this last start evaluated."""
+    folder = config.parent
+    (folder / "fast").touch()
+    before = evaluated(folder)
+    train(config)
+    assert summary(folder)["status"] == "completed"
+    assert summary(folder)["weights_sha256"] == uninterrupted["digest"]
+    assert lines(folder) == uninterrupted["lines"]
+    return evaluated(folder) - before
+
+
+def assert_cut_off(folder: Path) -> None:
+    """The fault was in the first evaluation: nothing of it was logged, and its iteration was trained."""
+    assert not any("val/accuracy" in line for line in lines(folder))
+    assert lines(folder)[-1]["iteration"] == 6  # it evaluates after 7
+
+
+def kept(folder: Path) -> int:
+    """Batches in the progress file."""
+    content = (folder / "run" / "evaluations" / "val.progress").read_bytes().partition(b"\n")[2]
+    found: int = torch.load(io.BytesIO(content), weights_only=True)["batches"]
+    return found
+
+
+def test_killed_while_evaluating_it_evaluates_again(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    config, process = start_slow(tmp_path)
+    wait_until(lambda: evaluated(tmp_path) >= 4, process)
+    assert interrupt(process, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert_cut_off(tmp_path)
+    assert finish(config, uninterrupted) == uninterrupted["evaluated"] == 6 * 13
+
+
+def test_stopped_twice_in_one_evaluation(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    """The second time while it is made up, before anything is trained."""
+    config, process = start_slow(tmp_path)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before = evaluated(tmp_path)
+        wait_until(lambda before=before: evaluated(tmp_path) >= before + 4, process)  # type: ignore[misc]
+        assert interrupt(process, number)[0] == 128 + number
+        assert_cut_off(tmp_path)
+        assert (summary(tmp_path)["status"], summary(tmp_path)["iteration"]) == ("interrupted", 7)
+        if number == signal.SIGTERM:
+            process = start(config)
+    assert finish(config, uninterrupted) == uninterrupted["evaluated"]
+
+
+def test_long_evaluation_goes_on_where_it_was(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    """Killed, it has what was written last; stopped, all that it had done."""
+    config, process = start_slow(tmp_path, progress_every=3)
+    wait_until(lambda: evaluated(tmp_path) >= 4, process)
+    assert interrupt(process, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert_cut_off(tmp_path)
+    done = kept(tmp_path)
+    assert done >= 3 and done % 3 == 0 and evaluated(tmp_path) - done <= 3
+    before, process = evaluated(tmp_path), start(config)
+    wait_until(lambda: evaluated(tmp_path) >= before + 2, process)
+    assert interrupt(process, signal.SIGTERM)[0] == 143
+    assert_cut_off(tmp_path)
+    done += evaluated(tmp_path) - before
+    assert kept(tmp_path) == done < 13
+    assert finish(config, uninterrupted) == uninterrupted["evaluated"] - done
+    assert not list((tmp_path / "run" / "evaluations").iterdir())
