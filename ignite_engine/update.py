@@ -34,6 +34,7 @@ class Update:
         precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; fp16 with a loss scaler).
         clip_norm: largest joint L2 norm of all gradients, in the units of the loss; None does not clip.
         weight_fn: weight of a micro-batch, e.g. its number of tokens, called on the host batch; None weighs each 1.
+            Under DDP and FSDP2 gradients must be finite for one that weighs 0, too: the peers wait for them.
         grad_scaler: torch's GradScaler arguments, for fp16 only.
         log_grad_norm: report ``grad_norm`` also where nothing is clipped.
 
@@ -241,7 +242,12 @@ _EVERY_EVENT = frozenset(event.name for event in TrainingEvents)
 
 
 def _weighted(values: list[Tensor], scales: list[float]) -> Tensor:
-    """The sum of ``values * scales``, shape ``()``."""
+    """The sum of ``values * scales``, shape ``()``; a value of scale zero is left out, as it may be NaN."""
+    if 0.0 in scales:
+        counted = [(value, scale) for value, scale in zip(values, scales, strict=True) if scale]
+        if not counted:
+            return torch.zeros_like(values[0])
+        values, scales = [value for value, _ in counted], [scale for _, scale in counted]
     if len(values) == 1:
         return values[0] if scales[0] == 1.0 else values[0] * scales[0]
     if scales.count(scales[0]) == len(scales):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -130,6 +131,36 @@ def test_micro_batch_without_weight_cannot_spoil_its_group() -> None:
 
     assert torch.equal(with_masked, alone) and torch.equal(loss, loss_alone)
     assert torch.isfinite(alone).all()
+
+
+@pytest.mark.parametrize("masked", [(False, True), (True, False), (True, True)])
+def test_loss_of_a_micro_batch_without_weight_is_not_in_the_mean_where_peers_wait_for_its_gradients(
+    masked: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cross_entropy of ignored targets alone is NaN, and its gradients are zeros."""
+
+    class Wrapped(nn.Linear):
+        def no_sync(self) -> Any:
+            return nullcontext()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return loss, {"twice": 2 * loss.detach()}
+
+    def batch(ignored: bool) -> Any:
+        return torch.ones(2, 3), torch.tensor([-100, -100] if ignored else [0, 1])
+
+    model = Wrapped(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = Update(model, optimizer, loss_fn, weight_fn=lambda batch: int((batch[1] != -100).sum()))
+    alone = loss_fn(model, batch(False))[0].item()
+    if all(masked):  # else the group is skipped
+        monkeypatch.setattr("ignite_engine.agreement.sum_float", lambda value: value + 2)
+    output = Trainer(update, accumulation_steps=2).run([batch(each) for each in masked]).output
+
+    assert torch.isfinite(one(model)).all()
+    assert output["loss"].item() == (0.0 if all(masked) else pytest.approx(alone))
+    assert output["twice"].item() == 2 * output["loss"].item()
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
