@@ -29,7 +29,7 @@ def mean_loss(
         result = loss_fn(model, batch)
         loss = result[0] if isinstance(result, tuple) else result
         weight = float(weight_fn(batch)) if weight_fn is not None else float(_samples(batch))
-        return loss.double() * weight, weight
+        return loss.double() * weight if weight else loss.new_zeros((), dtype=torch.float64), weight
 
     return predict, {"loss": Average(lambda output: output[0]) / Average(lambda output: output[1])}
 

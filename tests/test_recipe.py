@@ -18,8 +18,9 @@ import yaml
 from ignite.engine import Events
 from ignite.metrics import MeanAbsoluteError
 
-from ignite_engine import Task, TrainingEvents, recipe
+from ignite_engine import Task, TrainingEvents, create_evaluator, recipe
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
+from ignite_engine.mean_loss import mean_loss
 from ignite_engine.run import Run
 from ignite_engine.run_directory import config_differences, weights_sha256
 
@@ -313,6 +314,15 @@ def test_mean_loss_counts_every_sample_once(build: Callable[..., Run]) -> None:
         expected = loss_fn(model, [SAMPLES.tensors[0]])
 
     assert found == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_mean_loss_leaves_out_a_batch_without_weight() -> None:
+    """Its loss is a mean over nothing, which is NaN."""
+    predict, metrics = mean_loss(lambda model, batch: batch.sum() / len(batch), lambda batch: len(batch))
+    evaluator = create_evaluator(torch.nn.Identity(), predict, metrics)
+    state = evaluator.run([torch.tensor([1.0, 2.0]), torch.tensor([]), torch.tensor([6.0])])
+
+    assert state.metrics["loss"] == 3.0
 
 
 def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
