@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-import random
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
-import numpy as np
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from ignite_engine import Trainer, Update, agreement, create_evaluator, handlers, loader
+from ignite_engine import Trainer, Update, create_evaluator, handlers
 from ignite_engine.checkpointing import CheckpointError, LoadPlan
-from ignite_engine.config import Config, ConfigWarning, Every
-from ignite_engine.config_file import did_you_mean
+from ignite_engine.config import Config, Every
 from ignite_engine.mean_loss import mean_loss
+from ignite_engine.recipe_parts import (
+    agreed_task,
+    check_fit,
+    data_loader,
+    make_optimizer,
+    make_schedule,
+    on_device,
+    set_up_torch,
+)
+from ignite_engine.recipe_parts import seed_all as seed_all
+from ignite_engine.recipe_parts import total_updates as total_updates
 from ignite_engine.run import Run
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
-from ignite_engine.task import Task, TaskError, build_task, find_task
-
-SCHEDULES: dict[str, Callable[..., handlers.Schedule]] = {
-    "constant": handlers.warmup_constant,
-    "linear": handlers.warmup_linear,
-    "cosine": handlers.warmup_cosine,
-    "wsd": handlers.warmup_wsd,
-    "inverse_sqrt": handlers.warmup_inverse_sqrt,
-    "polynomial": handlers.warmup_polynomial,
-}
+from ignite_engine.task import Task
 
 
 def build_run(config: Config, task: Task | None = None) -> Run:
@@ -50,19 +46,19 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         ConfigError: the task cannot be found or built, or it and the config do not fit; the same on all ranks.
     """
     startup = PhaseTimes()
-    _set_up_torch(config)
+    set_up_torch(config)
     with startup("task"):
         seed_all(config.run.seed)
-        task = task or _agreed_task(config)
-        _check_fit(config, task)
+        task = task or agreed_task(config)
+        check_fit(config, task)
     with startup("model"):
-        model = _on_device(config, task.model)
+        model = on_device(config, task.model)
         seed_all(config.run.seed + idist.get_rank())
     with startup("data"):
-        train_loader = _loader(config, task, task.train_set, training=True)
+        train_loader = data_loader(config, task, task.train_set, training=True)
         total = total_updates(config, len(task.train_set))  # type: ignore[arg-type]  # loader() has checked
     with startup("trainer"):
-        optimizer = _optimizer(config, task, model)
+        optimizer = make_optimizer(config, task, model)
         update = Update(
             model,
             optimizer,
@@ -74,7 +70,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             log_grad_norm=config.update.log_grad_norm,
         )
         trainer = Trainer(update, accumulation_steps=config.update.accumulation_steps)
-        schedule = _schedule(config, optimizer, total)
+        schedule = make_schedule(config, optimizer, total)
         directory = RunDirectory(config.directory)
         length = {"max_iters": config.run.max_iterations, "max_epochs": config.run.max_epochs}
         run = Run(
@@ -91,143 +87,6 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         )
         _attach(config, task, run, _evaluations(config, task, model, task.val_sets, directory.evaluations))
     return run
-
-
-def total_updates(config: Config, samples: int) -> int:
-    """Updates of the whole run over ``samples`` samples, on the longest rank.
-
-    Raises:
-        ConfigError: an epoch has no update.
-    """
-    data = config.data
-    shard = -(-samples // idist.get_world_size())
-    batches = shard // data.batch_size if data.drop_last else -(-shard // data.batch_size)
-    if not batches:
-        raise config.error(
-            "data.batch_size", f"got {data.batch_size}, but a rank has {shard} samples; drop_last leaves none."
-        )
-    per_epoch = -(-batches // (config.update.accumulation_steps or 1))
-    return config.run.max_iterations or (config.run.max_epochs or 0) * per_epoch
-
-
-def seed_all(seed: int) -> None:
-    """Seed Python, NumPy, torch and its devices."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def _set_up_torch(config: Config) -> None:
-    torch.set_float32_matmul_precision(config.run.matmul_precision)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
-        torch.use_deterministic_algorithms(True)
-
-
-def _agreed_task(config: Config) -> Task:
-    """The config's task. An error on any rank is raised on all, or the others would wait for it."""
-    task, complaint, cause = None, None, None
-    try:
-        task = build_task(find_task(config.task, config.folder), config.task_options)
-    except TaskError as error:
-        complaint, cause = str(error), error
-    first = next((each for each in agreement.gather_objects(complaint) if each is not None), None)
-    if first is not None:
-        raise config.error("task", first) from (cause.__cause__ if cause else None)
-    assert task is not None
-    return task
-
-
-def _check_fit(config: Config, task: Task) -> None:
-    for name, data in {"train_set": task.train_set, **task.val_sets, **task.test_sets}.items():
-        size = len(data) if hasattr(data, "__len__") else None
-        if size is None:
-            raise config.error(
-                "task", f"the data '{name}' is a {type(data).__name__}, expected __len__ and __getitem__."
-            )
-        if size < idist.get_world_size():
-            raise config.error("task", f"the data '{name}' has {size} samples for {idist.get_world_size()} ranks.")
-    both = set(task.val_sets) & set(task.test_sets)
-    if both:
-        raise config.error(
-            "task", f"a set cannot be in val_sets and in test_sets: {', '.join(sorted(both))}; rename one."
-        )
-    if not task.val_sets and config.evaluation.model_fields_set:
-        place = config.place("evaluation")
-        warnings.warn(f"{place}: evaluation has no effect: the task has no val_sets.", ConfigWarning, stacklevel=3)
-    for unknown in set(config.ema.evaluate or ()) - {*task.val_sets, *task.test_sets}:
-        near = did_you_mean(unknown, [*task.val_sets, *task.test_sets])
-        raise config.error("ema.evaluate", f"got {unknown!r}, expected names of the task's sets{near}")
-    known = ["loss", *(f"{name}/{metric}" for name in task.val_sets for metric in task.metrics or ["loss"])]
-    named = {
-        "checkpoint.best": config.checkpoint.best,
-        "early_stopping.metric": config.early_stopping.metric,
-        "schedule.metric": config.schedule.metric,
-    }
-    for key, metric in named.items():
-        if metric is None or metric in known or task.handlers:  # a user's handler may write any key
-            continue
-        near = did_you_mean(metric, known)
-        if metric.partition("/")[0] not in task.val_sets or not near.startswith("; known"):
-            raise config.error(key, f"got {metric!r}, expected a metric of this run{near}")
-
-
-def _on_device(config: Config, model: nn.Module) -> nn.Module:
-    if idist.get_world_size() == 1:
-        return model.to(idist.device())  # auto_model would make a DataParallel where there are several GPUs
-    section = config.distributed
-    if section.sync_batchnorm and idist.device().type != "cuda":
-        raise config.error(
-            "distributed.sync_batchnorm", f"got true on {idist.device().type}; torch has it on CUDA only."
-        )
-    options = {"gradient_as_bucket_view": section.gradient_as_bucket_view}
-    wrapped: nn.Module = idist.auto_model(
-        model, sync_bn=section.sync_batchnorm, find_unused_parameters=section.find_unused_parameters, **options
-    )
-    return wrapped
-
-
-def _loader(config: Config, task: Task, dataset: Dataset[Any], *, training: bool) -> DataLoader[Any]:
-    data = config.data
-    options: dict[str, Any] = {"num_workers": data.num_workers, "collate_fn": task.collate_fn}
-    options["pin_memory"] = idist.device().type == "cuda" if data.pin_memory is None else data.pin_memory
-    if data.num_workers:
-        options |= {"persistent_workers": data.persistent_workers, "prefetch_factor": data.prefetch_factor}
-    if training:
-        size = data.batch_size
-        return loader(dataset, size, shuffle=data.shuffle, seed=config.run.seed, drop_last=data.drop_last, **options)
-    return loader(dataset, data.eval_batch_size or data.batch_size, seed=config.run.seed, **options)
-
-
-def _optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
-    section = config.optimizer
-    parameters: list[Any] = list(task.parameter_groups or (each for each in model.parameters() if each.requires_grad))
-    try:
-        return section.type(parameters, **section.options)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise config.error("optimizer", f"{section.type.__name__} says: {' '.join(str(error).split())}") from error
-
-
-def _schedule(config: Config, optimizer: Optimizer, total: int) -> handlers.Schedule:
-    section = config.schedule
-    if section.name == "plateau":
-        what = f"plateau: as below, until {section.metric} gets no better"
-        return handlers.Schedule(optimizer, lambda step: 1.0, what)
-    factory = SCHEDULES[section.name]
-    given = {
-        "min_ratio": section.min_ratio,
-        "decay": section.decay,
-        "decay_shape": section.decay_shape,
-        "power": section.power,
-    }
-    taken = inspect.signature(factory).parameters
-    options = {key: value for key, value in given.items() if value is not None and key in taken}
-    try:
-        return factory(optimizer, section.warmup, total=section.total or total, **options)
-    except ValueError as error:
-        raise config.error("schedule", str(error)) from None
 
 
 def _lr_schedule(config: Config, run: Run, optimizer: Optimizer) -> handlers.LRSchedule:
@@ -264,7 +123,7 @@ def _evaluations(
             (task.predict, task.metrics) if task.predict is not None else mean_loss(task.loss_fn, task.weight_fn)
         )
         evaluator = create_evaluator(model, predict, metrics, precision=precision)
-        data = _loader(config, task, dataset, training=False)
+        data = data_loader(config, task, dataset, training=False)
         made.append(handlers.Evaluation(evaluator, data, name=name, **options))
     return made
 

@@ -1,0 +1,187 @@
+"""What a config and a task give before anything is attached: task, model, loaders, optimizer, schedule."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import ignite.distributed as idist
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from ignite_engine import agreement, loader, schedules
+from ignite_engine.config import Config, ConfigWarning
+from ignite_engine.config_file import did_you_mean
+from ignite_engine.schedules import Schedule
+from ignite_engine.task import Task, TaskError, build_task, find_task
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "constant": schedules.warmup_constant,
+    "linear": schedules.warmup_linear,
+    "cosine": schedules.warmup_cosine,
+    "wsd": schedules.warmup_wsd,
+    "inverse_sqrt": schedules.warmup_inverse_sqrt,
+    "polynomial": schedules.warmup_polynomial,
+}
+
+
+def total_updates(config: Config, samples: int) -> int:
+    """Updates of the whole run over ``samples`` samples, on the longest rank.
+
+    Raises:
+        ConfigError: an epoch has no update.
+    """
+    data = config.data
+    shard = -(-samples // idist.get_world_size())
+    batches = shard // data.batch_size if data.drop_last else -(-shard // data.batch_size)
+    if not batches:
+        raise config.error(
+            "data.batch_size", f"got {data.batch_size}, but a rank has {shard} samples; drop_last leaves none."
+        )
+    per_epoch = -(-batches // (config.update.accumulation_steps or 1))
+    return config.run.max_iterations or (config.run.max_epochs or 0) * per_epoch
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, NumPy, torch and its devices."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_up_torch(config: Config) -> None:
+    """Set what holds for the whole process: precision of matrix products, threads, determinism."""
+    torch.set_float32_matmul_precision(config.run.matmul_precision)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
+        torch.use_deterministic_algorithms(True)
+
+
+def agreed_task(config: Config) -> Task:
+    """The config's task. An error on any rank is raised on all, or the others would wait for it."""
+    task, complaint, cause = None, None, None
+    try:
+        task = build_task(find_task(config.task, config.folder), config.task_options)
+    except TaskError as error:
+        complaint, cause = str(error), error
+    first = next((each for each in agreement.gather_objects(complaint) if each is not None), None)
+    if first is not None:
+        raise config.error("task", first) from (cause.__cause__ if cause else None)
+    assert task is not None
+    return task
+
+
+def check_fit(config: Config, task: Task) -> None:
+    """Refuse, in one line, a task that the config does not fit; warn of settings without effect.
+
+    Raises:
+        ConfigError: names the key, and what was perhaps meant.
+    """
+    for name, data in {"train_set": task.train_set, **task.val_sets, **task.test_sets}.items():
+        size = len(data) if hasattr(data, "__len__") else None
+        if size is None:
+            raise config.error(
+                "task", f"the data '{name}' is a {type(data).__name__}, expected __len__ and __getitem__."
+            )
+        if size < idist.get_world_size():
+            raise config.error("task", f"the data '{name}' has {size} samples for {idist.get_world_size()} ranks.")
+    both = set(task.val_sets) & set(task.test_sets)
+    if both:
+        raise config.error(
+            "task", f"a set cannot be in val_sets and in test_sets: {', '.join(sorted(both))}; rename one."
+        )
+    if not task.val_sets and config.evaluation.model_fields_set:
+        place = config.place("evaluation")
+        warnings.warn(f"{place}: evaluation has no effect: the task has no val_sets.", ConfigWarning, stacklevel=3)
+    for unknown in set(config.ema.evaluate or ()) - {*task.val_sets, *task.test_sets}:
+        near = did_you_mean(unknown, [*task.val_sets, *task.test_sets])
+        raise config.error("ema.evaluate", f"got {unknown!r}, expected names of the task's sets{near}")
+    known = ["loss", *(f"{name}/{metric}" for name in task.val_sets for metric in task.metrics or ["loss"])]
+    named = {
+        "checkpoint.best": config.checkpoint.best,
+        "early_stopping.metric": config.early_stopping.metric,
+        "schedule.metric": config.schedule.metric,
+    }
+    for key, metric in named.items():
+        if metric is None or metric in known or task.handlers:  # a user's handler may write any key
+            continue
+        near = did_you_mean(metric, known)
+        if metric.partition("/")[0] not in task.val_sets or not near.startswith("; known"):
+            raise config.error(key, f"got {metric!r}, expected a metric of this run{near}")
+
+
+def on_device(config: Config, model: nn.Module) -> nn.Module:
+    """The model where it trains, in DDP on several ranks; a collective there."""
+    if idist.get_world_size() == 1:
+        return model.to(idist.device())  # auto_model would make a DataParallel where there are several GPUs
+    section = config.distributed
+    if section.sync_batchnorm and idist.device().type != "cuda":
+        raise config.error(
+            "distributed.sync_batchnorm", f"got true on {idist.device().type}; torch has it on CUDA only."
+        )
+    options = {"gradient_as_bucket_view": section.gradient_as_bucket_view}
+    wrapped: nn.Module = idist.auto_model(
+        model, sync_bn=section.sync_batchnorm, find_unused_parameters=section.find_unused_parameters, **options
+    )
+    return wrapped
+
+
+def data_loader(config: Config, task: Task, dataset: Dataset[Any], *, training: bool) -> DataLoader[Any]:
+    """The loader of one set, of this rank's share; only that of training shuffles or drops a last batch."""
+    data = config.data
+    options: dict[str, Any] = {"num_workers": data.num_workers, "collate_fn": task.collate_fn}
+    options["pin_memory"] = idist.device().type == "cuda" if data.pin_memory is None else data.pin_memory
+    if data.num_workers:
+        options |= {"persistent_workers": data.persistent_workers, "prefetch_factor": data.prefetch_factor}
+    if training:
+        size = data.batch_size
+        return loader(dataset, size, shuffle=data.shuffle, seed=config.run.seed, drop_last=data.drop_last, **options)
+    return loader(dataset, data.eval_batch_size or data.batch_size, seed=config.run.seed, **options)
+
+
+def make_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
+    """The config's optimizer over the task's parameter groups, or all that is trained.
+
+    Raises:
+        ConfigError: its options do not fit.
+    """
+    section = config.optimizer
+    parameters: list[Any] = list(task.parameter_groups or (each for each in model.parameters() if each.requires_grad))
+    try:
+        return section.type(parameters, **section.options)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise config.error("optimizer", f"{section.type.__name__} says: {' '.join(str(error).split())}") from error
+
+
+def make_schedule(config: Config, optimizer: Optimizer, total: int) -> Schedule:
+    """The config's schedule over the run; for a plateau, which has none, a constant one to show.
+
+    Raises:
+        ConfigError: its settings do not fit the run's length.
+    """
+    section = config.schedule
+    if section.name == "plateau":
+        what = f"plateau: as below, until {section.metric} gets no better"
+        return Schedule(optimizer, lambda step: 1.0, what)
+    factory = SCHEDULES[section.name]
+    given = {
+        "min_ratio": section.min_ratio,
+        "decay": section.decay,
+        "decay_shape": section.decay_shape,
+        "power": section.power,
+    }
+    taken = inspect.signature(factory).parameters
+    options = {key: value for key, value in given.items() if value is not None and key in taken}
+    try:
+        return factory(optimizer, section.warmup, total=section.total or total, **options)
+    except ValueError as error:
+        raise config.error("schedule", str(error)) from None
