@@ -230,6 +230,26 @@ def test_norm_is_reported_without_clipping_too() -> None:
     torch.testing.assert_close(state.output["grad_norm"], norm, rtol=1e-12, atol=0)
 
 
+def test_micro_batches_equal_one_batch_with_a_sparse_and_a_dense_optimizer() -> None:
+    def run(batches: list[Tensor], steps: int | None) -> tuple[Bag, Any]:
+        model = Bag(sparse=True)
+        optimizers = {
+            "sparse": torch.optim.SparseAdam(list(model.embedding.parameters()), lr=0.01),
+            "dense": torch.optim.AdamW(model.head.parameters(), lr=0.01),
+        }
+        update = Update(model, optimizers, bag_loss, clip_norm=0.5, weight_fn=len)
+        return model, Trainer(update, steps).run(batches, max_epochs=3)
+
+    rows = torch.cat(TOKENS)
+    small, state = run([rows[:1], rows[1:]], 2)
+    big, reference = run([rows], None)
+
+    for one_of, other in zip(small.parameters(), big.parameters(), strict=True):
+        torch.testing.assert_close(one_of, other, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(state.output["grad_norm"], reference.output["grad_norm"], rtol=1e-11, atol=0)
+    assert state.optimizer_steps == 3 and not torch.equal(big.embedding.weight, Bag(sparse=True).embedding.weight)
+
+
 def test_all_optimizers_step() -> None:
     model, before = Bag(sparse=True), Bag(sparse=True)
     optimizers = {
