@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test ignite check lint types imports format bench clean
+.PHONY: help install train test ignite check lint types imports format campaign bench clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -55,6 +55,9 @@ imports: $(STAMP)
 format: $(STAMP)  ## rewrite the files as check wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+campaign: $(STAMP)  ## kill and resume in every way (an hour); what passed at this commit is left out; docs/campaign.md
+	$(BIN)/python -m tests.campaign $(ARGS)
 
 bench: $(STAMP)  ## measure against the hand-written loop
 	$(BIN)/python -m benchmarks.overhead $(ARGS)

@@ -159,6 +159,12 @@ def make_read_only(path: Path) -> None:
     _checked(libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", _MS_REMOUNT | _MS_RDONLY, None))
 
 
+def make_writable(path: Path) -> None:
+    """Undo ``make_read_only``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _checked(libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", _MS_REMOUNT, None))
+
+
 def can_mount() -> bool:
     """Whether a child may mount a file system here."""
 

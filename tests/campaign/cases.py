@@ -1,0 +1,150 @@
+"""What is trained, how it is run, where it is stopped; and which combinations of them there are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What decides the bits of a run: two of one setup end alike, whatever stops them."""
+
+    precision: str = "fp32"
+    optimizers: str = "dense"
+    ema: bool = False
+    loader: str = "ours"
+    groups: str = "single"
+    early_stopping: bool = False
+    augmentation: str = "drawn"
+
+    @property
+    def key(self) -> str:
+        return " ".join(str(value) for value in asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Case:
+    """One stopped and resumed run.
+
+    Attributes:
+        where: ``first``: at the first iteration; ``middle`` or ``last``: of the second epoch; ``twice``: two stops in
+            the second epoch; ``evaluation``: while the set is evaluated at the second epoch's end.
+        how: ``stop``: Ctrl-C to the whole group, so that it is saved right there; ``kill``: SIGKILL once that
+            iteration's checkpoint is on disk; ``rewind``: SIGKILL between backward and step, the newest checkpoint lies
+            iterations back, or there is none.
+        workers: ``0``, or two of them started by ``fork``, ``spawn`` or ``forkserver``.
+        background: checkpoints are written while training goes on.
+    """
+
+    setup: Setup
+    where: str
+    how: str
+    workers: str = "0"
+    background: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.where} {self.how} {self.workers} {self.background} | {self.setup.key}"
+
+
+WHERE = ("first", "middle", "last", "twice", "evaluation")
+HOW = ("stop", "kill", "rewind")
+WORKERS = ("0", "fork", "spawn", "forkserver")
+DIMENSIONS: Mapping[str, Sequence[Any]] = {
+    "where": WHERE,
+    "how": HOW,
+    "workers": WORKERS,
+    "background": (False, True),
+    "precision": ("fp32", "bf16", "fp16"),
+    "optimizers": ("dense", "dense and sparse"),
+    "ema": (False, True),
+    "loader": ("ours", "plain", "stateful"),
+    "groups": ("single", "even", "short last"),
+    "early_stopping": (False, True),
+}
+_OF_SETUP = {field.name for field in fields(Setup)}
+
+
+def case_of(values: Mapping[str, Any]) -> Case:
+    """A case of one value per dimension.
+
+    A StatefulDataLoader of torchdata does not save the random numbers of its workers, as the exactness report says:
+    with workers its samples are augmented from a generator of their own.
+    """
+    setup = {name: value for name, value in values.items() if name in _OF_SETUP}
+    if values.get("loader") == "stateful" and values.get("workers", "0") != "0":
+        setup["augmentation"] = "own"
+    return Case(Setup(**setup), **{name: value for name, value in values.items() if name not in _OF_SETUP})
+
+
+def product(**dimensions: Iterable[Any]) -> Iterator[Case]:
+    """Every combination of the given values; all else as it is by default."""
+    for values in itertools.product(*dimensions.values()):
+        yield case_of(dict(zip(dimensions, values, strict=True)))
+
+
+def pairwise(dimensions: Mapping[str, Sequence[Any]] = DIMENSIONS) -> list[Case]:
+    """Few cases in which each value of each dimension meets each value of each other one; the same every time."""
+    names = list(dimensions)
+    open_pairs = {
+        (one, a, other, b)
+        for one, other in itertools.combinations(names, 2)
+        for a in dimensions[one]
+        for b in dimensions[other]
+    }
+    chosen: list[dict[str, Any]] = []
+    while open_pairs:
+        seed = min(open_pairs, key=lambda pair: tuple(map(str, pair)))
+        best: tuple[int, dict[str, Any]] = (-1, {})
+        for turn in range(len(names)):  # greedy from several starts
+            row = {seed[0]: seed[1], seed[2]: seed[3]}
+            for name in [*names[turn:], *names[:turn]]:
+                if name not in row:
+                    row[name] = max(dimensions[name], key=lambda value: _gain({**row, name: value}, open_pairs, name))
+            gained = len(_pairs(row, names) & open_pairs)
+            if gained > best[0]:
+                best = (gained, row)
+        open_pairs -= _pairs(best[1], names)
+        chosen.append({name: best[1][name] for name in names})
+    return [case_of(row) for row in chosen]
+
+
+def _pairs(row: Mapping[str, Any], names: Sequence[str]) -> set[tuple[str, Any, str, Any]]:
+    present = [name for name in names if name in row]
+    return {(one, row[one], other, row[other]) for one, other in itertools.combinations(present, 2)}
+
+
+def _gain(row: Mapping[str, Any], open_pairs: set[tuple[str, Any, str, Any]], name: str) -> int:
+    names = list(DIMENSIONS)
+    return sum(1 for pair in _pairs(row, names) & open_pairs if name in (pair[0], pair[2]))
+
+
+def campaign_matrix() -> list[Case]:
+    """The product that makes sense, each case once.
+
+    Everything that runs in the training process is combined in full with one source of data, and everything about the
+    data is combined in full with one kind of training. Left out is the product of both: the data and the training meet
+    in the batch alone, and the pairwise cases, which are in here too, let each value of one meet each of the other.
+    """
+    training = product(
+        where=WHERE,
+        how=HOW,
+        background=(False, True),
+        precision=DIMENSIONS["precision"],
+        optimizers=DIMENSIONS["optimizers"],
+        ema=(False, True),
+        groups=("single", "short last"),
+    )
+    data = product(
+        where=WHERE, how=HOW, workers=("0", "fork"), loader=DIMENSIONS["loader"], groups=DIMENSIONS["groups"]
+    )
+    # how batches are grouped is the training process's alone, and a spawned worker imports torch
+    started = product(
+        where=WHERE, how=HOW, workers=("spawn", "forkserver"), loader=DIMENSIONS["loader"], groups=("short last",)
+    )
+    ends = product(where=WHERE, how=HOW, early_stopping=(True,), ema=(False, True), background=(False, True))
+    cases = [*pairwise(), *training, *data, *started, *ends]
+    return list(dict.fromkeys(cases))

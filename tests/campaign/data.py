@@ -1,0 +1,40 @@
+"""Samples with random augmentation, from every generator there is. Light: loader workers import this module alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+WORDS = 20
+
+
+class Samples(Dataset[Any]):
+    """``((words, features), class)``, the same for an index but for the augmentation.
+
+    Args:
+        augmentation: ``drawn`` from the global generators of Python, NumPy and torch, as most augmentation is; ``own``
+            from a generator of the sample's own; or none.
+    """
+
+    def __init__(self, count: int, augmentation: str | None) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self.words = torch.randint(0, WORDS, (count, 5), generator=generator)
+        self.features = torch.randn(count, 8, generator=generator)
+        self.classes = torch.randint(0, 3, (count,), generator=generator)
+        self.augmentation = augmentation
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def __getitem__(self, index: int) -> Any:
+        words, features = self.words[index].clone(), self.features[index]
+        if self.augmentation == "drawn":
+            words[random.randrange(5)] = 0
+            features = features * float(np.random.rand() < 0.9) + 0.1 * torch.randn(8)
+        elif self.augmentation == "own":
+            features = features + 0.1 * torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return (words, features), self.classes[index]

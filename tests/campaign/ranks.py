@@ -1,0 +1,60 @@
+"""Two gloo ranks: killed together, one of them alone, or stopped; the same command ends with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from typing import Any
+
+from tests.campaign.resuming import Difference
+from tests.campaign.runs import MAIN, Bench, Item, newest_iteration, reference, resume_and_compare, tail, write_config
+
+TWO_RANKS = ("--nproc-per-node", "2", "--backend", "gloo")
+HOW = ("all are killed", "rank 0 is killed", "rank 1 is killed", "Ctrl-C", "SIGTERM to rank 1")
+
+
+def items() -> list[Item]:
+    return [
+        Item(
+            "two ranks",
+            f"{how}, {'in the background' if background else 'in the loop'}",
+            partial(_run, how, background),
+        )
+        for how in HOW
+        for background in (False, True)
+    ]
+
+
+def _run(how: str, background: bool, bench: Bench) -> dict[str, Any]:
+    sections: dict[str, Any] = {
+        "run": {"max_epochs": 6},
+        "checkpoint": {"every": 2, "background": background},
+        "task_options": {"step_s": 0.05},
+    }
+    expected = reference(bench, "two ranks", *TWO_RANKS, **sections)
+    folder = bench.folder / "run"
+    config = write_config(folder, **{**sections, "task_options": {"step_s": 0.05, "notes": str(folder)}})
+    child = bench.servers[0].start(MAIN, ["train", str(config), *TWO_RANKS], output=folder / "output.txt")
+    deadline = time.monotonic() + 120
+    while (newest_iteration(folder) or 0) < 3:
+        if child.poll(0.05) is not None or time.monotonic() > deadline:
+            child.signal(signal.SIGKILL)
+            raise Difference(f"it ended, or saved nothing, by itself: {tail(folder)}")
+    pids = [int((folder / f"pid_{rank}").read_text()) for rank in range(2)]
+    if how == "all are killed":
+        child.signal(signal.SIGKILL)
+    elif how == "Ctrl-C":
+        child.signal(signal.SIGINT)
+    else:
+        rank = 1 if "rank 1" in how else 0
+        os.kill(pids[rank], signal.SIGTERM if "SIGTERM" in how else signal.SIGKILL)
+    code = child.wait()
+    expected_codes = {"all are killed": (-9,), "Ctrl-C": (130,), "SIGTERM to rank 1": (143,)}.get(how)
+    if code == 0 or (expected_codes and code not in expected_codes):
+        raise Difference(f"ended with code {code}: {tail(folder)}")
+    child.signal(signal.SIGKILL)  # nothing of it may write beside the run that goes on
+    stopped_at = newest_iteration(folder)
+    resume_and_compare(bench, config, expected, *TWO_RANKS)
+    return {"code": code, "newest": stopped_at}

@@ -1,0 +1,133 @@
+"""The table of a campaign, from its results."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.campaign.cases import HOW, WHERE, WORKERS
+from tests.faults.fork_server import ROOT
+
+Result = Mapping[str, Any]
+WHAT = {
+    "matrix": "stopped anywhere, whatever is trained and loaded: weights, optimizers, rates, averages, generators and "
+    "every line of the log, bit for bit",
+    "instants": "SIGKILL at a random instant of a run; half save in the background, a quarter is killed twice",
+    "operations": "SIGKILL at each file operation of a training process's saves and prunes",
+    "restarts": "ended five times with `keep_last=1`: one checkpoint is kept, and the end is the same",
+    "damage": "the newest checkpoint is damaged, of another version or holds code: passed over, said, nothing executed",
+    "disks": "the disk is full or read-only, for a while or to the end: one line each, what was saved stands",
+    "two ranks": "two gloo ranks: all or one of them killed, or stopped by a signal",
+}
+
+
+def commit() -> str:
+    """The present commit, and whether the code differs from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "ignite_engine", "handlers", "tests")
+    return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+
+
+def write_report(path: Path, results: Sequence[Result], planned: Mapping[str, int]) -> None:
+    """Write the page: what was run at this commit, and how it ended.
+
+    Args:
+        results: of one commit, the newest of each item.
+        planned: items by section.
+    """
+    sections = Counter(each["section"] for each in results)
+    passed = Counter(each["section"] for each in results if each["passed"])
+    rows = [
+        f"| {section} | {WHAT[section]} | {planned[section]} | {sections[section]} | {passed[section]} |"
+        for section in planned
+    ]
+    failures = [each for each in results if not each["passed"]]
+    seconds = sum(each["seconds"] for each in results)
+    lines = [
+        "# The campaign",
+        "",
+        "Every case is a run in a process of its own that is killed or stopped, and resumed by another process. It",
+        "has passed if it was really stopped there and ends as the run left alone. `make campaign` runs what has not",
+        "passed at the present commit and writes this page; [checkpoints](checkpoints.md) says what is promised.",
+        "",
+        f"- {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, commit {results[0]['commit'] if results else commit()}",
+        f"- {os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, "
+        f"torch {torch.__version__}; {seconds / 60:.0f} minutes of cases, several at a time",
+        "",
+        "| section | what happens | cases | run | passed |",
+        "|---|---|---|---|---|",
+        *rows,
+        f"| all | | {sum(planned.values())} | {len(results)} | {sum(passed.values())} |",
+        "",
+        *_matrix_tables(results),
+        *_instants(results),
+        "## What is left out",
+        "",
+        "The matrix is not the whole product of its dimensions. In full it combines where and how with precision,",
+        "optimizers, average, background saving and a short last group, over one kind of data; and where and how with",
+        "start methods, loaders and groups (spawn and forkserver with the short last group alone), over one kind of",
+        "training. The product of both is left to pairs: each value meets each value of each other dimension. Random",
+        "augmentation in the workers of a StatefulDataLoader is left out: it does not save their random numbers, and",
+        "the exactness report says so.",
+        "",
+    ]
+    if failures:
+        lines += [
+            "## What failed",
+            "",
+            *(f"- `{each['section']}: {each['key']}`: {each['said']}" for each in failures),
+            "",
+        ]
+    path.write_text("\n".join(lines))
+
+
+def _matrix_tables(results: Sequence[Result]) -> list[str]:
+    """Passed of run, by where and how, and by start method."""
+    cells: Counter[tuple[str, str]] = Counter()
+    passed: Counter[tuple[str, str]] = Counter()
+    for each in results:
+        if each["section"] == "matrix":
+            where, how, workers, *_ = each["key"].split()
+            for cell in ((where, how), (where, workers)):
+                cells[cell] += 1
+                passed[cell] += each["passed"]
+    lines = [
+        "## The matrix, passed of run",
+        "",
+        f"| stopped | {' | '.join([*HOW, *(f'workers {each}' for each in WORKERS)])} |",
+    ]
+    lines.append("|---" * (1 + len(HOW) + len(WORKERS)) + "|")
+    for where in WHERE:
+        row = [f"{passed[where, column]} of {cells[where, column]}" for column in (*HOW, *WORKERS)]
+        lines.append(f"| {where} | {' | '.join(row)} |")
+    return [
+        *lines,
+        "",
+        "`stop` is Ctrl-C; `kill` is SIGKILL right after a save; `rewind` is SIGKILL within an update.",
+        "",
+    ]
+
+
+def _instants(results: Sequence[Result]) -> list[str]:
+    kills = [
+        kill for each in results if each["section"] == "instants" and each["passed"] for kill in each["facts"]["killed"]
+    ]
+    saving = sum(any(".tmp" in name for name in kill["unfinished"]) for kill in kills)
+    pruning = sum(any(".trash" in name for name in kill["unfinished"]) for kill in kills)
+    none = sum(kill["newest"] is None for kill in kills)
+    return [
+        f"Of {len(kills)} random kills {none} came before the first checkpoint, {saving} left an unfinished save and "
+        f"{pruning} an unfinished prune.",
+        "",
+    ]
