@@ -69,7 +69,7 @@ def test_second_signal_forces_the_end(tmp_path: Path) -> None:
     process = start(config)
     wait_until((tmp_path / "stepping").exists, process)
     os.killpg(process.pid, signal.SIGINT)
-    time.sleep(0.7)
+    time.sleep(2.0)  # half a second is what counts; a busy machine may hear the first one late
     code, seconds = interrupt(process)
     assert code == 130 and seconds < WAITS_S
 
