@@ -62,7 +62,7 @@ class Evaluation:
         self._pending = False
         self._rng: dict[str, Any] | None = None
         """What the pending evaluation drew its random numbers from."""
-        self._evaluated_at = self._began_at = -1
+        self._evaluated_at = self._cut_at = self._began_at = -1
         self._loaded = False
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
@@ -76,7 +76,7 @@ class Evaluation:
 
     def __call__(self, trainer: Trainer) -> None:
         """Evaluate now, unless this iteration was."""
-        if self._evaluated_at != trainer.state.iteration and not trainer.state.stopping:
+        if trainer.state.iteration not in (self._evaluated_at, self._cut_at) and not trainer.state.stopping:
             self._rng = rng.capture()
             self._evaluate(trainer)
 
@@ -90,7 +90,7 @@ class Evaluation:
     def _make_up(self, trainer: Trainer) -> None:
         self._began_at = trainer.state.iteration
         if trainer.state.iteration == 0 and not self._loaded:  # what an earlier run left
-            self._pending, self._evaluated_at = False, -1
+            self._pending, self._evaluated_at, self._cut_at = False, -1, -1
         self._loaded = False
         if self._pending:
             self._evaluate(trainer)
@@ -102,6 +102,7 @@ class Evaluation:
             state.evaluating = OngoingEvaluation(self.label, undo, self.evaluator)
             trainer.fire_event(TrainingEvents.EVALUATION_STARTED)
             if not self._run(trainer):
+                self._cut_at = state.iteration
                 self._stop(trainer)
                 return
             self._pending, self._evaluated_at = False, state.iteration
@@ -171,8 +172,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         progress, batches = self.progress, self.progress.start if self.progress else 0
-        with rng.isolated() if batches else nullcontext():  # making it draws what was drawn before
-            iterator = iter(self.data if progress is None else self.source)
+        iterator = iter(self.data if progress is None else self.source)
         if progress is not None:
             progress.restore_rng()
         self._vote.restart(batches)

@@ -58,13 +58,14 @@ def test_killed_while_evaluating_it_evaluates_again(tmp_path: Path, uninterrupte
 def test_stopped_twice_in_one_evaluation(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     """The second time while it is made up, before anything is trained."""
     config, process = start_slow(tmp_path)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGINT, signal.SIGTERM):
         before = evaluated(tmp_path)
         wait_until(lambda before=before: evaluated(tmp_path) >= before + 4, process)  # type: ignore[misc]
         assert interrupt(process, number)[0] == 128 + number
         assert_cut_off(tmp_path)
-        assert (summary(tmp_path)["status"], summary(tmp_path)["iteration"]) == ("interrupted", 7)
-        if number == signal.SIGTERM:
+        ended = summary(tmp_path)
+        assert (ended["status"], ended["reason"], ended["iteration"]) == ("interrupted", number.name, 7)
+        if number == signal.SIGINT:
             process = start(config)
     assert finish(config, uninterrupted) == uninterrupted["evaluated"]
 

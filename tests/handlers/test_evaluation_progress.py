@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +17,8 @@ from ignite.metrics import Average, EpochMetric, Loss, Metric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
-from ignite_engine.handlers import Checkpoint, Evaluation, StopFile
+from ignite_engine import Trainer, TrainingEvents, agreement, create_evaluator, evaluation_progress, loader
+from ignite_engine.handlers import Checkpoint, Evaluation, StopFile, WallClockLimit
 from tests.engine.builders import Numbers, numbers_loader, trainer_of
 
 FILE = "val.progress"
@@ -70,8 +72,8 @@ class Run:
 
     def train(self) -> list[dict[str, Any]]:
         """To the end, from the newest checkpoint if there is one; the metrics of each evaluation."""
-        self.checkpoint.resume()
-        torch.manual_seed(5)
+        # what a resumed run draws it has from its checkpoint
+        torch.manual_seed(5 if self.checkpoint.resume() is None else 99)
         self.trainer.run(numbers_loader(12, shuffle=True), max_epochs=2)
         return self.measured
 
@@ -122,14 +124,15 @@ def test_cut_off_evaluation_goes_on_to_the_same_bits(
 
 
 def test_it_may_be_cut_off_again_and_again(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
-    done = 0
-    for at in (4, 4, 2):  # 3 kept, 6 kept, nothing new
+    for at, kept in ((4, 3), (4, 6), (2, 6)):
         run = Run(tmp_path)
         run.cut_off(at)
-        done += at // 3 * 3
+        content = run.file.read_bytes().partition(b"\n")[2]
+        assert torch.load(io.BytesIO(content), weights_only=True)["batches"] == kept
+        run.file.with_name(f".{FILE}.tmp").write_bytes(b"a kill in the middle of a write leaves this")
     last = Run(tmp_path)
     assert last.train() == whole
-    assert (done, last.batches) == (6, [6] * 4 + [12] * 10)
+    assert last.batches == [6] * 4 + [12] * 10
 
 
 def test_file_goes_when_the_evaluation_is_complete(tmp_path: Path) -> None:
@@ -267,6 +270,34 @@ def test_another_evaluation_begins_at_its_first_batch(
     assert resumed.batches == expected.batches and said in caplog.text
 
 
+class Refusing:
+    """``agreement``, with a peer whose data are others; only at the first time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def agreed(self, work: Callable[[], Any]) -> list[Any]:
+        self.asked += 1
+        if self.asked == 1:
+            work()
+            raise ValueError("The peer has other data.")
+        return agreement.agreed(work)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(agreement, name)
+
+
+def test_no_rank_goes_on_if_another_cannot(
+    tmp_path: Path, whole: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Run(tmp_path).cut_off(8)
+    resumed = Run(tmp_path)
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(evaluation_progress, "agreement", Refusing())
+        assert resumed.train() == whole
+    assert resumed.batches == [6] * 10 + [12] * 10 and "The peer has other data." in caplog.text
+
+
 def test_progress_of_an_earlier_iteration_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cut = Run(tmp_path)
     cut.cut_off(8)
@@ -350,8 +381,7 @@ def test_stopped_twice_in_one_evaluation_it_is_made_up_there(event: Any, tmp_pat
         found = evaluated(trainer, event, seen)
         checkpoint = Checkpoint(folder)
         checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100))
-        checkpoint.resume()
-        torch.manual_seed(5)
+        torch.manual_seed(5 if checkpoint.resume() is None else 99)
         trainer.run(numbers_loader(12), max_epochs=2)
         return trainer, found
 
@@ -376,11 +406,14 @@ def test_training_loader_is_evaluated_whole_in_a_resumed_epoch(tmp_path: Path) -
         checkpoint = Checkpoint(folder)
         checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
         checkpoint.resume()
-        counted, ran = list[Any](), evaluator.state
+        counted, ran, places = list[Any](), evaluator.state, list[int]()
+        for event in (TrainingEvents.EVALUATION_STARTED, TrainingEvents.EVALUATION_COMPLETED):
+            trainer.add_event_handler(event, lambda: places.append(data.sampler.start))
         trainer.add_event_handler(
             TrainingEvents.EVALUATION_COMPLETED, lambda: counted.append((ran.iteration, ran.metrics["mean"]))
         )
         trainer.run(data, max_iters=updates)
+        assert len(set(places)) < 2, "the loader did not get its place back"
         return counted
 
     whole = run(tmp_path / "whole", 6)
@@ -388,6 +421,24 @@ def test_training_loader_is_evaluated_whole_in_a_resumed_epoch(tmp_path: Path) -
     resumed = run(tmp_path / "cut", 6)
     assert [count for count, _ in whole] == [count for count, _ in resumed] == [6]
     assert torch.equal(whole[0][1], resumed[0][1])
+
+
+def test_old_stop_file_does_not_stop_an_evaluation_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    trainer = trainer_of()
+    evaluated(trainer, Events.STARTED, lambda: None)
+    StopFile(tmp_path / "stop").attach(trainer)
+
+    assert trainer.run(numbers_loader(12), max_epochs=1).status == "completed"
+
+
+def test_limit_stops_before_training_in_an_evaluation_at_the_start() -> None:
+    trainer = trainer_of()
+    evaluated(trainer, Events.STARTED, lambda: time.sleep(0.02))
+    WallClockLimit(seconds=0.05, margin_s=0).attach(trainer)
+    state = trainer.run(numbers_loader(12), max_epochs=2)
+
+    assert (state.status, state.iteration, state.evaluations) == ("interrupted", 0, 0)
 
 
 def test_stop_file_stops_before_training_in_an_evaluation_at_the_start(tmp_path: Path) -> None:
