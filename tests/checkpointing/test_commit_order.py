@@ -5,9 +5,14 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import pytest
+from ignite.engine import Events
+
 from ignite_engine.checkpointing import CheckpointStore, Retention
+from ignite_engine.handlers import Checkpoint
 from tests.checkpointing.file_faults import FileOperations
 from tests.checkpointing.states import save
+from tests.engine.builders import numbers_loader, trainer_of
 
 TEMPORARY = ".tmp-iteration_00000200"
 
@@ -58,6 +63,33 @@ def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path: Path
         *directory_operations("."),
         *[("unlink", f"{trash}/{name}") for name in ("manifest.json", "rank_0.pt", "shared.pt")],
         ("rmdir", trash),
+    ]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_training_run_saves_and_prunes_in_that_order(tmp_path: Path, background: bool) -> None:
+    trainer = trainer_of()
+    checkpoint = Checkpoint(tmp_path, keep_last=1, background=background)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100))
+    with FileOperations(tmp_path) as seen:
+        trainer.run(numbers_loader(), max_iters=300)
+    order = operations(tmp_path, seen)
+    begun = order.index(("mkdir", TEMPORARY))
+    committed = order.index(("rename", f"{TEMPORARY} -> iteration_00000200"))
+    assert order[begun : committed + 1] == [
+        ("mkdir", TEMPORARY),
+        ("open", TEMPORARY),
+        *file_operations("shared.pt"),
+        *file_operations("rank_0.pt"),
+        *directory_operations(TEMPORARY),
+        *file_operations("manifest.json"),
+        *directory_operations(TEMPORARY),
+        ("rename", f"{TEMPORARY} -> iteration_00000200"),
+    ]
+    assert order[committed + 1 : committed + 6] == [
+        *directory_operations("."),
+        ("rename", "iteration_00000100 -> .trash-iteration_00000100"),
+        *directory_operations("."),
     ]
 
 

@@ -219,5 +219,14 @@ def test_features_name_tests_that_exist() -> None:
             assert re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), flags=re.MULTILINE), f"{row}: {name}"
 
 
+def test_tests_that_pages_name_exist() -> None:
+    named = {found for page in PAGES for found in re.findall(r"`(tests/[\w/.]+\.py)::(\w+)`", page.read_text())}
+    assert len(named) > 20
+    missing = [
+        pair for pair in sorted(named) if not re.search(rf"^ *def {pair[1]}\(", (ROOT / pair[0]).read_text(), re.M)
+    ]
+    assert not missing
+
+
 def test_the_changelog_has_the_version() -> None:
     assert f"## {ignite_engine.__version__}" in (ROOT / "CHANGELOG.md").read_text()
