@@ -29,7 +29,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-_groups: dict[tuple[int, str], dist.ProcessGroup] = {}
+_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
@@ -40,12 +40,11 @@ def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
     """
     default = dist.group.WORLD
     assert default is not None
-    key = (id(default), purpose)
-    if key not in _groups:
-        for stale in [each for each in _groups if each[0] != id(default)]:
-            del _groups[stale]
-        _groups[key] = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-    return _groups[key]
+    made_for, group = _groups.get(purpose, (None, None))
+    if group is None or made_for is not default:
+        group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+        _groups[purpose] = (default, group)
+    return group
 
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:

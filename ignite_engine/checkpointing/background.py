@@ -77,6 +77,7 @@ class BackgroundSave(Generic[T]):
                     "The weights or an optimizer's state changed while they were copied in the background: change "
                     "them after the optimizer's step, or save with background=False."
                 )
+            self._snapshot.wait_for_devices()
             self._value = self._write()
         except BaseException as error:
             self._error = error

@@ -39,7 +39,7 @@ class Snapshot:
         """A copy of ``state``; tensors for which ``late`` holds are filled later.
 
         Returns:
-            The same structure on the host. Valid once :meth:`copy_late` has returned.
+            The same structure on the host. Valid once :meth:`copy_late` and :meth:`wait_for_devices` have returned.
         """
         self._kept, self._buffers = self._buffers, {}
         self._late, self._at_once, self._copied = [], [], []
@@ -53,10 +53,13 @@ class Snapshot:
         return copy
 
     def copy_late(self) -> None:
-        """Fill what :meth:`take` left; returns once every byte is in host memory."""
+        """Fill what :meth:`take` left, but for what a CUDA stream copies."""
         for buffer, source in self._late:
             if source.device.type != "cuda":
                 buffer.copy_(source)
+
+    def wait_for_devices(self) -> None:
+        """Return once the CUDA streams have copied their part, too: every byte is in host memory."""
         for event in self._copied:
             event.synchronize()
 
