@@ -7,7 +7,7 @@ import datetime
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, LoadPla
 from ignite_engine.registry import unwrap
 from ignite_engine.report import write_report
 from ignite_engine.report.lr_curve import Curve, lr_svg, lr_text
-from ignite_engine.run_directory import PhaseTimes, RunDirectory, weights_sha256
+from ignite_engine.run_directory import PhaseTimes, RunDirectory, RunDirectoryInUse, weights_sha256
 from ignite_engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,12 @@ class Run:
 
         Raises:
             Interrupted: a signal stopped it. The summary is written first, as it is when anything else is raised.
+            RunDirectoryInUse: another process trains in the folder; nothing was written.
         """
+        with self._held_directory():
+            return self._train()
+
+    def _train(self) -> dict[str, Any]:
         assert self.checkpoint is not None
         trainer, rank = self.trainer, idist.get_rank()
         resumed: Path | None = None
@@ -127,6 +132,21 @@ class Run:
         self._write_report()
         self._say_how_it_ended(summary)
         return summary
+
+    @contextlib.contextmanager
+    def _held_directory(self) -> Iterator[None]:
+        """Rank 0 holds the folder for all; where it cannot, all raise."""
+        with contextlib.ExitStack() as stack:
+            refused: Exception | None = None
+            if idist.get_rank() == 0:
+                try:
+                    stack.enter_context(self.directory.held())
+                except (RunDirectoryInUse, OSError) as error:
+                    refused = error
+            refused = gather_objects(refused)[0]
+            if refused is not None:
+                raise refused
+            yield
 
     def _begin(self) -> Path | None:
         """Restart from the newest checkpoint, or else begin with what there is to load, or fresh; rank 0 decides."""
@@ -285,5 +305,11 @@ class Run:
             "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         if idist.get_rank() == 0:
-            self.directory.write_summary(summary)
+            try:
+                self.directory.write_summary(summary)
+            except OSError as error:
+                if status != "failed":
+                    raise
+                # what failed the run is told, often the same full disk
+                logger.error("%s could not be written: %s.", self.directory.summary, error)
         return summary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -25,6 +26,10 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUB
 logger = logging.getLogger(__name__)
 
 
+class RunDirectoryInUse(RuntimeError):
+    """Another process trains in the folder; one line, with the remedy."""
+
+
 class RunDirectory:
     """Names and writes what lies in a run's folder; each file is replaced as a whole or not at all.
 
@@ -40,6 +45,33 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.evaluations = self.path / "evaluations"
         self.logs = self.path / "logs"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from training in the folder, which is made.
+
+        The lock is the process's own: the kernel frees it however the process ends, and no loader worker that outlives
+        it for a moment keeps it, as would be so with ``flock``.
+
+        Raises:
+            RunDirectoryInUse: another process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / ".lock", "a+", encoding="utf-8") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise RunDirectoryInUse(
+                    f"run.directory: {self.path} is in use by {holder}; wait until it has ended, or give another one."
+                ) from None
+            except OSError as error:
+                logger.warning("%s cannot be locked (%s): start no second run in it.", self.path, error.strerror)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+            yield
 
     def write_config(self, values: Mapping[str, Any]) -> list[str]:
         """Store the resolved config.
@@ -167,11 +199,15 @@ def environment_values(world_size: int) -> dict[str, Any]:
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader, or a kill at any moment, finds the old or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def config_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

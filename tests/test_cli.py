@@ -284,6 +284,27 @@ def test_signal_ends_with_its_code_and_the_same_command_goes_on(folder: Path, nu
     assert "task_options.wait_s: 0.2 -> not set" in (folder / "run" / "logs" / "rank_0.log").read_text()
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path, ranks: int) -> None:
+    assert main(["train", "my_config.yaml", "run.directory=alone"]) == 0
+    first = start(folder, "train", "my_config.yaml", "task_options.wait_s=2")
+    wait_for(folder / "run" / "summary.json", first)
+    several = ["--nproc-per-node", "2", "--backend", "gloo"] if ranks == 2 else []
+    second = start(folder, "train", "my_config.yaml", *several)
+    error = second.communicate(timeout=300)[1]
+    assert first.poll() is None  # the second one was refused while the first one trained
+    first.communicate(timeout=120)
+
+    told = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert second.returncode == 2 and len(told) == 1 and "Traceback" not in error
+    assert f"process {first.pid} on " in told[0] and "run.directory" in told[0]
+    assert (first.returncode, summary(folder)["start"], summary(folder)["status"]) == (0, "fresh", "completed")
+    assert summary(folder)["weights_sha256"] == summary(folder, "alone")["weights_sha256"]
+    lines = [json.loads(line)["iteration"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [3, 6, 9, 12]
+
+
 @pytest.mark.distributed
 def test_two_ranks_share_one_run(folder: Path) -> None:
     """One spawn for all of it: summary and metrics once, a log per rank, evaluation over uneven shards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -174,6 +175,27 @@ def test_failure_is_summed_up_and_raised_as_it_was(build: Callable[..., Run]) ->
 
     summary = json.loads(run.directory.summary.read_text())
     assert (summary["status"], summary["reason"], summary["iteration"]) == ("failed", "KeyError: 'lost'", 3)
+
+
+def test_full_disk_does_not_hide_what_failed(
+    build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = build()
+
+    def fill_the_disk(engine: Any) -> None:
+        monkeypatch.setattr("os.fsync", fail)
+        raise KeyError("lost")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), fill_the_disk)
+    with pytest.raises(KeyError, match="lost"):
+        run.train()
+
+    assert any("summary.json could not be written: [Errno 28] No space left" in each for each in caplog.messages)
+    assert json.loads(run.directory.summary.read_text())["status"] == "running"
+    assert not list(run.directory.path.glob("*.tmp")) and not list(run.directory.path.glob(".*.tmp"))
 
 
 def test_points_of_a_run_without_a_checkpoint_do_not_stand_twice(build: Callable[..., Run]) -> None:

@@ -17,9 +17,9 @@ from ignite_engine.cli import checkpoints, pictures
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.registry import StateMismatch
-from ignite_engine.run_directory import RunDirectory
+from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse
 
-MENDABLE = (ConfigError, StateMismatch, NotExact)
+MENDABLE = (ConfigError, StateMismatch, NotExact, RunDirectoryInUse)
 """What a user can mend whatever the command: one line and code 2."""
 
 
