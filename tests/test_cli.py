@@ -305,6 +305,18 @@ def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path
     assert lines == [3, 6, 9, 12]
 
 
+@pytest.mark.faults
+def test_resume_is_verified_where_a_slow_disk_is_written_in_the_background(folder: Path) -> None:
+    slow = "import os\nfsync = os.fsync\nos.fsync = lambda descriptor: (time.sleep(0.3), fsync(descriptor))[1]\n"
+    (folder / "slow_disk.py").write_text(TASK + slow)
+    command = ["verify-resume", "my_config.yaml", "--iterations", "6", "checkpoint.background=true"]
+    process = start(folder, *command, f"task={folder / 'slow_disk.py'}:build")
+    said, error = process.communicate(timeout=300)
+
+    assert said.startswith("Resume is exact: killed at iteration 4, resumed from 3, "), said + error
+    assert process.returncode == 0
+
+
 @pytest.mark.distributed
 def test_two_ranks_share_one_run(folder: Path) -> None:
     """One spawn for all of it: summary and metrics once, a log per rank, evaluation over uneven shards."""
