@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ignite_engine.unsaved import unsaved_state
 
 UNSAVED = "not saved"
 OUTPUT = "output"
+_SAVE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,19 @@ class KillAt:
     Args:
         iteration: in which.
         proof: a file that is written just before.
+        ready: whether there is something to resume; a save in the background is waited for.
     """
 
-    def __init__(self, iteration: int, proof: Path) -> None:
-        self.iteration, self.proof = iteration, proof
+    def __init__(self, iteration: int, proof: Path, ready: Callable[[], bool]) -> None:
+        self.iteration, self.proof, self.ready = iteration, proof, ready
 
     def attach(self, trainer: Trainer) -> None:
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.iteration), self)
 
     def __call__(self, trainer: Trainer) -> None:
+        deadline = time.monotonic() + _SAVE_TIMEOUT_S
+        while not self.ready() and time.monotonic() < deadline:
+            time.sleep(0.01)
         self.proof.write_text(str(trainer.state.iteration))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -130,8 +136,8 @@ def proof_of(name: str) -> str:
     return f"{name}.proof"
 
 
-def watch(trainer: Trainer, path: Path, *, until: int, kill_at: int | None = None) -> None:
+def watch(trainer: Trainer, path: Path, *, until: int, kill_at: int | None, ready: Callable[[], bool]) -> None:
     """Attach the recorder, and what kills the process if ``kill_at`` says when."""
     StateRecorder(path, until).attach(trainer)
     if kill_at is not None:
-        KillAt(kill_at, path.with_name(proof_of(path.stem))).attach(trainer)
+        KillAt(kill_at, path.with_name(proof_of(path.stem)), ready).attach(trainer)

@@ -17,6 +17,7 @@ import ignite.distributed as idist
 
 import ignite_engine
 from ignite_engine import recipe
+from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.resume_check import Comparison, compare, table
 from ignite_engine.run_directory import RunDirectory
@@ -73,7 +74,8 @@ def run_phase(config: Config, options: argparse.Namespace) -> None:
     path = Path(options.folder) / f"{options.phase}_{idist.get_rank()}.jsonl"
     with RunDirectory(config.directory).logging_to(idist.get_rank()):
         run = recipe.build_run(config)
-        watch(run.trainer, path, until=options.iterations, kill_at=options.kill_at)
+        saved = CheckpointStore(run.directory.checkpoints).checkpoints
+        watch(run.trainer, path, until=options.iterations, kill_at=options.kill_at, ready=lambda: bool(saved()))
         run.train()
 
 

@@ -128,6 +128,15 @@ def test_run_shorter_than_asked_for_is_compared_to_its_end(
     assert said.startswith("Resume is exact: killed at iteration 4, resumed from 3, ") and "3 to 7 are equal" in said
 
 
+@pytest.mark.faults
+def test_save_in_the_background_is_waited_for_before_the_kill(
+    tmp_path: Path, temporary: Path, forked: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(tmp_path, checkpoint={"every": 4, "background": True})
+    assert main(["verify-resume", path, "--iterations", "8", "--kill-at", "5"]) == 0
+    assert capsys.readouterr().out.startswith("Resume is exact: killed at iteration 5, resumed from 4, ")
+
+
 @pytest.mark.parametrize("arguments", [["--iterations", "2"], ["--kill-at", "1"], ["--kill-at", "20"]])
 def test_kill_that_leaves_nothing_to_compare_is_refused(
     tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
