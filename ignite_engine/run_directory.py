@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -155,9 +156,25 @@ def _for_the_console(record: logging.LogRecord) -> bool:
 
 
 class _LogFile(logging.FileHandler):
+    """One that says once that it cannot be written and raises nothing, which would hide what failed the run."""
+
+    _told = False
+
     def _open(self) -> Any:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         return super()._open()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            print(f"{self.baseFilename} could not be written: {error}.", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # of what is still in its buffer
+            super().close()
 
 
 class PhaseTimes:

@@ -23,7 +23,7 @@ from ignite_engine import Task, TrainingEvents, create_evaluator, recipe
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.mean_loss import mean_loss
 from ignite_engine.run import Run
-from ignite_engine.run_directory import config_differences, weights_sha256
+from ignite_engine.run_directory import RunDirectory, config_differences, weights_sha256
 
 LOGGING = {"progress": False, "clearml": False}
 SAMPLES = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
@@ -196,6 +196,19 @@ def test_full_disk_does_not_hide_what_failed(
     assert any("summary.json could not be written: [Errno 28] No space left" in each for each in caplog.messages)
     assert json.loads(run.directory.summary.read_text())["status"] == "running"
     assert not list(run.directory.path.glob("*.tmp")) and not list(run.directory.path.glob(".*.tmp"))
+
+
+def test_log_on_a_full_disk_is_told_once_and_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.logs.mkdir()
+    (directory.logs / "rank_0.log").symlink_to("/dev/full")
+    with pytest.raises(KeyError, match="lost"), directory.logging_to(0):
+        logging.getLogger("ignite_engine").info("one")
+        logging.getLogger("ignite_engine").info("two")
+        raise KeyError("lost")
+
+    told = f"{directory.logs / 'rank_0.log'} could not be written: [Errno 28] No space left on device."
+    assert sorted(capsys.readouterr().err.splitlines()) == sorted(["one", "two", told])
 
 
 def test_points_of_a_run_without_a_checkpoint_do_not_stand_twice(build: Callable[..., Run]) -> None:
