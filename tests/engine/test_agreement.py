@@ -1,0 +1,55 @@
+"""Ranks vote when it is their turn, and at once where all of them say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from ignite.engine import Events
+
+from ignite_engine import agreement, create_evaluator
+from ignite_engine.handlers import Evaluation
+from tests.engine.builders import numbers_loader, trainer_of
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The other rank asks for bit 2 in each vote and votes as often; gets this rank's bits of each vote."""
+    votes = list[int]()
+
+    def gather(values: Sequence[float]) -> list[list[float]]:
+        votes.append(int(values[0]))
+        return [list(values), [2.0, values[1]]]
+
+    monkeypatch.setattr(agreement, "world_size", lambda: 2)
+    monkeypatch.setattr(agreement, "gather_floats", gather)
+    return votes
+
+
+def test_between_votes_nothing_is_exchanged_and_a_hurried_one_is_at_once(two_ranks: list[int]) -> None:
+    vote = agreement.Vote()
+    vote.restart(0)
+    assert [vote.poll(iteration, 1) for iteration in range(1, 6)] == [3, 0, 0, 0, 0]
+    assert two_ranks == [1]
+    vote.hurry()
+    assert [vote.poll(iteration, 4) for iteration in range(6, 9)] == [6, 0, 0]
+    assert two_ranks == [1, 4]
+
+
+def test_broken_off_evaluation_has_the_ranks_agree_at_the_next_edge() -> None:
+    """Else they might train past it, to the turn of their vote."""
+    trainer, hurried = trainer_of(), list[int]()
+
+    def hurry() -> None:
+        hurried.append(trainer.state.iteration)
+
+    trainer.requests._vote.hurry = hurry  # type: ignore[method-assign]
+
+    def predict(model: Any, batch: Any) -> None:
+        trainer.request_stop("enough")
+
+    evaluator = create_evaluator(trainer.update.model, predict)  # type: ignore[attr-defined]  # an Update
+    Evaluation(evaluator, [0, 0]).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    trainer.run(numbers_loader(12), max_epochs=1)
+    assert hurried == [3]
