@@ -14,6 +14,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_engine import Phase, StopRequested, Trainer, TrainingEvents, agreement, rng
+from ignite_engine.buffers import share_buffers
 from ignite_engine.data_source import DataSource, end_workers, length_of
 from ignite_engine.evaluation_progress import EvaluationProgress, OngoingProgress
 from ignite_engine.evaluator import eval_mode, whole_pass
@@ -97,6 +98,7 @@ class Evaluation:
 
     def _evaluate(self, trainer: Trainer) -> None:
         state, self._pending = trainer.state, True
+        share_buffers(getattr(trainer.update, "model", None))
         with ExitStack() as undo:
             undo.callback(setattr, state, "evaluating", state.evaluating)
             state.evaluating = OngoingEvaluation(self.label, undo, self.evaluator)

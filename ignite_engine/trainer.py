@@ -9,6 +9,7 @@ from ignite.engine import Engine
 from torch import nn
 
 from ignite_engine import agreement
+from ignite_engine.buffers import unshared_statistics
 from ignite_engine.checkpointing import SaveFilter
 from ignite_engine.describing import describe
 from ignite_engine.evaluator import create_evaluator
@@ -74,6 +75,8 @@ class Trainer(TrainingLoop):
         source = self.position.source
         if source is not None and source.inexact is not None:
             reasons.append(source.inexact)
+        if (module := unshared_statistics(getattr(self.update, "model", None))) is not None:
+            reasons.append(f"{module} keeps statistics of each rank's own, and those of rank 0 alone are saved")
         filters = self.registry.filters if only is None else [only]
         return reasons + [reason for each in filters for reason in each.reasons(self.registry.capture)]
 

@@ -1,6 +1,7 @@
 """The task of the runs that come from a config: dropout, random augmentation, a metric to choose the best by.
 
-Options: ``step_s``: how long each micro-batch takes at least; ``notes``: a folder for each rank's process id.
+Options: ``step_s``: how long each micro-batch takes at least; ``notes``: a folder for each rank's process id, and for a
+``evaluating`` while a set is evaluated.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def build(options: Mapping[str, Any]) -> Task:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     def predict(model: nn.Module, batch: Any) -> Any:
+        if options.get("notes"):
+            (Path(options["notes"]) / "evaluating").touch()
         time.sleep(options.get("step_s", 0.0))
         return model(batch[0]).float(), batch[1]
 

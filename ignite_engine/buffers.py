@@ -1,0 +1,51 @@
+"""Buffers that differ between ranks: BatchNorm's statistics under DDP, of which a checkpoint holds rank 0's."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import agreement
+
+
+def share_buffers(model: object) -> None:
+    """Give every rank the buffers of rank 0, as DDP does by itself before its next forward in training; a collective.
+
+    So an evaluation sees on each rank what a checkpoint made at the same edge holds. Nothing is done to a model that is
+    not under DDP, or whose DDP does not broadcast buffers.
+    """
+    wrapped = _data_parallel(model)
+    if wrapped is None or not wrapped.broadcast_buffers:
+        return
+    group = wrapped.process_group
+    ignored = wrapped.parameters_to_ignore
+    buffers = [each for name, each in wrapped.module.named_buffers() if name not in ignored]
+    for kind in dict.fromkeys((each.dtype, each.device) for each in buffers):
+        same = [each for each in buffers if (each.dtype, each.device) == kind]
+        flat = torch.cat([each.detach().reshape(-1) for each in same])
+        dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
+        with torch.no_grad():
+            for buffer, values in zip(same, flat.split([each.numel() for each in same]), strict=True):
+                buffer.copy_(values.view_as(buffer))
+
+
+def unshared_statistics(model: object) -> str | None:
+    """Name of a module whose running statistics are each rank's own for good; None: there is none."""
+    wrapped = _data_parallel(model)
+    if agreement.world_size() == 1 or not isinstance(model, nn.Module) or (wrapped and wrapped.broadcast_buffers):
+        return None
+    for name, module in model.named_modules():
+        keeps = isinstance(module, _NormBase) and module.running_mean is not None
+        if keeps and not isinstance(module, nn.SyncBatchNorm):
+            return str(name).removeprefix("module.")
+    return None
+
+
+def _data_parallel(model: object) -> DistributedDataParallel | None:
+    """The DDP in a model, also in a compiled one."""
+    while isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel):
+        model = getattr(model, "_orig_mod", None)
+    return model if isinstance(model, DistributedDataParallel) else None

@@ -1,0 +1,70 @@
+"""BatchNorm under DDP: an evaluation sees on every rank what the checkpoint of that edge holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ignite.engine import Events
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Trainer, Update, create_evaluator, loader
+from ignite_engine.handlers import Checkpoint, Evaluation
+from tests.engine.builders import Numbers, mse
+
+
+def _train(folder: str, *, evaluate: bool, **options: Any) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    wrapped = DistributedDataParallel(model, **options)
+    trainer = Trainer(Update(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), mse), 2)
+    seen: list[torch.Tensor] = []
+
+    def predict(bare: Any, batch: Any) -> Any:
+        seen.append(bare[1].running_mean.clone())
+        return bare(batch[0]), batch[1]
+
+    if evaluate:
+        evaluation = Evaluation(create_evaluator(wrapped, predict), loader(Numbers(4), 4))
+        evaluation.attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    else:
+        note = Events.ITERATION_COMPLETED(once=2)
+        trainer.add_event_handler(note, lambda: seen.append(model[1].running_mean.clone()))  # type: ignore[operator]
+    checkpoint = Checkpoint(f"{folder}/{evaluate}{bool(options)}", keep_last=9)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(loader(Numbers(24), 2, shuffle=True), max_epochs=2)
+    saved = {
+        each.iteration: checkpoint.store.load(each.path).shared["model"] for each in checkpoint.store.checkpoints()
+    }
+    return seen, {"saved": saved[2]["1.running_mean"], **saved[6]}, trainer.exactness()
+
+
+def _one_of_two_ranks(rank: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    results = [_train(folder, evaluate=evaluate) for evaluate in (True, False)]
+    results.append(_train(folder, evaluate=True, broadcast_buffers=False))
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_each_rank_evaluates_the_statistics_that_are_saved(tmp_path: Path) -> None:
+    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    (seen, end, exactness), (unseen, end_without, _), (own, _, inexact) = first
+    assert torch.equal(seen[0], second[0][0][0]) and torch.equal(seen[0], end["saved"])
+    # they did differ: nothing was shared where nothing was evaluated, or where DDP is told not to
+    assert not torch.equal(unseen[0], second[1][0][0])
+    assert not torch.equal(own[0], second[2][0][0])
+    # and the training does not notice
+    assert all(torch.equal(end[name], end_without[name]) for name in end)
+    assert exactness == []
+    assert inexact == ["1 keeps statistics of each rank's own, and those of rank 0 alone are saved"]
