@@ -61,7 +61,8 @@ class Plan:
         self.entries = tuple(sorted(entries, key=lambda entry: entry.phase))  # stable: else by attachment
         self.counter = counter
         self._asked = tuple(entry for entry in self.entries if not entry.cells)
-        self._timed = tuple(entry for entry in self.entries if entry.cells)
+        self._dues: list[float] = []
+        """For each entry the next count at which it can be due; those that are asked every time: always."""
         self._quiet_from: float = NEVER
         self._due: float = NEVER
 
@@ -69,7 +70,12 @@ class Plan:
         """Run what is due at the event's present count."""
         count = getattr(engine.state, self.counter) if self.counter is not None else 0
         quiet = self._quiet_from <= count < self._due
-        for entry in self._asked if quiet else self.entries:
+        due: Sequence[Entry] = self._asked
+        if not quiet:
+            if count < self._quiet_from:  # the first time, or counted from the beginning again
+                self._dues = [-NEVER] * len(self.entries)
+            due = [entry for entry, at in zip(self.entries, self._dues, strict=True) if at <= count]
+        for entry in due:
             if entry.filter is None or entry.filter(engine, count):
                 try:
                     extra = {**entry.kwargs, **kwargs} if kwargs else entry.kwargs
@@ -83,7 +89,11 @@ class Plan:
         if not quiet and self.counter is not None:
             # from count + 1: an event may fire again at the same count
             self._quiet_from = count + 1
-            self._due = min((entry.next_due(count) for entry in self._timed), default=NEVER)
+            self._dues = [
+                entry.next_due(count) if entry.cells and at <= count else at
+                for entry, at in zip(self.entries, self._dues, strict=True)
+            ]
+            self._due = min((at for at in self._dues if at > count), default=NEVER)
 
 
 class ProfiledPlan(Plan):
