@@ -37,6 +37,7 @@ class Case:
             iterations back, or there is none.
         workers: ``0``, or two of them started by ``fork``, ``spawn`` or ``forkserver``.
         background: checkpoints are written while training goes on.
+        progress: an evaluation keeps how far it has come, batch by batch.
     """
 
     setup: Setup
@@ -44,10 +45,11 @@ class Case:
     how: str
     workers: str = "0"
     background: bool = False
+    progress: bool = False
 
     @property
     def key(self) -> str:
-        return f"{self.where} {self.how} {self.workers} {self.background} | {self.setup.key}"
+        return f"{self.where} {self.how} {self.workers} {self.background} {self.progress} | {self.setup.key}"
 
 
 WHERE = ("first", "middle", "last", "twice", "evaluation")
@@ -58,6 +60,7 @@ DIMENSIONS: Mapping[str, Sequence[Any]] = {
     "how": HOW,
     "workers": WORKERS,
     "background": (False, True),
+    "progress": (False, True),
     "precision": ("fp32", "bf16", "fp16"),
     "optimizers": ("dense", "dense and sparse"),
     "ema": (False, True),
@@ -146,5 +149,13 @@ def campaign_matrix() -> list[Case]:
         where=WHERE, how=HOW, workers=("spawn", "forkserver"), loader=DIMENSIONS["loader"], groups=("short last",)
     )
     ends = product(where=WHERE, how=HOW, early_stopping=(True,), ema=(False, True), background=(False, True))
-    cases = [*pairwise(), *training, *data, *started, *ends]
+    evaluations = product(
+        where=("last", "evaluation"),
+        how=HOW,
+        progress=(True,),
+        background=(False, True),
+        precision=DIMENSIONS["precision"],
+        ema=(False, True),
+    )
+    cases = [*pairwise(), *training, *data, *started, *ends, *evaluations]
     return list(dict.fromkeys(cases))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from dataclasses import asdict
@@ -69,6 +70,7 @@ class Matrix:
         left = [each.name for each in (folder / "checkpoints").iterdir() if not each.name.startswith("iteration_")]
         if left:
             raise Difference(f"left behind: {left}")
+        _check_progress(case, folder)
         stopped = (folder / "stopped.txt").read_text().splitlines()
         shutil.rmtree(folder)
         return {"stopped": stopped, "resumed_from": resumed_from}
@@ -100,6 +102,7 @@ class Matrix:
             "folder": str(folder),
             "workers": case.workers,
             "background": case.background,
+            "progress": case.progress,
             "every": every,
             "stop": stop,
             "forget": self.forget,
@@ -133,6 +136,18 @@ def _check_where(case: Case, at: int | None, found: int | None) -> None:
         right = found == end - 1 or (case.background and found == end - 2)
     if not right:
         raise Difference(f"stopped at {at or 'the evaluation'}, the newest checkpoint is that of {found}")
+
+
+def _check_progress(case: Case, folder: Path) -> None:
+    """An evaluation that was to go on did, and only where it was cut off; its file is gone."""
+    output = (folder / "output.txt").read_text(errors="replace")
+    told = re.findall(r"The evaluation of \w+ goes on after (\d) batches", output)
+    # killed in the second batch, it has kept the first
+    expected = ["2" if case.how == "stop" else "1"] if case.progress and case.where == "evaluation" else []
+    if told != expected:
+        raise Difference(f"evaluations went on after {told} batches, expected {expected}")
+    if case.progress and any((folder / "progress").glob("*")):
+        raise Difference("the progress of an evaluation was left behind")
 
 
 def _check_reference(setup: Setup, end: dict[str, Any], lines: list[str]) -> None:

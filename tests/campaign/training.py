@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -69,19 +70,20 @@ def train(setup: dict[str, Any], run: dict[str, Any]) -> int:
 
     Args:
         setup: of :class:`Setup`.
-        run: ``folder``; ``workers`` and ``background`` as in a case; ``every``, the pace of saves; ``stop``: None, or
-            ``how`` and ``at``, the iteration, or None for the second epoch's evaluation; ``forget``: None, or what is
-            not restored, to see that it is missed.
+        run: ``folder``; ``workers``, ``background`` and ``progress`` as in a case; ``every``, the pace of saves;
+            ``stop``: None, or ``how`` and ``at``, the iteration, or None for the second epoch's evaluation; ``forget``:
+            None, or what is not restored, to see that it is missed.
     """
     what, folder = Setup(**setup), Path(run["folder"])
     if run["forget"] is not None:
         for owner, method in FORGOTTEN[run["forget"]]:
             setattr(owner, method, lambda *_: None)
+    logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     # what goes on takes nothing from how its process was seeded
     seed = 1 if not any((folder / "checkpoints").glob("iteration_*")) else 1000 + os.getpid()
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-    trainer, evaluator = build(what, folder)
+    trainer, evaluator = build(what, folder, folder / "progress" if run["progress"] else None)
     strict = what.loader != "stateful" or run["workers"] == "0"
     checkpoint = Checkpoint(
         folder / "checkpoints", keep_last=2, best="val/loss", background=run["background"], strict=strict
@@ -96,7 +98,7 @@ def train(setup: dict[str, Any], run: dict[str, Any]) -> int:
     return 0
 
 
-def build(setup: Setup, folder: Path) -> tuple[Trainer, Any]:
+def build(setup: Setup, folder: Path, progress: Path | None) -> tuple[Trainer, Any]:
     sparse = setup.optimizers == "dense and sparse"
     model = Net(sparse=sparse)
     dense = torch.optim.AdamW(model.layers.parameters() if sparse else model.parameters(), lr=0.01)
@@ -114,7 +116,8 @@ def build(setup: Setup, folder: Path) -> tuple[Trainer, Any]:
         EMA(0.8).attach(trainer)
     metrics = {"loss": Loss(nn.functional.cross_entropy), "accuracy": Accuracy()}
     evaluator = create_evaluator(model, predict, metrics, precision=setup.precision)
-    Evaluation(evaluator, loader(Samples(9, "drawn"), 2, seed=5)).attach(trainer)
+    validation = loader(Samples(9, "drawn"), 2, seed=5)
+    Evaluation(evaluator, validation, progress=progress, progress_every=1).attach(trainer)
     if setup.early_stopping:
         EarlyStopping("val/loss", patience=3, min_delta=1e6).attach(trainer)
     # a stop may find an interval of the log begun, and a rewind lines that are to be cut off
