@@ -29,7 +29,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_groups: dict[tuple[int, str], dist.ProcessGroup] = {}
 
 
 def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
@@ -40,11 +40,17 @@ def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
     """
     default = dist.group.WORLD
     assert default is not None
-    made_for, group = _groups.get(purpose, (None, None))
-    if group is None or made_for is not default:
-        group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-        _groups[purpose] = (default, group)
-    return group
+    key = (id(default), purpose)  # not the group itself: one that outlives its end aborts the process at its exit
+    if key not in _groups:
+        for stale in [each for each in _groups if each[0] != id(default)]:
+            del _groups[stale]
+        _groups[key] = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+    return _groups[key]
+
+
+def forget_groups() -> None:
+    """Let go of the groups, before the default group is destroyed."""
+    _groups.clear()
 
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:

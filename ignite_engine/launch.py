@@ -13,6 +13,8 @@ from typing import Any
 
 from ignite.distributed.launcher import Parallel as IgniteParallel
 
+from ignite_engine import agreement
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -56,6 +58,8 @@ def _rank_main(local_rank: int, func: Callable[..., Any], codes: Any, *args: Any
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         codes.put(end.code if isinstance(end.code, int) else int(end.code is not None))
+    finally:
+        agreement.forget_groups()
 
 
 @contextmanager
