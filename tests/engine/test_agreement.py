@@ -10,6 +10,7 @@ from ignite.engine import Events
 
 from ignite_engine import agreement, create_evaluator
 from ignite_engine.handlers import Evaluation
+from ignite_engine.launch import _rank_main
 from tests.engine.builders import numbers_loader, trainer_of
 
 
@@ -53,3 +54,11 @@ def test_broken_off_evaluation_has_the_ranks_agree_at_the_next_edge() -> None:
     Evaluation(evaluator, [0, 0]).attach(trainer, Events.ITERATION_COMPLETED(every=3))
     trainer.run(numbers_loader(12), max_epochs=1)
     assert hurried == [3]
+
+
+def test_a_rank_lets_go_of_its_groups_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: dict[Any, Any] = {(1, "votes"): "a group"}
+    monkeypatch.setattr(agreement, "_groups", groups)
+    with pytest.raises(ZeroDivisionError):
+        _rank_main(0, lambda rank: 1 // rank, None)
+    assert groups == {}
