@@ -126,8 +126,7 @@ class _ThreeRuns:
         command = [sys.executable, "-m", "ignite_engine", "verify-resume", str(self.options.config)]
         command += [*self.options.overrides, *QUIET, f"run.directory={directory}", f"checkpoint.every={every}"]
         command += ["--phase", phase, "--folder", str(self.folder), "--iterations", str(iterations)]
-        if kill_at is not None:  # a save in the background, the same bytes, might not have ended before the kill
-            command += ["--kill-at", str(kill_at), "checkpoint.background=false"]
+        command += ["--kill-at", str(kill_at)] if kill_at is not None else []
         for name in ("nproc_per_node", "backend"):
             value = getattr(self.options, name)
             command += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
