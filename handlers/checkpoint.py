@@ -19,7 +19,6 @@ from ignite_engine.checkpointing import (
     BackgroundSave,
     CheckpointError,
     CheckpointStore,
-    Loaded,
     LoadPlan,
     LoadTable,
     Retention,
@@ -28,7 +27,7 @@ from ignite_engine.checkpointing import (
     all_finite,
     require_exact,
 )
-from ignite_engine.registry import ModelState, OptimizerState, unwrap
+from ignite_engine.named_states import ModelState, OptimizerState, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -130,34 +129,16 @@ class Checkpoint:
 
         Raises:
             CheckpointError: it is valid but a rank cannot read it; raised on all of them.
-            NotExact: with ``strict``, it was saved on another number of ranks, or says that it is not exact.
+            NotExact: with ``strict``, it says that it is not exact, or was saved in another environment: number of
+                ranks or threads, torch, devices.
             RuntimeError: it is not attached to a trainer yet.
         """
         if self._trainer is None:
             raise RuntimeError("Checkpoint.resume() needs a trainer: call attach(trainer, event) before.")
-        newest = agreement.agreed(lambda: self.store.latest().checkpoint if agreement.rank() == 0 else None)[0]
-        if newest is None:
-            return None
-        path, outcome = newest.path, list[Loaded]()
-        agreement.agreed(lambda: outcome.append(self.store.load(path, agreement.rank())))
-        (loaded,) = outcome
-        local = loaded.local or {name: part for name, part in self.store.load(path, 0).local.items() if name != "rng"}
-        if self.strict:
-            ranks = f"it was saved by {loaded.manifest.world_size} ranks, now there are {agreement.world_size()}"
-            same = loaded.manifest.world_size == agreement.world_size()
-            require_exact(path.name, [*loaded.manifest.exactness, *([] if same else [ranks])])
-        if loaded.manifest.world_size != agreement.world_size():
-            logger.warning(
-                "%s was saved by %d ranks, now there are %d: the resumed run is not bit for bit.",
-                path.name,
-                loaded.manifest.world_size,
-                agreement.world_size(),
-            )
-        self._trainer.registry.load(
-            {**loaded.shared, **local}, source=str(path), ignore=ignore, left_out=loaded.manifest.left_out
-        )
-        self._saved_at, self._resumed_from = _edge_of(self._trainer), path.name
-        logger.info("Resumed from %s.", path)
+        path = self._trainer.registry.resume(self.store, ignore=ignore, strict=self.strict)
+        if path is not None:
+            self._saved_at, self._resumed_from = _edge_of(self._trainer), path.name
+            logger.info("Resumed from %s.", path)
         return path
 
     def load(self, path: str | Path, plan: LoadPlan) -> LoadTable:

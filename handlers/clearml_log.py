@@ -19,8 +19,8 @@ import ignite.distributed as idist
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.environment import environment_values
 from ignite_engine.handlers.sinks import Outlet, Values, number_of
-from ignite_engine.run_directory import environment_values
 
 _SCRIPT = Path(__file__).with_name("clearml_session.py")
 _MOST_BYTES = 64 * 2**20

@@ -11,7 +11,8 @@ from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.registry import ModelState, StateMismatch, clean_name, unwrap
+from ignite_engine.checkpointing.errors import StateMismatch
+from ignite_engine.named_states import ModelState, clean_name, unwrap
 
 
 class EMA:

@@ -18,7 +18,7 @@ from ignite_engine.buffers import share_buffers
 from ignite_engine.data_source import DataSource, end_workers, length_of
 from ignite_engine.evaluation_progress import EvaluationProgress, OngoingProgress
 from ignite_engine.evaluator import eval_mode, whole_pass
-from ignite_engine.registry import unwrap
+from ignite_engine.named_states import unwrap
 from ignite_engine.state import OngoingEvaluation
 
 

@@ -13,8 +13,8 @@ from ignite.handlers.param_scheduler import ParamGroupScheduler, ParamScheduler,
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ignite_engine.checkpointing.errors import StateMismatch
 from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.registry import StateMismatch
 from ignite_engine.schedules import Schedule, set_lr
 from ignite_engine.watched import WatchedMetric
 

@@ -12,8 +12,8 @@ from ignite.metrics import Metric
 from torch import nn
 
 from ignite_engine.device import device_of, to_device
+from ignite_engine.named_states import unwrap
 from ignite_engine.precision import autocast, check_precision
-from ignite_engine.registry import unwrap
 from ignite_engine.sampling import ResumableSampler
 
 PredictFn = Callable[[nn.Module, Any], Any]

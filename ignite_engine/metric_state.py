@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine
-from ignite.metrics import Metric
+from ignite.metrics import Frequency, Metric
 from torch import Tensor
 
 from ignite_engine.checkpointing.errors import CheckpointError
@@ -61,6 +61,25 @@ def restore(metric: Metric, state: Mapping[str, Any]) -> None:
     """Put back what :func:`capture` gave, tensors on the kind of device that they were on."""
     for name, value in state.items():
         setattr(metric, name, _unpacked(value, getattr(metric, name, None)))
+
+
+class MetricState:
+    """A metric's part of a checkpoint, each rank's own; empty where :func:`problem` has something to say.
+
+    What a clock gave is not worth saving: a :class:`~ignite.metrics.Frequency` begins anew.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+
+    def problem(self) -> str | None:
+        return None if isinstance(self.metric, Frequency) else problem(self.metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if problem(self.metric) is not None else capture(self.metric)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        restore(self.metric, state)
 
 
 def _owner(handler: Any) -> Metric | None:

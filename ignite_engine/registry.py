@@ -8,14 +8,27 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ignite.metrics import Metric
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ignite_engine import agreement
-from ignite_engine.checkpointing import LoadPlan, LoadTable, SaveFilter, find_source, prepare, read_source
+from ignite_engine.checkpointing import (
+    CheckpointStore,
+    Loaded,
+    LoadPlan,
+    LoadTable,
+    SaveFilter,
+    find_source,
+    prepare,
+    read_source,
+    require_exact,
+)
 from ignite_engine.checkpointing.contents import filled
-from ignite_engine.checkpointing.errors import StateMismatch as StateMismatch
+from ignite_engine.checkpointing.errors import StateMismatch
 from ignite_engine.checkpointing.patterns import shortened
+from ignite_engine.environment import environment_values, inexact_reasons
+from ignite_engine.metric_state import MetricState
+from ignite_engine.named_states import ModelState, OptimizerState
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +49,7 @@ class Registry:
         self.objects: dict[str, Stateful] = {}
         self.shared: set[str] = set()
         self.unsaved: list[str] = []
-        self._metrics: list[tuple[Metric, Any]] = []
+        self._kept: list[tuple[MetricState, Any]] = []
         self.waiting: dict[str, Any] = {}
         self.resumed_from: str | None = None
         self.filters: list[SaveFilter] = []
@@ -57,9 +70,11 @@ class Registry:
             raise TypeError(
                 f"register({name!r}) needs an object with state_dict and load_state_dict, got {type(obj).__name__}."
             )
+        if isinstance(obj, Metric):
+            obj = next((each for each in self._metrics() if each.metric is obj), None) or MetricState(obj)
         if self.objects.get(name, obj) is not obj:
             raise ValueError(
-                f"The name {name!r} is taken by a {type(self.objects[name]).__name__}: give this one its own name."
+                f"The name {name!r} is taken by a {self.kind(name, self.objects[name])}: give this one its own name."
             )
         self.objects[name] = obj
         if shared:
@@ -77,7 +92,7 @@ class Registry:
         words = [str(arg) for arg in args if isinstance(arg, str)]
         if isinstance(obj, Metric) and not words:
             return  # of its several handlers one brings the name
-        if any(known is obj for known in self.objects.values()) or isinstance(obj, (nn.Module, Optimizer)):
+        if self.holds(obj) or isinstance(obj, (nn.Module, Optimizer)):
             return
         own = getattr(obj, "name", None)
         if isinstance(own, str):
@@ -90,10 +105,14 @@ class Registry:
         else:
             self.register(label, obj)
 
+    def holds(self, obj: object) -> bool:
+        """Whether ``obj`` is registered, by itself or as the metric that it is."""
+        return any(each is obj for each in (*self.objects.values(), *(each.metric for each in self._metrics())))
+
     def kind(self, name: str, obj: Any) -> str:
         """What a person calls the object."""
-        inner = getattr(obj, "model", None) if isinstance(obj, ModelState) else getattr(obj, "optimizer", None)
-        return type(inner if inner is not None else obj).__name__ if name not in ("data", "rng") else name
+        wrapped = {ModelState: "model", OptimizerState: "optimizer", MetricState: "metric"}.get(type(obj), "")
+        return name if name in ("data", "rng") else type(getattr(obj, wrapped, obj)).__name__
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """States of the shared objects, and of this rank's own."""
@@ -127,6 +146,37 @@ class Registry:
                 what = f"{part} ({len(names)}: {shortened(names)})"
                 logger.warning("%s was saved without some of %s: they stay as they are.", source, what)
 
+    def resume(self, store: CheckpointStore, *, ignore: Iterable[str] = (), strict: bool = False) -> Path | None:
+        """Load the newest valid checkpoint of a store, the same on all ranks; a collective.
+
+        Args:
+            ignore: names of parts that are left out.
+            strict: refuse one that would not go on bit for bit.
+
+        Returns:
+            Its path; None: there is none.
+
+        Raises:
+            CheckpointError, NotExact, StateMismatch, ValueError: one line.
+        """
+        rank = agreement.rank()
+        newest = agreement.agreed(lambda: store.latest().checkpoint if rank == 0 else None)[0]
+        if newest is None:
+            return None
+        path, outcome = newest.path, list[Loaded]()
+        agreement.agreed(lambda: outcome.append(store.load(path, rank)))
+        (loaded,) = outcome
+        manifest = loaded.manifest
+        # a rank that did not exist then takes what rank 0 had
+        local = loaded.local or {name: part for name, part in store.load(path, 0).local.items() if name != "rng"}
+        reasons = inexact_reasons(manifest.environment, environment_values(agreement.world_size()))
+        if strict:
+            require_exact(path.name, [*manifest.exactness, *reasons])
+        if reasons:
+            logger.warning("%s may go on with other bits: %s.", path.name, "; ".join(reasons))
+        self.load({**loaded.shared, **local}, source=str(path), ignore=ignore, left_out=manifest.left_out)
+        return path
+
     def begin_from(self, path: str | Path, plan: LoadPlan) -> LoadTable:
         """Load what a plan takes from a checkpoint that is not this run's; a collective.
 
@@ -159,12 +209,12 @@ class Registry:
             state = filled(state, self.objects[name].state_dict(), names)
         obj = self.objects[name]
         obj.load_state_dict(state)
-        if isinstance(obj, Metric):
-            self._metrics.append((obj, state))
+        if isinstance(obj, MetricState):
+            self._kept.append((obj, state))
 
     def keep_metrics(self) -> None:
-        """Keep what Ignite's metrics hold now, for a run that goes on in this process; a collective."""
-        self._metrics = [(each, each.state_dict()) for each in self.objects.values() if isinstance(each, Metric)]
+        """Keep what Ignite's metrics hold now, for a run that goes on in this process."""
+        self._kept = [(each, each.state_dict()) for each in self._metrics()]
 
     def restore_metrics(self, *, last: bool) -> None:
         """Load Ignite's metrics again: they reset themselves when a run or an epoch starts, one that goes on too.
@@ -172,10 +222,21 @@ class Registry:
         Args:
             last: nothing resets them any more before they go on.
         """
-        for metric, state in self._metrics:
+        for metric, state in self._kept:
             metric.load_state_dict(state)
         if last:
-            self._metrics = []
+            self._kept = []
+
+    def problems(self) -> list[str]:
+        """Why a run resumed from what is captured now would have other states, for the exactness report."""
+        found = [f"{name} is attached but not saved" for name in self.unsaved]
+        for name, obj in self.objects.items():
+            if isinstance(obj, MetricState) and (why := obj.problem()) is not None:
+                found.append(f"{name} is not saved, as {why}, which is no plain data")
+        return found
+
+    def _metrics(self) -> list[MetricState]:
+        return [each for each in self.objects.values() if isinstance(each, MetricState)]
 
     def _take(
         self, states: Mapping[str, Any], source: str, left_out: Mapping[str, Sequence[str]] | None = None
@@ -196,104 +257,3 @@ class Registry:
                 f"(registered: {sorted(self.objects)}): attach what is missing, or leave it out with "
                 f"resume(ignore={sorted(self.waiting)})."
             )
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without what torch.compile puts into it; :func:`unwrap` sees to DDP."""
-    return name.replace("_orig_mod.", "")
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own model inside DDP and torch.compile."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and hasattr(model, "no_sync"):
-            inner = getattr(model, "module", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
-class ModelState:
-    """A model's state under names that don't depend on its wrapping."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.held: Mapping[str, Tensor] = {}
-        """The model's own values by name, while others stand in their place for an evaluation."""
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {clean_name(name): value for name, value in unwrap(self.model).state_dict().items()}
-        return {name: self.held.get(name, value) for name, value in state.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load by name.
-
-        Raises:
-            StateMismatch: names or shapes are others than those saved.
-        """
-        model = unwrap(self.model)
-        own = {clean_name(name): name for name in model.state_dict()}
-        try:
-            model.load_state_dict({own.get(name, name): value for name, value in state.items()})
-        except RuntimeError as error:  # torch's has a line for each parameter
-            differences = _differences(self.state_dict(), state)
-            if not differences:
-                raise
-            more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-            raise StateMismatch(
-                f"The model is not the saved one ({'; '.join(differences[:3])}{more}): build it as it was saved, or "
-                "start a run in a new folder."
-            ) from error
-
-
-def _differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """In which names and shapes two states of a model differ."""
-    shapes = [{name: tuple(getattr(value, "shape", ())) for name, value in state.items()} for state in (here, saved)]
-    return [
-        f"{name} is {shapes[0].get(name, 'missing')}, saved {shapes[1].get(name, 'without it')}"
-        for name in {**shapes[0], **shapes[1]}
-        if shapes[0].get(name) != shapes[1].get(name)
-    ]
-
-
-class OptimizerState:
-    """An optimizer's state keyed by parameter names instead of positions; sparse optimizers too."""
-
-    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self.optimizer, self.model = optimizer, model
-
-    def _names(self) -> list[str]:
-        """Names in the order of the optimizer's own numbering."""
-        known = {id(parameter): clean_name(name) for name, parameter in unwrap(self.model).named_parameters()}
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return [known.get(id(parameter), f"unnamed.{index}") for index, parameter in enumerate(parameters)]
-
-    def state_dict(self) -> dict[str, Any]:
-        state, names = self.optimizer.state_dict(), self._names()
-        groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
-        return {"state": {names[index]: value for index, value in state["state"].items()}, "param_groups": groups}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load by name.
-
-        Raises:
-            StateMismatch: the groups hold other parameters than those saved.
-        """
-        index_of = {name: index for index, name in enumerate(self._names())}
-        saved = [set(group["params"]) for group in state["param_groups"]]
-        names = iter(self._names())
-        here = [{next(names) for _ in group["params"]} for group in self.optimizer.param_groups]
-        if saved != here:
-            different = sorted(set().union(*saved) ^ set().union(*here))[:5]
-            raise StateMismatch(
-                f"The optimizer's {len(here)} parameter groups are not the {len(saved)} saved ones "
-                f"(in one only: {different or 'none, they are grouped otherwise'}): build the same groups, "
-                "or leave the optimizer out with resume(ignore=['optimizer'])."
-            )
-        ours = iter(index_of[name] for name in self._names())
-        groups = []
-        for group, own in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
-            groups.append({**group, "params": [next(ours) for _ in own["params"]]})
-        numbered = {index_of[name]: value for name, value in state["state"].items()}
-        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})

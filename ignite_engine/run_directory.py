@@ -21,9 +21,9 @@ import torch
 import yaml
 from torch import nn
 
-from ignite_engine.registry import clean_name, unwrap
+from ignite_engine.environment import environment_values
+from ignite_engine.named_states import clean_name, unwrap
 
-_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "WORLD_SIZE")
 logger = logging.getLogger(__name__)
 
 
@@ -194,23 +194,6 @@ class PhaseTimes:
         """One line: all phases and their sum."""
         told = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
         logger.info("Start-up took %.2f s: %s.", sum(self.seconds.values()), told)
-
-
-def environment_values(world_size: int) -> dict[str, Any]:
-    """What this process runs with, as plain values: command, machine, devices; without the versions of packages."""
-    return {
-        "command": sys.argv,
-        "working_directory": str(Path.cwd()),
-        "python": sys.version,
-        "platform": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "devices": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
-        "cuda": torch.version.cuda,
-        "world_size": world_size,
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-    }
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -71,7 +71,7 @@ class Trainer(TrainingLoop):
         Args:
             only: of several checkpoint handlers, what this one's filter leaves out; None: what any of them does.
         """
-        reasons = [f"{name} is attached but not saved" for name in self.registry.unsaved]
+        reasons = self.registry.problems()
         source = self.position.source
         if source is not None and source.inexact is not None:
             reasons.append(source.inexact)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ignite_engine.registry import unwrap
+from ignite_engine.named_states import unwrap
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer
@@ -34,9 +34,8 @@ def unsaved_state(trainer: Trainer) -> dict[str, Any]:
     and small collections of them count; anything else, and what is inside libraries, is passed over.
     """
     found: dict[str, Any] = {}
-    saved = {id(obj) for obj in trainer.registry.objects.values()}
     for label, obj in _places(trainer):
-        if id(obj) in saved:
+        if trainer.registry.holds(obj):
             continue
         for name, value in _held_by(obj):
             plain = _plain(value)

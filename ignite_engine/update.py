@@ -15,8 +15,8 @@ from ignite_engine.accumulation import Group, WeightFn, check_accumulates, gradi
 from ignite_engine.device import device_of, to_device
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.gradients import clip_gradients, gradient_norm
+from ignite_engine.named_states import ModelState, OptimizerState
 from ignite_engine.precision import autocast, check_precision, loss_scaler
-from ignite_engine.registry import ModelState, OptimizerState
 from ignite_engine.stepping import step
 
 LossFn = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Mapping[str, Tensor]]"]

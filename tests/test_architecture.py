@@ -16,7 +16,7 @@ HANDLERS = ROOT / "handlers"
 
 # Modules (and everything below a package) that work without a trainer, so in any Ignite engine or hand-written loop.
 TRAINER_FREE = {"events", "state", "precision", "accumulation", "agreement", "rng", "checkpointing"}
-TRAINER_FREE |= {"data", "data_source", "sampling"}
+TRAINER_FREE |= {"data", "data_source", "environment", "sampling"}
 # `recipe` uses everything, and only the command line uses the recipe.
 RECIPE_USERS = {"recipe", "recipe_parts", "cli", "__main__"}
 # The shared part of all sinks: a base to write to, not a handler that acts.

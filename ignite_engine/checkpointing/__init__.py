@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ignite_engine.checkpointing.background import BackgroundSave
-from ignite_engine.checkpointing.errors import CheckpointError, NotExact, require_exact
+from ignite_engine.checkpointing.errors import CheckpointError, NotExact, StateMismatch, require_exact
 from ignite_engine.checkpointing.load_plan import LoadPlan
 from ignite_engine.checkpointing.load_table import LoadTable
 from ignite_engine.checkpointing.loading import prepare
@@ -31,6 +31,7 @@ __all__ = [
     "SaveFilter",
     "Snapshot",
     "Source",
+    "StateMismatch",
     "all_finite",
     "find_directory",
     "find_source",

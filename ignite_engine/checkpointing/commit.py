@@ -31,6 +31,7 @@ from ignite_engine.checkpointing.manifest import (
 from ignite_engine.checkpointing.parts import refuse_what_cannot_be_loaded, write_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import superseded
+from ignite_engine.environment import environment_values
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class Commit:
             labels=_unique([*(label for each in same for label in each.labels), *labels]),
             pinned=any(each.pinned for each in same),
             parent=parent,
+            environment=environment_values(self._ranks.world_size),
             left_out={part: list(names) for part, names in left_out.items()},
         )
 

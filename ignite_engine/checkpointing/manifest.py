@@ -37,6 +37,7 @@ class Manifest:
     config: dict[str, Any] | None
     """The run's configuration, as JSON can hold it."""
     versions: dict[str, str]
+    """Of Python, torch, Ignite and this package."""
     files: dict[str, FileRecord]
     parts: dict[str, list[str]]
     """File name to the names of the parts in it."""
@@ -51,6 +52,8 @@ class Manifest:
     """Never deleted by retention."""
     parent: str | None = None
     """Name of the checkpoint that the run was resumed from."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """What rank 0 ran with: command, machine, threads, devices."""
     left_out: dict[str, list[str]] = field(default_factory=dict)
     """Names inside parts that a filter left out, by part; a part without names was left out whole."""
     format_version: int = FORMAT_VERSION

@@ -30,9 +30,9 @@ from ignite_engine.handlers import (
     warmup_cosine,
 )
 from ignite_engine.handlers.sinks import JSONLSink
+from ignite_engine.named_states import OptimizerState
 from ignite_engine.position import RunPosition
 from ignite_engine.precision import LossScaler
-from ignite_engine.registry import OptimizerState
 from ignite_engine.run_directory import weights_sha256
 from tests.campaign.cases import Setup
 from tests.campaign.data import WORDS, Samples

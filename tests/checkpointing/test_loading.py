@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointError, LoadPlan
+from ignite_engine.checkpointing.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, warmup_cosine
-from ignite_engine.registry import StateMismatch
 from tests.engine.builders import mse, numbers_loader, one
 
 

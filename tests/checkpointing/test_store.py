@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import IO, Any
@@ -79,6 +80,7 @@ def test_the_manifest_says_all_of_it(tmp_path: Path) -> None:
     assert manifest.labels == ["kept by hand"] and not manifest.pinned and manifest.parent == "iteration_00000003"
     assert manifest.parts == {"shared.pt": ["model", "counters"], "rank_0.pt": ["rng"]}
     assert manifest.versions["torch"] == torch.__version__ and manifest.created_at.endswith("+00:00")
+    assert manifest.environment["threads"] == torch.get_num_threads() and manifest.environment["command"] == sys.argv
     for name, record in manifest.files.items():
         data = (path / name).read_bytes()
         assert (record.bytes, record.sha256) == (len(data), hashlib.sha256(data).hexdigest())

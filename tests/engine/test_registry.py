@@ -10,7 +10,9 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, Update
-from ignite_engine.registry import ModelState, OptimizerState, Registry, StateMismatch, unwrap
+from ignite_engine.checkpointing.errors import StateMismatch
+from ignite_engine.named_states import ModelState, OptimizerState, unwrap
+from ignite_engine.registry import Registry
 from tests.engine.builders import linear, mse, numbers_loader, trainer_of
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
+from ignite_engine.checkpointing.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation
-from ignite_engine.registry import StateMismatch
 from tests.engine.builders import linear, mse, numbers_loader, one, trainer_of, weights
 
 

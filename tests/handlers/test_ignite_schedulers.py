@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,17 @@ from ignite.handlers import (
     ReduceLROnPlateauScheduler,
     create_lr_scheduler_with_warmup,
 )
-from ignite.metrics import Accuracy, Average, Frequency, Loss, MeanSquaredError, MetricsLambda, RunningAverage
+from ignite.metrics import (
+    ROC_AUC,
+    Accuracy,
+    Average,
+    Frequency,
+    Loss,
+    MeanSquaredError,
+    MetricsLambda,
+    MutualInformation,
+    RunningAverage,
+)
 from ignite.metrics.metric import BatchWise, SingleEpochRunningBatchWise
 from torch import Tensor
 from torch.optim import SGD, Optimizer
@@ -223,6 +234,57 @@ def test_metrics_are_saved_under_their_names_and_go_on(iteration: int) -> None:
     assert whole.exactness() == []
     if iteration < 9:  # else nothing is left to compute
         assert found == expected and len(found) == 5
+
+
+def test_metric_whose_own_state_ignite_cannot_load_goes_on() -> None:
+    """Ignite's ``load_state_dict`` raises for lists of tensors, and forgets attributes that are no part of its keys."""
+
+    def make() -> Trainer:
+        trainer = trainer_of()
+
+        def predicted(_: Any) -> tuple[Tensor, Tensor]:
+            iteration = trainer.state.iteration
+            return torch.arange(4.0).view(2, 2) * iteration, torch.tensor([0, 1]) ^ (iteration % 2)
+
+        def scored(output: Any) -> tuple[Tensor, Tensor]:
+            scores, classes = predicted(output)
+            return scores[:, 1], classes
+
+        ROC_AUC(scored).attach(trainer, "auc")
+        MutualInformation(predicted).attach(trainer, "information")
+        return trainer
+
+    whole, resumed, saved = make(), make(), dict[str, Any]()
+
+    def save() -> None:
+        shared, local = whole.registry.capture()
+        saved.update(copy.deepcopy({**shared, **local}))
+
+    whole.add_event_handler(TrainingEvents.RESUME_POINT(once=4), save)
+    expected = dict(whole.run(numbers_loader(6, 2), max_epochs=2).metrics)
+    resumed.registry.load(saved, source="memory")
+
+    assert whole.exactness() == []
+    assert dict(resumed.run(numbers_loader(6, 2), max_epochs=2).metrics) == expected
+    assert {"auc", "information"} <= set(expected)
+
+
+def test_metric_that_cannot_be_saved_is_in_the_exactness_report() -> None:
+    class Recent(Average):
+        def reset(self) -> None:
+            super().reset()
+            self.recent = deque([0.0])
+
+    trainer = trainer_of()
+    Recent(output_transform=loss_of).attach(trainer, "recent")
+    Frequency(output_transform=lambda output: 2).attach(trainer, "samples/s")
+    trainer.run(numbers_loader(6, 2))
+
+    (name,) = (each for each in trainer.registry.objects if "Recent" in each)
+    assert trainer.exactness() == [
+        f"{name} is not saved, as Recent keeps a collections.deque in recent, which is no plain data"
+    ]
+    assert trainer.registry.capture()[1][name] == {}
 
 
 def test_metrics_go_on_after_a_stop_in_this_process() -> None:

@@ -130,10 +130,28 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.
         checkpoint = Checkpoint(tmp_path, strict=strict)
         checkpoint.attach(trainer_of(linear()))
         if strict:
-            with pytest.raises(NotExact, match="it was saved by 2 ranks, now there are 1"):
+            with pytest.raises(NotExact, match="ranks: 2 when it was saved, 1 now"):
                 checkpoint.resume()
         else:
             assert checkpoint.resume() is not None
+
+
+def test_other_environment_is_told_and_refused_where_it_is_strict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(linear())
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.run(numbers_loader(), max_epochs=1)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 3)
+    lenient, strict = Checkpoint(tmp_path), Checkpoint(tmp_path, strict=True)
+    for checkpoint in (lenient, strict):
+        checkpoint.attach(trainer_of(linear()))
+    told = f"threads: {threads} when it was saved, {threads + 3} now"
+    with pytest.raises(NotExact, match=rf"iteration_00000006 cannot be resumed bit for bit.*: {told}\."):
+        strict.resume()
+    assert lenient.resume() is not None
+    assert f"iteration_00000006 may go on with other bits: {told}." in caplog.messages
 
 
 def test_config_asks_for_it_and_gets_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

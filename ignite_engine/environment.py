@@ -1,0 +1,61 @@
+"""What a process runs with, as plain values, and which of it decides the bits of a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "WORLD_SIZE")
+# with another value of one of these, kernels or reductions add in another order
+_DECIDING = {
+    "world_size": "ranks",
+    "torch": "torch",
+    "cpu_capability": "vector instructions",
+    "threads": "threads",
+    "cuda": "CUDA",
+    "devices": "devices",
+}
+
+
+def environment_values(world_size: int) -> dict[str, Any]:
+    """Command, machine, devices and torch; without the versions of other packages."""
+    return {
+        "command": sys.argv,
+        "working_directory": str(Path.cwd()),
+        "python": sys.version,
+        "torch": str(torch.__version__),
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "devices": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "world_size": world_size,
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def inexact_reasons(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Why a run may go on with other bits than in the environment it was saved in; what was not noted is passed over.
+
+    Returns:
+        Such as ``ranks: 2 when it was saved, 1 now``.
+    """
+    return [
+        f"{name}: {_told(saved[key])} when it was saved, {_told(now.get(key))} now"
+        for key, name in _DECIDING.items()
+        if key in saved and saved[key] != now.get(key)
+    ]
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
