@@ -250,6 +250,7 @@ class CheckpointSection(Section):
     keep_best: Count = 1
     keep_every: Count | None = None  # those whose iteration is a multiple of it stay for good
     background: bool = False  # written while training goes on; holds a second copy of the state in host memory
+    when_busy: Literal["wait", "skip"] = "wait"  # a save that is due while one is being written in the background
     on_exception: bool = False  # also when the update or a handler raises; one process only
     strict: bool = False  # refuse to begin, or to resume, what cannot be resumed bit for bit
     labels: list[str] | None = None  # words that each one is labelled with

@@ -225,11 +225,9 @@ class TrainingLoop(PlannedEngine):
     def _edge(self, *, last: bool) -> None:
         """The clean edge after an update: publish, save if due, and stop if all ranks agreed to."""
         state = self.state
-        agreed = self.requests.agree(state.iteration, now=last)
-        if agreed & STOP and self.requests.stop is not None:
-            state.status, state.reason = "interrupted", self.requests.stop[0]
+        agreed = self._agree(now=last)
+        if agreed & STOP:
             self.should_terminate = self.should_terminate or True
-        state.stopping = bool(agreed & STOP)
         state.save_requested = bool(agreed & SAVE)
         state.attention = bool(agreed & ATTEND)
         state.last = last or state.stopping
@@ -238,6 +236,15 @@ class TrainingLoop(PlannedEngine):
         if self.hears(TrainingEvents.RESUME_POINT):  # else `last_event_name` stays Ignite's
             self._fire_event(TrainingEvents.RESUME_POINT)
         state.save_requested = state.attention = False
+
+    def _agree(self, *, now: bool) -> int:
+        """What all ranks hear here of what any has asked for; a stop is noted in the state."""
+        state = self.state
+        agreed = self.requests.agree(state.iteration, now=now)
+        state.stopping = bool(agreed & STOP)
+        if state.stopping and self.requests.stop is not None:
+            state.status, state.reason = "interrupted", self.requests.stop[0]
+        return agreed
 
     def _last_edge(self) -> None:
         """``terminate()`` outside an iteration: the edge before it was not known to be the last."""
@@ -266,6 +273,8 @@ class TrainingLoop(PlannedEngine):
             self._publish()
             duration += time.time() - started
             state.times[Events.COMPLETED.name] = duration
+        if self.requests.hurried:  # an evaluation was broken off after the last edge
+            self._agree(now=True)
         self._log_time("Engine run finished.", duration)
 
     def _log_time(self, what: str, duration: float) -> None:

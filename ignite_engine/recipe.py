@@ -173,6 +173,7 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         mode=section.mode,
         config=run.config,
         background=section.background,
+        when_busy=section.when_busy,
         on_exception=section.on_exception,
         strict=section.strict,
         labels=section.labels or (),

@@ -17,13 +17,15 @@ class Requests:
         """Something was asked for since the last edge."""
         self.stop: tuple[str, int | None] | None = None
         """Reason and signal of the stop that this rank wants, after the agreement that of the first rank with one."""
+        self.hurried = False
+        """All ranks have something to hear of at the next edge, or at the run's end if there is none before."""
         self._save = self._attend = False
         self._vote = agreement.Vote()
 
     def run_starts(self) -> None:
         """Forget what an earlier run was asked for."""
         self.alone = agreement.world_size() == 1
-        self.stop, self.asked = None, False
+        self.stop, self.asked, self.hurried = None, False, False
         self._save = self._attend = False
 
     def iterations_start(self, iteration: int) -> None:
@@ -43,6 +45,7 @@ class Requests:
 
     def agree_at_next_edge(self) -> None:
         """Vote there even if it is not its turn; every rank says so at the same place."""
+        self.hurried = True
         self._vote.hurry()
 
     def agree(self, iteration: int, *, now: bool) -> int:
@@ -51,7 +54,7 @@ class Requests:
         Args:
             now: vote at this iteration even if it is not its turn; every rank must say the same.
         """
-        self.asked = False
+        self.asked = self.hurried = False
         wanted = (STOP if self.stop else 0) | (SAVE if self._save else 0) | (ATTEND if self._attend else 0)
         agreed = self._vote.poll(iteration, wanted, now=now)
         if agreed & STOP:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import ignite_engine
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.cli import main
 
@@ -169,6 +170,12 @@ def test_traceback_of_the_task_on_request(folder: Path) -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"ignite-engine {ignite_engine.__version__}\n"
+
+
 def test_options_and_overrides_stand_in_any_order(folder: Path) -> None:
     assert main(["train", "my_config.yaml", "run.seed=3", "--backend", "gloo", "run.max_iterations=2"]) == 0
     assert summary(folder)["iteration"] == 2
@@ -288,7 +295,7 @@ def test_signal_ends_with_its_code_and_the_same_command_goes_on(folder: Path, nu
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
 def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path, ranks: int) -> None:
     assert main(["train", "my_config.yaml", "run.directory=alone"]) == 0
-    first = start(folder, "train", "my_config.yaml", "task_options.wait_s=2")
+    first = start(folder, "train", "my_config.yaml", f"task_options.wait_s={ranks}")
     wait_for(folder / "run" / "summary.json", first)
     several = ["--nproc-per-node", "2", "--backend", "gloo"] if ranks == 2 else []
     second = start(folder, "train", "my_config.yaml", *several)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ignite_engine import __version__
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.cli import checkpoints, commands, pictures, verify_resume
 from ignite_engine.config import ConfigWarning
@@ -63,6 +64,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog="ignite-engine", description="Train, evaluate and describe what a config says.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"ignite-engine {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
     described = {
         "train": "run, or go on with what was interrupted: the command is the same",

@@ -86,3 +86,16 @@ def test_long_evaluation_goes_on_where_it_was(tmp_path: Path, uninterrupted: dic
     assert kept(tmp_path) == done < 13
     assert finish(config, uninterrupted) == uninterrupted["evaluated"] - done
     assert not list((tmp_path / "run" / "evaluations").iterdir())
+
+
+def test_interrupted_while_a_finished_run_is_evaluated(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    config = write_config(tmp_path, task_options={"slow_evaluation_s": 0.3, "count_batches": True})
+    (tmp_path / "fast").touch()
+    train(config)
+    (tmp_path / "fast").unlink()
+    before = evaluated(tmp_path)
+    process = start(config)
+    wait_until(lambda: evaluated(tmp_path) >= before + 4, process)
+    assert interrupt(process, signal.SIGINT)[0] == 130
+    assert summary(tmp_path)["status"] == "interrupted"
+    assert finish(config, uninterrupted) == 13

@@ -256,3 +256,28 @@ def test_stop_breaks_an_evaluation_off_and_the_resumed_run_makes_it_up(sized: bo
     state = resumed.run(numbers_loader(), max_epochs=2)
     assert seen == [6] * 5 + [12] * 5
     assert (state.evaluations, state.metrics["val/mean"]) == (2, 2.0)
+
+
+def test_stop_in_an_evaluation_at_the_end_interrupts_the_run_which_then_only_evaluates(tmp_path: Path) -> None:
+    def make() -> tuple[Trainer, Checkpoint]:
+        trainer = trainer_of()
+
+        def ask(model: nn.Module, batch: Any) -> Any:
+            if stopping:
+                trainer.request_stop("enough")
+            return batch
+
+        data = [torch.tensor([float(index)]) for index in range(5)]
+        evaluator = create_evaluator(model_of(trainer), ask, {"mean": Average()})
+        Evaluation(evaluator, data).attach(trainer, Events.COMPLETED)
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        return trainer, checkpoint
+
+    for stopping in (True, True, False):  # in a run that trains; in a finished one; and at last to its end
+        trainer, checkpoint = make()
+        checkpoint.resume()
+        state = trainer.run(numbers_loader(), max_epochs=1)
+        status, reason = ("interrupted", "enough") if stopping else ("completed", "max_epochs")
+        assert (state.status, state.iteration, state.reason) == (status, 6, reason)
+        assert ("val/mean" in state.metrics) is not stopping
