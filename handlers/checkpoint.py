@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ignite.engine import Events
-from ignite.engine.events import RemovableEventHandle
-from torch import Tensor
 
-from ignite_engine import Phase, Trainer, TrainingEvents, Update, agreement
+from ignite_engine import Trainer, TrainingEvents, agreement
 from ignite_engine.checkpointing import (
-    BackgroundSave,
     CheckpointError,
     CheckpointStore,
     LoadPlan,
     LoadTable,
     Retention,
     SaveFilter,
-    Snapshot,
-    all_finite,
     require_exact,
 )
-from ignite_engine.named_states import ModelState, OptimizerState, unwrap
+from ignite_engine.saving import Saver
+from ignite_engine.watched import WatchedMetric, improves
 
 logger = logging.getLogger(__name__)
-
-_PEERS_TIMEOUT_S = 60.0
 
 
 class Checkpoint:
@@ -41,6 +32,7 @@ class Checkpoint:
         directory: of all checkpoints of the run, shared by the ranks.
         keep_last: newest ones kept, at least 1.
         best: name of a metric, written on every rank; a new best one, by its mean over the ranks, is saved and kept.
+            One that nobody writes is told in a warning.
         keep_best: how many of the best are kept.
         mode: whether a small or a large value is good.
         keep_every: those whose iteration is a multiple of it stay for good.
@@ -84,35 +76,36 @@ class Checkpoint:
         if when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy must be 'wait' or 'skip', got {when_busy!r}.")
         self.background, self.when_busy, self.on_exception = background, when_busy, on_exception
-        self.strict = strict
-        self.store = CheckpointStore(directory)
-        self.retention = Retention(
-            keep_last=keep_last, keep_best=keep_best, best=best, mode=mode, keep_every=keep_every
-        )
-        self.config, self.name, self.labels = config, name, tuple(labels)
-        self.filter = SaveFilter(exclude, keep_fn)
-        self.error: CheckpointError | None = None
-        """Why the last save failed; None: it did not."""
+        self.strict, self.name = strict, name
+        retention = Retention(keep_last=keep_last, keep_best=keep_best, best=best, mode=mode, keep_every=keep_every)
+        self._saver = Saver(directory, retention, SaveFilter(exclude, keep_fn), config, labels)
+        self._watched = None if best is None else WatchedMetric(best, f"{type(self).__name__}(best=...)")
         self._trainer: Trainer | None = None
         self._due = self._must = False
-        self._saving: BackgroundSave[Path] | None = None
-        self._before_step: RemovableEventHandle | None = None
-        self._snapshot = Snapshot()
-        self._saved_at: tuple[int, int] | None = None
-        self._saving_at = -1
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
-        self._resumed_from: str | None = None
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Save at the edge after ``event``; always at the end and on a stop."""
         self._trainer = trainer
         trainer.register(self.name, self)
-        trainer.registry.filters.append(self.filter)
+        trainer.registry.filters.append(self._saver.filter)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._measure)
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._save_if_due)
+        if self._watched is not None:
+            trainer.add_event_handler(Events.COMPLETED, self._watched.warn_if_never_written)
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The checkpoints on disk."""
+        return self._saver.store
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Why the last save failed; None: it did not."""
+        return self._saver.error
 
     def __call__(self, trainer: Trainer) -> None:
         """Mark a save as due; it happens at the RESUME_POINT of this iteration."""
@@ -137,7 +130,7 @@ class Checkpoint:
             raise RuntimeError("Checkpoint.resume() needs a trainer: call attach(trainer, event) before.")
         path = self._trainer.registry.resume(self.store, ignore=ignore, strict=self.strict)
         if path is not None:
-            self._saved_at, self._resumed_from = _edge_of(self._trainer), path.name
+            self._saver.resumed(self._trainer, path)
             logger.info("Resumed from %s.", path)
         return path
 
@@ -163,171 +156,73 @@ class Checkpoint:
         if self._trainer is None:
             raise RuntimeError("Checkpoint.load() needs a trainer: call attach(trainer, event) before.")
         table = self._trainer.registry.begin_from(path, plan)
-        self._resumed_from = table.source
+        self._saver.parent = table.source
         return table
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far; which checkpoints there are is read from disk."""
-        return {"best": self._best}
+        watched, retention = self._watched, self._saver.retention
+        if watched is None:
+            return {}
+        return {"key": watched.key, "mode": retention.mode, "best": self._best, "measured_at": watched.seen_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._best = state["best"]
+        watched, mode = self._watched, self._saver.retention.mode
+        if watched is None or not state:
+            return
+        if (state["key"], state["mode"]) != (watched.key, mode):
+            logger.warning(
+                "%s kept the best by %s (%s) before, now by %s (%s): the next value is the first.",
+                *(self.name, state["key"], state["mode"], watched.key, mode),
+            )
+            return
+        self._best, watched.seen_at = state["best"], state["measured_at"]
 
     def _start(self, trainer: Trainer) -> None:
         self._due = self._must = False
-        if trainer.state.iteration == 0:
-            self._saved_at = None
-        if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
-            self.store = CheckpointStore(self.store.directory, agreement.cpu_group("checkpoint"))
-        self.store.sweep()
-        if self._saved_at is not None:  # resumed: the process before may have been killed between a save and its prune
-            self._prune()
-        self.filter.check(trainer.registry.capture)
+        self._saver.start(trainer)
+        if self._watched is not None:
+            self._watched.begin(trainer)
         if self.strict:
-            reasons = [each for rank in agreement.gather_objects(trainer.exactness(self.filter)) for each in rank]
+            mine = trainer.exactness(self._saver.filter)
+            reasons = [each for rank in agreement.gather_objects(mine) for each in rank]
             require_exact("This run", list(dict.fromkeys(reasons)))
         trainer.call_at_end(self._end)
 
     def _measure(self, trainer: Trainer) -> None:
         values = {key: float(value) for key, value in trainer.state.metrics.fresh.items() if _is_number(value)}
-        key = self.retention.best
-        if key is not None and key in values:  # a metric of each rank's own must not make one rank alone save
-            values[key] = agreement.mean_floats([values[key]])[0]
+        score = None if self._watched is None else self._watched.new_value(trainer)
+        if self._watched is not None and score is not None:
+            values[self._watched.key] = score
+            if improves(score, self._best, self._saver.retention.mode):
+                self._best, self._due, self._must = score, True, True
         (measured_at, before), iteration = self._measured, trainer.state.iteration
         self._measured = (iteration, before | values if measured_at == iteration else values)
-        score = values.get(key) if key is not None else None
-        if score is not None and math.isfinite(score) and self._is_better(score):
-            self._best, self._due, self._must = score, True, True
-
-    def _is_better(self, score: float) -> bool:
-        if self._best is None:
-            return True
-        return score < self._best if self.retention.mode == "min" else score > self._best
 
     def _save_if_due(self, trainer: Trainer) -> None:
-        state = trainer.state
+        state, saver = trainer.state, self._saver
         must = self._must or state.last or state.save_requested
         due = self._due or must
         self._due = self._must = False
-        if self._saving is not None and (state.attention or state.last):
-            self._finish(trainer)
-        if not due or self._saved_at == _edge_of(trainer):
+        if saver.busy and (state.attention or state.last):
+            saver.finish(trainer)
+        if not due or saver.has_saved(trainer):
             return
-        if self._saving is not None:
+        if saver.busy:
             if self.when_busy == "skip" and not must:
                 logger.info("No checkpoint at iteration %d: the one before is still being written.", state.iteration)
                 return
-            self._finish(trainer)
-        self._save(trainer, background=self.background and not state.last)
-
-    def _save(self, trainer: Trainer, *, background: bool = False, exactness: Iterable[str] = ()) -> None:
-        state = trainer.state
-        state.checkpoints += 1  # it counts itself: the resumed run goes on with this number
-        (shared, left_out), (local, own) = map(self.filter, trainer.registry.capture())
-        if background:
-            shared, local = self._snapshot.take((shared, local), _changed_by_step_alone(trainer))
+            saver.finish(trainer)
         measured_at, values = self._measured
-        save = partial(
-            self.store.save,
-            shared,
-            local,
-            iteration=state.iteration,
-            epoch=state.epoch,
-            metrics=values if measured_at == state.iteration else None,
-            exactness=[*trainer.exactness(self.filter), *exactness],
-            config=self.config,
-            labels=self.labels,
-            left_out=left_out | own,
-            parent=self._resumed_from,
-        )
-
-        def write() -> Path:
-            path = save(healthy=all_finite(shared.get("model", {})))
-            self._prune()
-            return path
-
-        self._saved_at, self._saving_at = _edge_of(trainer), state.iteration
-        if not background:
-            started = time.perf_counter()
-            self._report(trainer, write, lambda: time.perf_counter() - started)
-            return
-        self._saving = BackgroundSave(self._snapshot, write, trainer.request_attention)
-        if isinstance(trainer.update, Update):
-            # an average of the weights may stand in their place while they are evaluated
-            changes = TrainingEvents.OPTIMIZER_STEP_STARTED | TrainingEvents.EVALUATION_STARTED
-            self._before_step = trainer.add_event_handler(changes, self._before_change)
-        else:
-            self._saving.before_change()
-
-    def _prune(self) -> None:
-        try:
-            self.store.apply(self.retention)
-        except CheckpointError as error:  # one too many is no reason to stop
-            logger.warning("%s", error)
-
-    def _before_change(self, trainer: Trainer) -> None:
-        if self._saving is not None:
-            self._saving.before_change()
-        if self._before_step is not None:
-            self._before_step.remove()
-            self._before_step = None
-
-    def _finish(self, trainer: Trainer) -> None:
-        """Wait for the save in the background and tell the bus how it ended."""
-        self._before_change(trainer)
-        saving, self._saving = self._saving, None
-        assert saving is not None
-        self._report(trainer, saving.result, lambda: saving.seconds)
-
-    def _report(self, trainer: Trainer, result: Callable[[], Path], seconds: Callable[[], float]) -> None:
-        state = trainer.state
-        try:
-            path = result()
-        except CheckpointError as error:
-            state.checkpoints -= 1
-            self.error, self._saved_at = error, None
-            trainer.fire_event(TrainingEvents.CHECKPOINT_FAILED)
-            if state.last and self._saving_at == state.iteration:
-                raise
-            logger.warning("%s", error)
-            return
-        self.error, self._resumed_from = None, path.name
-        state.checkpoint_path, state.saved_iteration, state.save_seconds = path, self._saving_at, seconds()
-        trainer.fire_event(TrainingEvents.CHECKPOINT_SAVED)
+        metrics = values if measured_at == state.iteration else None
+        saver.save(trainer, background=self.background and not state.last, metrics=metrics)
 
     def _end(self, trainer: Trainer) -> None:
-        """The run is over. What is still being written is waited for, but not by a run that is forced to end."""
-        saving, failed, alone = self._saving, trainer.state.status == "failed", agreement.world_size() == 1
-        self._saving = None
-        # a peer that died never answers
-        if saving is not None and failed and not saving.wait(None if alone else _PEERS_TIMEOUT_S):
-            logger.warning("The checkpoint that was being written was given up: a peer does not answer.")
-        if failed and alone and self.on_exception:
+        self._saver.end(trainer)
+        if trainer.state.status == "failed" and agreement.world_size() == 1 and self.on_exception:
             with trainer.position.before_the_failure() as restartable:
-                if restartable and self._saved_at != _edge_of(trainer):
-                    self._save(trainer, exactness=["saved after an exception, random numbers as it left them"])
-
-    _before_change.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before any handler that changes them
-
-
-def _changed_by_step_alone(trainer: Trainer) -> Callable[[Tensor], bool]:
-    """Tells what nobody changes before the next optimizer step or evaluation: trained weights and optimizers' states.
-
-    Buffers, and parameters that are not trained, may be changed by the forward pass.
-    """
-    known: set[int] = set()
-    for obj in trainer.registry.objects.values():
-        if isinstance(obj, ModelState):
-            known.update(each.data_ptr() for each in unwrap(obj.model).parameters() if each.requires_grad)
-        elif isinstance(obj, OptimizerState):
-            for values in obj.optimizer.state.values():
-                known.update(each.data_ptr() for each in values.values() if isinstance(each, Tensor))
-    return lambda tensor: tensor.data_ptr() in known
-
-
-def _edge_of(trainer: Trainer) -> tuple[int, int]:
-    """Iteration and epochs completed: one iteration has two edges where unsized data proves to be at its end."""
-    return trainer.state.iteration, trainer.position.epochs_completed
+                if restartable and not self._saver.has_saved(trainer):
+                    self._saver.save(trainer, exactness=["saved after an exception, random numbers as it left them"])
 
 
 def _is_number(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.watched import WatchedMetric
+from ignite_engine.watched import WatchedMetric, improves
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class EarlyStopping:
         value = self._watched.new_value(trainer)
         if value is None:
             return
-        if self._is_better(value):
+        if improves(value, self.best, self.mode, self.min_delta):
             self.best, self.bad = value, 0
         else:
             self.bad += 1
@@ -114,10 +114,3 @@ class EarlyStopping:
     def _bound(self) -> float:
         assert self.best is not None
         return self.best - self.min_delta if self.mode == "min" else self.best + self.min_delta
-
-    def _is_better(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        if self.best is None:
-            return True
-        return value < self._bound() if self.mode == "min" else value > self._bound()

@@ -9,11 +9,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from ignite_engine import agreement
+from ignite_engine import agreement, rng
 from ignite_engine.accumulation import Group
 from ignite_engine.sampling import ResumableSampler
 
 logger = logging.getLogger(__name__)
+
+_FINISHED = "_iterator_finished"  # in the state of torchdata's StatefulDataLoader
 
 
 def length_of(data: Any) -> int | None:
@@ -54,6 +56,7 @@ class DataSource:
         self.lengths: list[int] | None = None
         self.uneven = False
         self._pending_state: dict[str, Any] | None = None
+        self._between_passes = False
         self._iterator: Any = None
         self._replayed: Any = None
 
@@ -128,12 +131,14 @@ class DataSource:
         target = getattr(self.data, "sampler", self.data)
         if hasattr(target, "set_epoch"):
             target.set_epoch(self.pass_number)
+        between_passes, self._between_passes = self._between_passes, False
         if self._pending_state is not None:
             self.data.load_state_dict(self._pending_state)
             self._pending_state = None
+            if between_passes or (self.batches is not None and self.batch >= self.batches):
+                return self._from_the_end_of_a_pass(ended=between_passes)
             iterator = self._iterator = iter(self.data)
-            at_end = self.batches is not None and self.batch >= self.batches
-            return self._perhaps_next_pass(iterator) if at_end else iterator
+            return iterator
         iterator = self._iterator = iter(self.data)
         if self.batch:
             logger.warning(
@@ -145,12 +150,25 @@ class DataSource:
                 self._replayed = batch
         return iterator
 
-    def _perhaps_next_pass(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Of a loader whose state is that of a pass's end: some give nothing then, some begin the next pass at once."""
+    def _from_the_end_of_a_pass(self, *, ended: bool) -> Iterator[Any]:
+        """Batches of a loader whose state is that of a pass's end: some give nothing then, some begin the next at once.
+
+        Args:
+            ended: the position is that of the next pass already.
+        """
+        generators = rng.capture()
+        iterator = self._iterator = iter(self.data)
         for batch in iterator:
-            self.next_pass()
+            if not ended:
+                self.next_pass()
+                self._between_passes = False
             yield batch
             yield from iterator
+            return
+        rng.restore(generators)  # what the end of the pass drew was drawn before the state was saved
+        if ended:
+            self._iterator = iter(self.data)
+            yield from self._iterator
 
     def _repeat_last(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         batch, given = None, 0
@@ -189,6 +207,12 @@ class DataSource:
     def next_pass(self) -> None:
         """Begin the next pass at its first batch."""
         self.pass_number, self.batch = self.pass_number + 1, 0
+        self._between_passes = True
+
+    @property
+    def was_begun(self) -> bool:
+        """The present pass was begun before the position was saved: what making its iterator draws was drawn then."""
+        return self.batch > 0 or (self._pending_state is not None and not self._between_passes)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what must be the same for it to mean the same."""
@@ -199,7 +223,7 @@ class DataSource:
         if self.sampler is not None:
             state |= {"seed": self.sampler.seed, "samples": self.sampler.length, "batch_size": self.data.batch_size}
         elif own_state:
-            state["loader"] = self.data.state_dict()
+            state |= {"loader": _unfinished(self.data.state_dict()), "between_passes": self._between_passes}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -220,3 +244,13 @@ class DataSource:
                     )
         self.pass_number, self.batch = state["pass"], state["batch"]
         self._pending_state = state.get("loader")
+        self._between_passes = bool(state.get("between_passes"))
+
+
+def _unfinished(state: Any) -> Any:
+    """The state of a loader that need not have told yet that its pass is over.
+
+    One of torchdata that has told it, as it does while the last group is gathered, would begin the next pass at once
+    when its state is loaded: the end of this one would be lost, and more would be drawn than was drawn here.
+    """
+    return state | {_FINISHED: False} if isinstance(state, dict) and state.get(_FINISHED) else state

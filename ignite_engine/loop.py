@@ -24,31 +24,23 @@ from typing import Any
 
 from ignite.engine import Engine, Events
 from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSingleEpochException
-from ignite.engine.utils import _to_hours_mins_secs
 
 from ignite_engine import rng
 from ignite_engine.data import resumable
 from ignite_engine.data_source import DataSource
-from ignite_engine.events import TrainingEvents
+from ignite_engine.edges import EngineWithEdges
 from ignite_engine.interruption import StopRequested
-from ignite_engine.planned_engine import PlannedEngine
 from ignite_engine.position import RunPosition
-from ignite_engine.registry import Registry
-from ignite_engine.requests import ATTEND, SAVE, STOP, Requests
 from ignite_engine.state import TrainingState
 
 
-class TrainingLoop(PlannedEngine):
+class TrainingLoop(EngineWithEdges):
     """From STARTED to COMPLETED; what comes before a run and after it is the Trainer's."""
-
-    state: TrainingState
-    registry: Registry
 
     def __init__(self, update: Callable[[Engine, Any], Any], accumulation_steps: int | None) -> None:
         super().__init__(update)
         self.update, self.accumulation_steps = update, accumulation_steps
         self.position = RunPosition(self)
-        self.requests = Requests()
         self.failed = self.was_terminated = False
         """How the run before ended."""
         self.fetching = False
@@ -156,7 +148,7 @@ class TrainingLoop(PlannedEngine):
                 if state.iteration == state.max_iters:
                     self._edge(last=True)
                     self.should_terminate = self.should_terminate or True
-                elif (
+                elif not self.should_terminate_single_epoch and (  # else the epoch's edge follows
                     self.should_terminate
                     or not requests.alone
                     or requests.asked
@@ -222,65 +214,6 @@ class TrainingLoop(PlannedEngine):
             self._edge(last=True)
             raise _EngineTerminateException() from None
 
-    def _edge(self, *, last: bool) -> None:
-        """The clean edge after an update: publish, save if due, and stop if all ranks agreed to."""
-        state = self.state
-        agreed = self._agree(now=last)
-        if agreed & STOP:
-            self.should_terminate = self.should_terminate or True
-        state.save_requested = bool(agreed & SAVE)
-        state.attention = bool(agreed & ATTEND)
-        state.last = last or state.stopping
-        self._publish()
-        state.last = state.last or bool(self.should_terminate)  # what was measured may have ended the run
-        if self.hears(TrainingEvents.RESUME_POINT):  # else `last_event_name` stays Ignite's
-            self._fire_event(TrainingEvents.RESUME_POINT)
-        state.save_requested = state.attention = False
-
-    def _agree(self, *, now: bool) -> int:
-        """What all ranks hear here of what any has asked for; a stop is noted in the state."""
-        state = self.state
-        agreed = self.requests.agree(state.iteration, now=now)
-        state.stopping = bool(agreed & STOP)
-        if state.stopping and self.requests.stop is not None:
-            state.status, state.reason = "interrupted", self.requests.stop[0]
-        return agreed
-
-    def _last_edge(self) -> None:
-        """``terminate()`` outside an iteration: the edge before it was not known to be the last."""
-        state, position = self.state, self.position
-        if not state.last and position.clean:
-            # a resumed run that ends before it trains stands in the epoch in which it was saved
-            state.epoch = max(state.epoch, position.epochs_completed + int(position.epoch_iteration > 0))
-            self._edge(last=True)
-
-    def _publish(self) -> None:
-        metrics = self.state.metrics
-        if metrics.fresh:
-            if self.hears(TrainingEvents.METRICS_READY):
-                self._fire_event(TrainingEvents.METRICS_READY)
-            metrics.fresh = {}
-
-    def _complete(self, duration: float) -> None:
-        state = self.state
-        if state.status == "running":
-            state.status = "completed"
-            state.reason = state.reason or self.position.reason_of_end()
-        state.times[Events.COMPLETED.name] = duration
-        if self.should_terminate != "skip_completed":
-            started = time.time()
-            self._fire_event(Events.COMPLETED)
-            self._publish()
-            duration += time.time() - started
-            state.times[Events.COMPLETED.name] = duration
-        if self.requests.hurried:  # an evaluation was broken off after the last edge
-            self._agree(now=True)
-        self._log_time("Engine run finished.", duration)
-
-    def _log_time(self, what: str, duration: float) -> None:
-        hours, minutes, seconds = _to_hours_mins_secs(duration)
-        self.logger.info(f"{what} Time taken: {hours:02d}:{minutes:02d}:{seconds:06.3f}")
-
     def _only_complete(self, data: Any) -> None:
         """A finished run started again: no iteration, but everything that happens at the start and at the end."""
         self.state.dataloader, self.begun = data, True
@@ -316,8 +249,7 @@ class TrainingLoop(PlannedEngine):
         source = self.position.source
         if self.state.dataloader is None or source is None:
             super()._setup_dataloader_iter()
-        elif source.batch:
-            # what making an iterator draws was drawn before the position was saved
+        elif source.was_begun:
             with rng.isolated():
                 self._dataloader_iter = iter(source)
         else:
@@ -325,12 +257,6 @@ class TrainingLoop(PlannedEngine):
 
     def _get_data_length(self, data: Iterable[Any]) -> int | None:
         return self.position.iterations
-
-    @staticmethod
-    def _is_done(state: Any) -> bool:
-        # not by iterations per epoch, as Ignite: passes differ in length, and a resumed run may group otherwise
-        by_epochs = state.max_epochs is not None and state.epoch >= state.max_epochs
-        return by_epochs or (state.max_iters is not None and state.iteration >= state.max_iters)
 
 
 class _End:

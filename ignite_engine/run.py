@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 class Saves(Protocol):
     """What a run asks of its checkpoints."""
 
-    store: CheckpointStore
+    @property
+    def store(self) -> CheckpointStore: ...
 
     def resume(self) -> Path | None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -59,3 +60,10 @@ class WatchedMetric:
             "name one of those, or attach the handler that writes it.",
             stacklevel=2,
         )
+
+
+def improves(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
+    """Whether a finite ``value`` is better than ``best`` by more than ``min_delta``; None: there was none before."""
+    if not math.isfinite(value) or best is None:
+        return math.isfinite(value)
+    return value < best - min_delta if mode == "min" else value > best + min_delta

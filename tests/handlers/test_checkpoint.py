@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,40 @@ def test_best_is_remembered_over_a_resume(tmp_path: Path) -> None:
     assert run({2: 1.0}, 4) == 2
     assert run({7: 1.5}, 8) == 4  # at 6 an epoch ends, 7 is no new best
     assert iterations(tmp_path) == [2, 8]
+
+
+def test_best_by_another_metric_is_judged_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(metric: str, mode: Any, scores: dict[int, float], max_iters: int) -> int:
+        trainer = trainer_of()
+        scored(trainer, scores, metric)
+        checkpoint = Checkpoint(tmp_path, keep_last=1, best=metric, mode=mode)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        return trainer.run(numbers_loader(), max_iters=max_iters).checkpoints
+
+    assert run("val/loss", "min", {2: 9.0}, 4) == 2
+    assert run("val/accuracy", "max", {5: 0.5}, 5) == 3
+    told = [line for line in caplog.messages if line.startswith("checkpoint kept the best by ")]
+    assert told == [
+        "checkpoint kept the best by val/loss (min) before, now by val/accuracy (max): the next value is the first."
+    ]
+
+
+def test_best_by_a_metric_that_nobody_writes_is_told_once(tmp_path: Path) -> None:
+    def told(folder: str, name: str, max_iters: int) -> list[str]:
+        trainer = trainer_of()
+        scored(trainer, {2: 1.0}, name)
+        checkpoint = Checkpoint(tmp_path / folder, best="val/loss")
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.run(numbers_loader(), max_iters=max_iters)
+        return [str(each.message) for each in caught]
+
+    (line,) = told("never", "val/los", 4)
+    assert line.startswith("Checkpoint(best=...) follows 'val/loss', which has not been written (written: ")
+    assert told("once", "val/loss", 4) == [] == told("once", "val/loss", 6)  # it was, before the resume
 
 
 def test_each_nth_stays_for_good(tmp_path: Path) -> None:

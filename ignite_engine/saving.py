@@ -1,0 +1,211 @@
+"""How a run is saved: at an edge, in the loop or beside it; the bus is told how it ended."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ignite.engine.events import RemovableEventHandle
+from torch import Tensor
+
+from ignite_engine import agreement
+from ignite_engine.checkpointing import (
+    BackgroundSave,
+    CheckpointError,
+    CheckpointStore,
+    Retention,
+    SaveFilter,
+    Snapshot,
+    all_finite,
+)
+from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.named_states import ModelState, OptimizerState, unwrap
+from ignite_engine.update import Update
+
+if TYPE_CHECKING:
+    from ignite_engine.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_PEERS_TIMEOUT_S = 60.0
+
+
+class Saver:
+    """Saves what is registered with a trainer, one save at a time, and prunes after each.
+
+    Args:
+        directory: of all checkpoints of the run, shared by the ranks.
+        retention: which of them stay.
+        save_filter: what is left out of them.
+        config: kept in each of them.
+        labels: of each of them.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        retention: Retention,
+        save_filter: SaveFilter,
+        config: Mapping[str, Any] | None,
+        labels: Iterable[str],
+    ) -> None:
+        self.store = CheckpointStore(directory)
+        self.retention, self.filter, self.config, self.labels = retention, save_filter, config, tuple(labels)
+        self.error: CheckpointError | None = None
+        """Why the last save failed; None: it did not."""
+        self.parent: str | None = None
+        """Name of the checkpoint that the run stands on."""
+        self._saving: BackgroundSave[Path] | None = None
+        self._before_step: RemovableEventHandle | None = None
+        self._snapshot = Snapshot()
+        self._saved_at: tuple[int, int] | None = None
+        self._saving_at = -1
+
+    @property
+    def busy(self) -> bool:
+        """A save is being written in the background, or has ended and was not told yet."""
+        return self._saving is not None
+
+    def has_saved(self, trainer: Trainer) -> bool:
+        """Whether the edge at which the run stands is saved, or about to be."""
+        return self._saved_at == _edge_of(trainer)
+
+    def resumed(self, trainer: Trainer, path: Path) -> None:
+        """The run stands where ``path`` was saved."""
+        self._saved_at, self.parent = _edge_of(trainer), path.name
+
+    def start(self, trainer: Trainer) -> None:
+        """A run begins: see to what another process may have left in the folder; a collective."""
+        if trainer.state.iteration == 0:
+            self._saved_at = None
+        if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
+            self.store = CheckpointStore(self.store.directory, agreement.cpu_group("checkpoint"))
+        self.store.sweep()
+        if self._saved_at is not None:  # resumed: the process before may have been killed between a save and its prune
+            self._prune()
+        self.filter.check(trainer.registry.capture)
+
+    def save(
+        self,
+        trainer: Trainer,
+        *,
+        background: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        exactness: Iterable[str] = (),
+    ) -> None:
+        """Save this edge; a collective. No other save is :attr:`busy`.
+
+        Args:
+            background: write while training goes on.
+            metrics: of this iteration.
+            exactness: reasons, beside the trainer's, why a resumed run may differ in its bits.
+
+        Raises:
+            CheckpointError: it failed, and was the last one of the run; any other failure is told to the bus.
+        """
+        state = trainer.state
+        state.checkpoints += 1  # it counts itself: the resumed run goes on with this number
+        (shared, left_out), (local, own) = map(self.filter, trainer.registry.capture())
+        if background:
+            shared, local = self._snapshot.take((shared, local), _changed_by_step_alone(trainer))
+        save = partial(
+            self.store.save,
+            shared,
+            local,
+            iteration=state.iteration,
+            epoch=state.epoch,
+            metrics=metrics,
+            exactness=[*trainer.exactness(self.filter), *exactness],
+            config=self.config,
+            labels=self.labels,
+            left_out=left_out | own,
+            parent=self.parent,
+        )
+
+        def write() -> Path:
+            path = save(healthy=all_finite(shared.get("model", {})))
+            self._prune()
+            return path
+
+        self._saved_at, self._saving_at = _edge_of(trainer), state.iteration
+        if not background:
+            started = time.perf_counter()
+            self._report(trainer, write, lambda: time.perf_counter() - started)
+            return
+        self._saving = BackgroundSave(self._snapshot, write, trainer.request_attention)
+        if isinstance(trainer.update, Update):
+            # an average of the weights may stand in their place while they are evaluated
+            changes = TrainingEvents.OPTIMIZER_STEP_STARTED | TrainingEvents.EVALUATION_STARTED
+            self._before_step = trainer.add_event_handler(changes, self._before_change)
+        else:
+            self._saving.before_change()
+
+    def finish(self, trainer: Trainer) -> None:
+        """Wait for the save in the background and tell the bus how it ended; a collective."""
+        self._before_change(trainer)
+        saving, self._saving = self._saving, None
+        assert saving is not None
+        self._report(trainer, saving.result, lambda: saving.seconds)
+
+    def end(self, trainer: Trainer) -> None:
+        """The run is over. What is still being written is waited for, but not by a run that is forced to end."""
+        saving, self._saving = self._saving, None
+        if saving is None or trainer.state.status != "failed":
+            return
+        if not saving.wait(None if agreement.world_size() == 1 else _PEERS_TIMEOUT_S):  # a peer that died never answers
+            logger.warning("The checkpoint that was being written was given up: a peer does not answer.")
+
+    def _prune(self) -> None:
+        try:
+            self.store.apply(self.retention)
+        except CheckpointError as error:  # one too many is no reason to stop
+            logger.warning("%s", error)
+
+    def _before_change(self, trainer: Trainer) -> None:
+        if self._saving is not None:
+            self._saving.before_change()
+        if self._before_step is not None:
+            self._before_step.remove()
+            self._before_step = None
+
+    _before_change.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before any handler that changes them
+
+    def _report(self, trainer: Trainer, result: Callable[[], Path], seconds: Callable[[], float]) -> None:
+        state = trainer.state
+        try:
+            path = result()
+        except CheckpointError as error:
+            state.checkpoints -= 1
+            self.error, self._saved_at = error, None
+            trainer.fire_event(TrainingEvents.CHECKPOINT_FAILED)
+            if state.last and self._saving_at == state.iteration:
+                raise
+            logger.warning("%s", error)
+            return
+        self.error, self.parent = None, path.name
+        state.checkpoint_path, state.saved_iteration, state.save_seconds = path, self._saving_at, seconds()
+        trainer.fire_event(TrainingEvents.CHECKPOINT_SAVED)
+
+
+def _changed_by_step_alone(trainer: Trainer) -> Callable[[Tensor], bool]:
+    """Tells what nobody changes before the next optimizer step or evaluation: trained weights and optimizers' states.
+
+    Buffers, and parameters that are not trained, may be changed by the forward pass.
+    """
+    known: set[int] = set()
+    for obj in trainer.registry.objects.values():
+        if isinstance(obj, ModelState):
+            known.update(each.data_ptr() for each in unwrap(obj.model).parameters() if each.requires_grad)
+        elif isinstance(obj, OptimizerState):
+            for values in obj.optimizer.state.values():
+                known.update(each.data_ptr() for each in values.values() if isinstance(each, Tensor))
+    return lambda tensor: tensor.data_ptr() in known
+
+
+def _edge_of(trainer: Trainer) -> tuple[int, int]:
+    """Iteration and epochs completed: one iteration has two edges where unsized data proves to be at its end."""
+    return trainer.state.iteration, trainer.position.epochs_completed

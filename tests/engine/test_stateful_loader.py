@@ -1,0 +1,101 @@
+"""A loader with a state of its own is resumed by it, wherever in a pass it was saved."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from ignite_engine import Trainer, TrainingEvents
+from tests.engine.builders import linear, trainer_of, weights
+
+
+class Stream(IterableDataset[Any]):
+    """Five samples in a pass, without a length, which goes on where its state says."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self.given < 5:
+            self.given += 1
+            yield torch.full((3,), float(self.given)), torch.ones(1)
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+class BeginsAnew(Stream):
+    """A loader whose state at the end of a pass is that of the next one's begin, which draws."""
+
+    loaded = False
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        torch.rand(())
+        self.given, self.loaded = self.given if self.loaded else 0, False
+        return super().__iter__()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.loaded = True
+
+
+def numbers() -> Dataset[Any]:
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(5, 3, generator=generator), torch.randn(5, 1, generator=generator))
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+@pytest.mark.parametrize("steps", [None, 2, 5], ids=lambda steps: f"groups_of_{steps}")
+@pytest.mark.parametrize("kind", [numbers, Stream, "plain", "begins anew"])
+def test_resumes_bit_for_bit_at_every_edge(
+    kind: Any, steps: int | None, cut_short: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also at those where the loader has already said that its pass is over: the last group is a short one."""
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+    def make(seed: int) -> tuple[Trainer, list[Any], Any]:
+        torch.manual_seed(seed)
+        trainer, seen = trainer_of(linear(dropout=True), steps), list[Any]()
+        dataset: Any = Stream() if kind is Stream else numbers()
+        if cut_short:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.terminate_epoch())
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED,
+            lambda: seen.append((trainer.state.iteration, trainer.state.epoch, float(trainer.state.output["loss"]))),
+        )
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(("epoch", trainer.state.epoch)))
+        if kind == "begins anew":
+            return trainer, seen, BeginsAnew()
+        loader = DataLoader if kind == "plain" else StatefulDataLoader
+        return trainer, seen, loader(dataset, 1, shuffle=kind is not Stream)
+
+    def save() -> None:
+        shared, local = whole.registry.capture()
+        saved.append((len(expected), copy.deepcopy({**shared, **local})))
+
+    saved: list[tuple[int, dict[str, Any]]] = []
+    whole, expected, data = make(0)
+    whole.add_event_handler(TrainingEvents.RESUME_POINT, save)
+    whole.run(data, max_epochs=3)
+    for before, state in saved[:-1]:
+        resumed, seen, data = make(1)
+        resumed.registry.load(state, source="memory")
+        with caplog.at_level(logging.ERROR):
+            resumed.run(data, max_epochs=3)
+        assert seen == expected[before:]
+        assert torch.equal(weights(resumed), weights(whole))
