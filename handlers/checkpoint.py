@@ -115,7 +115,7 @@ class Checkpoint:
         """Load the newest valid checkpoint into all that is registered, and what will be; a collective.
 
         Args:
-            ignore: names of parts that are left out.
+            ignore: names of parts that are left out: they begin anew, or are no longer there.
 
         Returns:
             The checkpoint, the same on all ranks; None if there is none: the run starts fresh.

@@ -11,7 +11,7 @@ from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.checkpointing.errors import StateMismatch
+from ignite_engine.checkpointing.errors import StateMismatch, leave_out
 from ignite_engine.named_states import ModelState, clean_name, unwrap
 
 
@@ -107,7 +107,7 @@ class EMA:
         if different:
             raise StateMismatch(
                 f"The model is not the one that was averaged ({', '.join(different[:3])} differ): build it as it was "
-                f"saved, or leave the average out with resume(ignore=[{self.name!r}])."
+                f"saved, or leave the average out with {leave_out(self.name)}."
             )
         self._average_anew()
         with torch.no_grad():

@@ -13,7 +13,7 @@ from ignite.handlers.param_scheduler import ParamGroupScheduler, ParamScheduler,
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ignite_engine.checkpointing.errors import StateMismatch
+from ignite_engine.checkpointing.errors import StateMismatch, leave_out
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.schedules import Schedule, set_lr
 from ignite_engine.watched import WatchedMetric
@@ -122,16 +122,16 @@ class LRSchedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         groups = self._optimizer.param_groups
         if len(state["lrs"]) != len(groups):
-            raise ValueError(
+            raise StateMismatch(
                 f"The saved state of LRSchedule {self.name!r} has {len(state['lrs'])} parameter groups and "
-                f"the optimizer has {len(groups)}; build the same groups, or resume(ignore=[{self.name!r}])."
+                f"the optimizer has {len(groups)}; build the same groups, or leave it out with {leave_out(self.name)}."
             )
         if (self._watched is not None) != ("seen_at" in state):
             kinds = ("a plateau schedule", "one that moves with the optimizer")
             was, now = kinds if "seen_at" in state else reversed(kinds)
             raise StateMismatch(
                 f"The saved state of LRSchedule {self.name!r} is that of {was}, and this is {now}; "
-                f"build the same kind, or resume(ignore=[{self.name!r}])."
+                f"build the same kind, or leave it out with {leave_out(self.name)}."
             )
         if self._watched is not None:
             self._watched.seen_at = state["seen_at"]

@@ -255,6 +255,7 @@ class CheckpointSection(Section):
     strict: bool = False  # refuse to begin, or to resume, what cannot be resumed bit for bit
     labels: list[str] | None = None  # words that each one is labelled with
     exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*
+    ignore: list[str] | None = None  # parts of the run's own newest checkpoint that a resume leaves out
     load: LoadSection = LoadSection()
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from ignite_engine import agreement, rng
 from ignite_engine.accumulation import Group
+from ignite_engine.checkpointing.errors import StateMismatch, leave_out
 from ignite_engine.sampling import ResumableSampler
 
 logger = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ class DataSource:
         """Take up a position.
 
         Raises:
-            ValueError: the dataset, its seed or the batch size is another one.
+            StateMismatch: the dataset, its seed or the batch size is another one.
         """
         if self.sampler is not None and "seed" in state:
             if self.sampler.adopts_seed:
@@ -238,9 +239,9 @@ class DataSource:
             now = {"seed": self.sampler.seed, "samples": self.sampler.length, "batch_size": self.data.batch_size}
             for name, value in now.items():
                 if state[name] != value:
-                    raise ValueError(
+                    raise StateMismatch(
                         f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "
-                        "equal, or leave the position out with resume(ignore=['data'])."
+                        f"equal, or leave the position out with {leave_out('data')}."
                     )
         self.pass_number, self.batch = state["pass"], state["batch"]
         self._pending_state = state.get("loader")

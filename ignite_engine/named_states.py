@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine.checkpointing.errors import StateMismatch
+from ignite_engine.checkpointing.errors import StateMismatch, leave_out
 
 
 def clean_name(name: str) -> str:
@@ -102,7 +102,7 @@ class OptimizerState:
             raise StateMismatch(
                 f"The optimizer's {len(here)} parameter groups are not the {len(saved)} saved ones "
                 f"(in one only: {different or 'none, they are grouped otherwise'}): build the same groups, "
-                "or leave the optimizer out with resume(ignore=['optimizer'])."
+                f"or leave the optimizer out with {leave_out('optimizer')}."
             )
         ours = iter(index_of[name] for name in self._names())
         groups = []

@@ -179,6 +179,7 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         labels=section.labels or (),
         exclude=section.exclude or (),
     )
+    run.ignore = section.ignore or ()
     if section.load.path is not None:
         run.load, run.always_load = _loading(config, run.checkpoint, section.load.path), bool(section.exclude)
     # it always saves at the end; after COMPLETED nothing more is saved

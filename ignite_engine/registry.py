@@ -24,7 +24,7 @@ from ignite_engine.checkpointing import (
     require_exact,
 )
 from ignite_engine.checkpointing.contents import filled
-from ignite_engine.checkpointing.errors import StateMismatch
+from ignite_engine.checkpointing.errors import StateMismatch, leave_out
 from ignite_engine.checkpointing.patterns import shortened
 from ignite_engine.environment import environment_values, inexact_reasons
 from ignite_engine.metric_state import MetricState
@@ -131,12 +131,14 @@ class Registry:
         """Load every state whose object is registered; the others wait for theirs.
 
         Args:
+            ignore: parts that are not loaded.
             left_out: names that were left out when it was saved, by part; they stay as they were built.
         """
         ignored = set(ignore)
         unknown = ignored - set(states)
-        if unknown:
-            raise ValueError(f"resume(ignore=...) names {sorted(unknown)}, but {source} holds {sorted(states)}.")
+        if unknown:  # no error: the same program resumes from its own checkpoints, which don't hold them any more
+            held = ", ".join(sorted(states))
+            logger.warning("%s holds no %s to leave out; it holds %s.", source, ", ".join(sorted(unknown)), held)
         self._take({name: state for name, state in states.items() if name not in ignored}, source, left_out)
         fresh = sorted(set(self.objects) - set(states))
         if fresh:
@@ -255,5 +257,5 @@ class Registry:
             raise StateMismatch(
                 f"{self.resumed_from} holds {sorted(self.waiting)}, for which nothing is registered "
                 f"(registered: {sorted(self.objects)}): attach what is missing, or leave it out with "
-                f"resume(ignore={sorted(self.waiting)})."
+                f"{leave_out(*sorted(self.waiting))}."
             )

@@ -7,7 +7,7 @@ import datetime
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ class Saves(Protocol):
     @property
     def store(self) -> CheckpointStore: ...
 
-    def resume(self) -> Path | None: ...
+    def resume(self, ignore: Iterable[str] = ()) -> Path | None: ...
 
     def load(self, path: str | Path, plan: LoadPlan) -> LoadTable: ...
 
@@ -74,6 +74,7 @@ class Run:
     began_at: int = 0
     load: Callable[[], object] | None = None
     always_load: bool = False
+    ignore: Sequence[str] = ()
     start: str | None = None
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
 
@@ -154,7 +155,7 @@ class Run:
         assert self.checkpoint is not None
         if self.load is not None and self.always_load:
             self.load()
-        resumed = self.checkpoint.resume()
+        resumed = self.checkpoint.resume(ignore=self.ignore)
         if resumed is None and self.load is not None and not self.always_load:
             self.load()
         self.start = "restart" if resumed else "fresh" if self.load is None else "fine-tune"

@@ -20,6 +20,7 @@ from ignite.engine import Events
 from ignite.metrics import MeanAbsoluteError
 
 from ignite_engine import Task, TrainingEvents, create_evaluator, recipe
+from ignite_engine.checkpointing import StateMismatch
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.mean_loss import mean_loss
 from ignite_engine.run import Run
@@ -161,6 +162,14 @@ def test_finished_run_goes_on_when_it_is_made_longer(
 
     assert (summary["status"], summary["iteration"]) == ("completed", 11)
     assert "Config differs from the run's last start: run.max_iterations: 8 -> 11" in caplog.messages
+
+
+def test_section_that_went_is_left_out_of_what_is_resumed(build: Callable[..., Run]) -> None:
+    build({"ema": {"decay": 0.9}}).train()
+    longer = {"run": {"max_iterations": 11}, "ema": {"decay": None}}
+    with pytest.raises(StateMismatch, match=r"holds \['ema'\].*or checkpoint.ignore in a config"):
+        build(longer).train()
+    assert build({**longer, "checkpoint": {"ignore": ["ema"]}}).train()["iteration"] == 11
 
 
 def test_failure_is_summed_up_and_raised_as_it_was(build: Callable[..., Run]) -> None:

@@ -22,6 +22,11 @@ class NotExact(ValueError):
     """A run that was to be resumable bit for bit is not; the message is one line and says which parts and why."""
 
 
+def leave_out(*parts: str) -> str:
+    """The remedy of a part that does not fit: how a resume does without it."""
+    return f"resume(ignore={list(parts)}), or checkpoint.ignore in a config"
+
+
 def require_exact(what: str, reasons: Sequence[str]) -> None:
     """Refuse what cannot be resumed exactly.
 

@@ -16,7 +16,7 @@ from ignite.metrics import Average
 from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, StateMismatch
 from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLogger, warmup_cosine
 from tests.engine.builders import Passes, linear, numbers_loader, trainer_of, weights
 
@@ -290,6 +290,25 @@ def test_left_out_parts_keep_what_they_are(tmp_path: Path) -> None:
 
     assert torch.equal(weights(tuned), weights(trainer)) and tuned.state.iteration == 0
     assert tuned.run(numbers_loader(), max_iters=2).iteration == 2
+
+
+def test_part_that_went_is_left_out_at_each_start_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The second time the newest checkpoint does not hold it any more."""
+
+    def run(max_iters: int, *, counted: bool, ignore: list[str]) -> int:
+        trainer, checkpoint = trainer_of(), Checkpoint(tmp_path)
+        if counted:
+            trainer.register("counter", torch.optim.SGD([torch.zeros(1)]))
+        checkpoint.attach(trainer)
+        checkpoint.resume(ignore=ignore)
+        return trainer.run(numbers_loader(), max_iters=max_iters).iteration
+
+    assert run(2, counted=True, ignore=[]) == 2
+    with pytest.raises(StateMismatch, match=r"resume\(ignore=\['counter'\]\), or checkpoint.ignore in a config"):
+        run(4, counted=False, ignore=[])
+    assert [run(end, counted=False, ignore=["counter"]) for end in (4, 6)] == [4, 6]
+    told = [line for line in caplog.messages if "to leave out" in line]
+    assert len(told) == 1 and "iteration_00000004 holds no counter to leave out; it holds checkpoint, data" in told[0]
 
 
 # -- bit for bit ------------------------------------------------------------------------------------------------------
