@@ -55,8 +55,9 @@ class WallClockLimit:
 
     Args:
         hours, minutes, seconds: they add up to the limit.
-        margin_s: kept free beside what the last save took (``state.save_seconds``) and what an iteration takes. Until a
-            process has saved once, it is all there is for the save. None: a twentieth of the limit, at most 30 s.
+        margin_s: kept free beside twice what the last save took (``state.save_seconds``) and what an iteration takes.
+            Until a process has saved once, it is all there is for the save. None: a twentieth of the limit, at most
+            30 s.
         since: reading of ``time.monotonic()`` from which the limit counts; None: the start of each ``run()``.
 
     ``state.reason`` is ``time limit of 3600 s``. The clock is read after each iteration and after each batch of an
@@ -98,7 +99,7 @@ class WallClockLimit:
         gap, before = now - self._looked_at, self._gap
         self._looked_at, self._gap = now, gap
         # the next look comes an iteration later; of two gaps the shorter, as one of them may hold an evaluation
-        if now + min(gap, before) + trainer.state.save_seconds >= self._deadline:
+        if now + min(gap, before) + _saving_s(trainer) >= self._deadline:
             trainer.request_stop(self.reason)
 
     @property
@@ -114,7 +115,7 @@ class WallClockLimit:
 
     def _start_evaluation(self, trainer: Trainer) -> None:
         def look() -> None:
-            if time.monotonic() + trainer.state.save_seconds >= self._deadline:
+            if time.monotonic() + _saving_s(trainer) >= self._deadline:
                 trainer.request_stop(self.reason)
 
         _while_evaluating(trainer, look)
@@ -168,6 +169,11 @@ class StopFile:
         except OSError:  # not there, or not to be seen just now: a file system that fails is no wish to stop
             return None
         return status.st_ino, status.st_mtime_ns
+
+
+def _saving_s(trainer: Trainer) -> float:
+    """Time for two saves: one may be due at this edge, or be in flight in the background, when the last one follows."""
+    return 2 * trainer.state.save_seconds
 
 
 def _while_evaluating(trainer: Trainer, look: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,26 @@ def passing(trainer: Trainer, clock: Clock, seconds: float) -> None:
     @trainer.on(Events.ITERATION_STARTED)
     def go_by() -> None:
         clock.now += seconds
+
+
+def slow_saves(trainer: Trainer, clock: Clock, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each save take so long; one in the background goes by when the end of the run waits for it, no sooner.
+
+    Call it before a Checkpoint is attached.
+    """
+    at_the_end, save = threading.Event(), CheckpointStore.save
+
+    def slowly(self: CheckpointStore, *args: Any, **options: Any) -> Path:
+        if threading.current_thread() is not threading.main_thread():
+            assert at_the_end.wait(30)
+        clock.now += seconds
+        return save(self, *args, **options)
+
+    monkeypatch.setattr(CheckpointStore, "save", slowly)
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: trainer.state.last and at_the_end.set())
+    # as measured, here and by a save before
+    for event in (Events.STARTED, TrainingEvents.CHECKPOINT_SAVED):
+        trainer.add_event_handler(event, lambda: setattr(trainer.state, "save_seconds", seconds))
 
 
 def saved(directory: Path) -> list[int]:
@@ -99,7 +120,7 @@ def test_limit_stops_the_run_saved_and_returns(clock: Clock, tmp_path: Path) -> 
     assert (state.iteration, saved(tmp_path)) == (359, [359])
 
 
-def test_what_a_save_takes_and_a_margin_are_taken_off(clock: Clock, tmp_path: Path) -> None:
+def test_what_two_saves_take_and_a_margin_are_taken_off(clock: Clock, tmp_path: Path) -> None:
     def stopped_at(save_s: float, **options: Any) -> int:
         trainer = trainer_of()
         passing(trainer, clock, 1.0)
@@ -110,9 +131,32 @@ def test_what_a_save_takes_and_a_margin_are_taken_off(clock: Clock, tmp_path: Pa
         return trainer.run(numbers_loader(4), max_iters=1000).iteration
 
     assert stopped_at(0.0, margin_s=0.0) == 59
-    assert stopped_at(15.0, margin_s=0.0) == 44
-    assert stopped_at(15.0, margin_s=10.0) == 34
+    assert stopped_at(15.0, margin_s=0.0) == 29
+    assert stopped_at(15.0, margin_s=10.0) == 19
     assert stopped_at(0.0) == 56  # a twentieth: 3 s
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_save_due_just_before_the_stop_leaves_time_for_the_last_one(
+    background: bool, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever iteration it is due at: updates of 1 s, saves of 15 s, a limit of 60 s."""
+
+    def run(due: int) -> tuple[list[int], float]:
+        trainer, began, folder = trainer_of(), clock.now, tmp_path / str(due)
+        with monkeypatch.context() as patch:
+            slow_saves(trainer, clock, 15.0, patch)
+            Checkpoint(folder, background=background).attach(trainer, Events.ITERATION_COMPLETED(once=due))
+            passing(trainer, clock, 1.0)
+            WallClockLimit(minutes=1, margin_s=0).attach(trainer)
+            assert trainer.run(numbers_loader(4), max_iters=1000).status == "interrupted"
+        return saved(folder), clock.now - began
+
+    ends = {due: run(due) for due in (2, 13, 14, 15, *range(26, 31), 43, 44, 45)}
+
+    assert max(seconds for _, seconds in ends.values()) == 59.0
+    assert ends[28] == ([28, 29], 59.0)  # begun after 28 s, it leaves 16 s for an update and the last save
+    assert ends[45] == ([29], 44.0)
 
 
 def test_one_long_gap_is_no_pace(clock: Clock) -> None:
@@ -158,6 +202,27 @@ def test_limit_breaks_an_evaluation_off(clock: Clock, tmp_path: Path) -> None:
 
     assert (state.status, state.reason, state.iteration) == ("interrupted", "time limit of 300 s", 2)
     assert (batches, state.evaluations, saved(tmp_path)) == ([2] * 30, 0, [2])
+
+
+def test_evaluation_is_broken_off_in_time_for_a_save_in_flight_and_the_last_one(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, batches, began = trainer_of(), list[int](), clock.now
+    slow_saves(trainer, clock, 15.0, monkeypatch)
+    Checkpoint(tmp_path, background=True).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+
+    def predict(model: Any, batch: Any) -> Any:
+        clock.now += 1.0
+        batches.append(trainer.state.iteration)
+
+    Evaluation(create_evaluator(trainer.update.model, predict), [0] * 100).attach(  # type: ignore[attr-defined]
+        trainer, Events.ITERATION_COMPLETED(once=3)
+    )
+    WallClockLimit(seconds=60, margin_s=1).attach(trainer)
+    state = trainer.run(numbers_loader(20), max_epochs=1)
+
+    assert (state.status, state.evaluations, saved(tmp_path)) == ("interrupted", 0, [2, 3])
+    assert (batches, clock.now - began) == ([3] * 29, 59.0)
 
 
 def test_evaluator_is_as_before_after_an_evaluation() -> None:
