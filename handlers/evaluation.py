@@ -76,7 +76,9 @@ class Evaluation:
         trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Evaluate now, unless this iteration was."""
+        """Evaluate now, unless this iteration was; on STARTED not in a run that goes on, which has been evaluated."""
+        if trainer.position.taking_up:
+            return
         if trainer.state.iteration not in (self._evaluated_at, self._cut_at) and not trainer.state.stopping:
             self._rng = rng.capture()
             self._evaluate(trainer)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ignite_engine import agreement, rng
 from ignite_engine.accumulation import Group
@@ -56,8 +56,10 @@ class DataSource:
         self.pass_number = self.batch = 0
         self.lengths: list[int] | None = None
         self.uneven = False
+        self.ended = False
+        """The present pass was at its end when the position was saved: nothing more comes of it."""
         self._pending_state: dict[str, Any] | None = None
-        self._between_passes = False
+        self._between_passes = self._exhausted = False
         self._iterator: Any = None
         self._replayed: Any = None
 
@@ -97,8 +99,10 @@ class DataSource:
         kind = type(self.data).__name__
         if self.sampler is not None:
             return None
-        if hasattr(self.data, "state_dict"):
+        if self.keeps_state:
             workers = getattr(self.data, "num_workers", 0)
+            if (sampler := _stateless_order(self.data)) is not None:
+                return f"{kind} does not save the order of its {type(sampler).__name__}: it is drawn anew"
             if not workers or hasattr(getattr(self.data, "dataset", None), "state_dict"):
                 return None
             return f"{kind} does not save the random numbers of its {workers} workers: samples that draw any differ"
@@ -109,6 +113,11 @@ class DataSource:
             order = self.data.batch_sampler or order
         by = "" if order is None or type(order) is SequentialSampler else f" with {type(order).__name__}"
         return f"{kind}{by} keeps no state: its batches are replayed"
+
+    @property
+    def keeps_state(self) -> bool:
+        """The data has a ``state_dict`` of its own, which says where in a pass it stands."""
+        return self.sampler is None and hasattr(self.data, "state_dict")
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the current pass, from ``batch`` on."""
@@ -122,6 +131,8 @@ class DataSource:
             yield group
 
     def _from_position(self) -> Iterator[Any]:
+        if self.ended:
+            return iter(())
         if self.sampler is not None:
             assert self.data.batch_size is not None
             self.sampler.pass_number = self.pass_number
@@ -136,10 +147,9 @@ class DataSource:
         if self._pending_state is not None:
             self.data.load_state_dict(self._pending_state)
             self._pending_state = None
-            if between_passes or (self.batches is not None and self.batch >= self.batches):
-                return self._from_the_end_of_a_pass(ended=between_passes)
-            iterator = self._iterator = iter(self.data)
-            return iterator
+            return self._after_a_pass() if between_passes else self._noted(iter(self.data))
+        if self.keeps_state:
+            return self._noted(iter(self.data))
         iterator = self._iterator = iter(self.data)
         if self.batch:
             logger.warning(
@@ -151,25 +161,25 @@ class DataSource:
                 self._replayed = batch
         return iterator
 
-    def _from_the_end_of_a_pass(self, *, ended: bool) -> Iterator[Any]:
-        """Batches of a loader whose state is that of a pass's end: some give nothing then, some begin the next at once.
-
-        Args:
-            ended: the position is that of the next pass already.
-        """
+    def _after_a_pass(self) -> Iterator[Any]:
+        """The next pass of data whose state is that of a pass's end: some give nothing then, some begin the next."""
         generators = rng.capture()
-        iterator = self._iterator = iter(self.data)
-        for batch in iterator:
-            if not ended:
-                self.next_pass()
-                self._between_passes = False
+        for batch in (iterator := self._noted(iter(self.data))):
             yield batch
             yield from iterator
             return
+        self._exhausted = False
         rng.restore(generators)  # what the end of the pass drew was drawn before the state was saved
-        if ended:
-            self._iterator = iter(self.data)
-            yield from self._iterator
+        yield from self._noted(iter(self.data))
+
+    def _noted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """``iterator``, with a note when it has told its end: that may be while the last group is gathered."""
+        self._iterator = iterator
+        return self._until_exhausted(iterator)
+
+    def _until_exhausted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        yield from iterator
+        self._exhausted = True
 
     def _repeat_last(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         batch, given = None, 0
@@ -202,13 +212,15 @@ class DataSource:
 
     def abandon(self) -> None:
         """End the workers of the present pass at once: they may be busy for long with what nobody wants any more."""
+        if self.keeps_state and self._pending_state is None:
+            self._pending_state = self.data.state_dict()
         end_workers(self._iterator, self.data)
         self._iterator = None
 
     def next_pass(self) -> None:
         """Begin the next pass at its first batch."""
         self.pass_number, self.batch = self.pass_number + 1, 0
-        self._between_passes = True
+        self._between_passes, self.ended, self._exhausted = True, False, False
 
     @property
     def was_begun(self) -> bool:
@@ -217,14 +229,13 @@ class DataSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what must be the same for it to mean the same."""
-        state: dict[str, Any] = {"pass": self.pass_number, "batch": self.batch}
-        own_state = self.sampler is None and hasattr(self.data, "state_dict")
-        if self.batches is not None and self.batch >= self.batches and not own_state:
-            state = {"pass": self.pass_number + 1, "batch": 0}
+        ended = self.ended or self._exhausted or (self.batches is not None and self.batch >= self.batches)
+        state: dict[str, Any] = {"pass": self.pass_number, "batch": self.batch, "ended": ended}
         if self.sampler is not None:
             state |= {"seed": self.sampler.seed, "samples": self.sampler.length, "batch_size": self.data.batch_size}
-        elif own_state:
-            state |= {"loader": _unfinished(self.data.state_dict()), "between_passes": self._between_passes}
+        elif self.keeps_state:
+            own = self.data.state_dict() if self._pending_state is None else self._pending_state
+            state |= {"loader": _unfinished(own), "between_passes": self._between_passes}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -243,9 +254,27 @@ class DataSource:
                         f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "
                         f"equal, or leave the position out with {leave_out('data')}."
                     )
-        self.pass_number, self.batch = state["pass"], state["batch"]
+        self.pass_number, self.batch, self.ended = state["pass"], state["batch"], state["ended"]
         self._pending_state = state.get("loader")
         self._between_passes = bool(state.get("between_passes"))
+
+
+def _stateless_order(data: Any) -> Any:
+    """The sampler whose order a loader with a state cannot take up; None: there is none, or its order is fixed."""
+    order = getattr(data, "batch_sampler", None) or getattr(data, "sampler", None)
+    if order is None or isinstance(getattr(data, "dataset", None), IterableDataset):
+        return None
+    stateful = True
+    while (inner := getattr(order, "sampler", None)) is not None:  # of a batch sampler
+        stateful = stateful and _has_state(order)
+        order = inner
+    fixed = type(order) is SequentialSampler or isinstance(order, DistributedSampler)
+    return None if fixed or (stateful and _has_state(order)) else order
+
+
+def _has_state(sampler: Any) -> bool:
+    """Torchdata's have one in their iterators."""
+    return hasattr(sampler, "state_dict") or type(sampler).__module__.startswith("torchdata.")
 
 
 def _unfinished(state: Any) -> Any:

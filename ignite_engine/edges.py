@@ -28,8 +28,11 @@ class EngineWithEdges(PlannedEngine):
         super().__init__(update)
         self.requests = Requests()
 
-    def _edge(self, *, last: bool) -> None:
-        """The clean edge after an update: publish, save if due, and stop if all ranks agreed to."""
+    def _edge(self, *, last: bool, within_epoch: bool = False) -> None:
+        """The clean edge after an update: publish, save if due, and stop if all ranks agreed to.
+
+        Where what was published ends the epoch, the rest is left to the edge at its end.
+        """
         state = self.state
         agreed = self._agree(now=last)
         if agreed & STOP:
@@ -39,7 +42,9 @@ class EngineWithEdges(PlannedEngine):
         state.last = last or state.stopping
         self._publish()
         state.last = state.last or bool(self.should_terminate)  # what was measured may have ended the run
-        if self.hears(TrainingEvents.RESUME_POINT):  # else `last_event_name` stays Ignite's
+        if within_epoch and self.should_terminate_single_epoch and not state.last:
+            self.requests.ask_again(agreed)
+        elif self.hears(TrainingEvents.RESUME_POINT):  # else `last_event_name` stays Ignite's
             self._fire_event(TrainingEvents.RESUME_POINT)
         state.save_requested = state.attention = False
 

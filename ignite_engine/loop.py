@@ -96,9 +96,9 @@ class TrainingLoop(EngineWithEdges):
             self._fire_event(Events.EPOCH_COMPLETED)
             state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
         self._log_time(f"Epoch[{state.epoch}] Complete.", time.time() - started)
-        self.should_terminate_single_epoch = False
         self.position.end_epoch()
         self._edge(last=bool(self.should_terminate) or self._is_done(state))
+        self.should_terminate_single_epoch = False
         yield from self._maybe_terminate_or_interrupt()
 
     def _run_once_on_dataset_as_gen(self) -> Generator[Any, None, float]:
@@ -155,11 +155,12 @@ class TrainingLoop(EngineWithEdges):
                     or state.metrics.fresh
                     or ("RESUME_POINT" in heard)
                 ):
-                    self._edge(last=bool(self.should_terminate))
+                    self._edge(last=bool(self.should_terminate), within_epoch=True)
                 if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
                     yield from self._maybe_terminate_or_interrupt()
         except _EngineTerminateSingleEpochException:
             self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=position.epoch_iteration)
+            position.clean = True
             position.end_pass()
             self._setup_dataloader_iter()
         except _EngineTerminateException:
@@ -219,6 +220,9 @@ class TrainingLoop(EngineWithEdges):
         self.state.dataloader, self.begun = data, True
         self.should_terminate = False
         self._init_timers(self.state)
+        self.position.begin()
+        # a run may end within an epoch
+        self.state.epoch = self.position.epochs_completed + int(self.position.epoch_iteration > 0)
         self._fire_event(Events.STARTED)
         self.registry.check_all_claimed()
         self.registry.restore_metrics(last=True)

@@ -39,6 +39,8 @@ class RunPosition:
         self._batches = self._steps = 0
         self._continues = False
         self._other_groups = False
+        self.taking_up = False
+        """STARTED of a run that goes on: what happens at the start of a run has happened."""
 
     def parts(self) -> dict[str, Stateful]:
         """What stands beside the counters in a checkpoint, by name."""
@@ -145,17 +147,22 @@ class RunPosition:
                 source.load_state_dict(self._waiting_data)
             self._waiting_data = None
         elif before is not None:
-            source.pass_number, source.batch = before.pass_number, before.batch
+            if self._continues and source.data is before.data:
+                source.load_state_dict(before.state_dict())
+            else:
+                source.pass_number, source.batch = before.pass_number, before.batch
         if self.resumed and self._trainer.state.epoch_length is None:
             self._trainer.state.epoch_length = source.iterations
         if self._other_groups and self._trainer.state.epoch_length == source.iterations is not None:
-            self.epoch_iteration = -(-source.batch // source.steps)
+            at_its_start = source.ended and self.epoch_iteration == 0
+            self.epoch_iteration = 0 if at_its_start else -(-source.batch // source.steps)
         self._other_groups = False
 
     def begin(self) -> None:
         """The first thing in a run: which kind of start is this?"""
         state, source = self._trainer.state, self.source
-        if self.resumed or self._continues:
+        self.taking_up = self.resumed or self._continues
+        if self.taking_up:
             self.resumed = self._continues = False
             return
         self.epochs_completed = state.epoch
@@ -165,6 +172,7 @@ class RunPosition:
                 setattr(state, counter, 0)
             if source is not None:
                 source.pass_number = source.batch = 0
+                source.ended = False
         else:  # as Ignite: data from its beginning, the rest of the epoch by the iteration's number
             length = state.epoch_length
             self.epoch_iteration = state.iteration % length if length and not self._trainer.was_terminated else 0
@@ -172,7 +180,8 @@ class RunPosition:
                 source.next_pass()
 
     def restore_rng(self) -> None:
-        """Put the generators back where the checkpoint found them."""
+        """Put the generators back where the checkpoint found them: the run has started."""
+        self.taking_up = False
         if self._waiting_rng is not None:
             rng.restore(self._waiting_rng)
             self._waiting_rng = None

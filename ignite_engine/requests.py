@@ -43,6 +43,15 @@ class Requests:
     def ask_to_attend(self) -> None:
         self._attend = self.asked = True
 
+    def ask_again(self, agreed: int) -> None:
+        """What was agreed could not be done yet, on any rank: it is to be heard at the next edge."""
+        if agreed & SAVE:
+            self.ask_to_save()
+        if agreed & ATTEND:
+            self.ask_to_attend()
+        if agreed:
+            self.agree_at_next_edge()
+
     def agree_at_next_edge(self) -> None:
         """Vote there even if it is not its turn; every rank says so at the same place."""
         self.hurried = True

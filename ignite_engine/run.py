@@ -113,8 +113,6 @@ class Run:
                 self._metrics_before = self.directory.read_summary().get("metrics", {})
             if self.began_at >= self.total:
                 logger.info("The run is at its end (iteration %d): it is only evaluated.", trainer.state.iteration)
-                position = trainer.position  # a run may end within an epoch
-                trainer.state.epoch = position.epochs_completed + int(position.epoch_iteration > 0)
             self._write_summary("running", resumed)
             trainer.run(self.loader, **self.length)
         except BaseException as error:

@@ -1,0 +1,219 @@
+"""A run that goes on, in this process or another: what a random search over features has once found different."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Average
+from torch.utils.data import BatchSampler, RandomSampler, TensorDataset, WeightedRandomSampler
+
+from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
+from ignite_engine.handlers import EarlyStopping, Evaluation
+
+Seen = list[tuple[Any, ...]]
+Made = tuple[Trainer, Seen]
+
+
+def stateful(count: int, **options: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+    return StatefulDataLoader(TensorDataset(torch.arange(count)), 1, **options)
+
+
+def noting(accumulation_steps: int | None = None) -> Made:
+    """A trainer, and epoch, iteration and samples of each update."""
+    torch.manual_seed(0)
+    seen: Seen = []
+
+    def update(engine: Any, batch: Any) -> None:
+        group = batch if accumulation_steps else [batch]
+        seen.append((engine.state.epoch, engine.state.iteration, [int(torch.as_tensor(each[0])) for each in group]))
+
+    trainer = Trainer(update, accumulation_steps)
+    return trainer, seen
+
+
+def assert_goes_on_everywhere(make: Callable[[], Made], run: Callable[[Trainer], Any]) -> Trainer:
+    """From each edge of a run all that follows is seen again."""
+    (whole, expected), saved = make(), list[tuple[int, Any]]()
+
+    def save() -> None:
+        saved.append((len(expected), copy.deepcopy(whole.registry.capture())))
+
+    whole.add_event_handler(TrainingEvents.RESUME_POINT, save)
+    run(whole)
+    assert whole.exactness() == [] and len(saved) > 1
+    for before, (shared, local) in saved[:-1]:
+        resumed, seen = make()
+        resumed.registry.load({**shared, **local}, source="memory")
+        run(resumed)
+        assert seen == expected[before:]
+    return whole
+
+
+@pytest.mark.parametrize("at", [2, 6])
+def test_loader_with_a_state_goes_on_after_a_stop_in_this_process(at: int) -> None:
+    def run(stop: bool) -> Seen:
+        trainer, seen = noting()
+        if stop:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at), lambda: trainer.request_stop("a pause"))
+        data = stateful(6, shuffle=True)
+        for _ in range(2 if stop else 1):
+            trainer.run(data, max_epochs=2)
+        return seen
+
+    assert run(stop=True) == run(stop=False)
+
+
+def test_short_last_group_of_a_stream_with_a_state_ends_its_epoch() -> None:
+    """Gathering it has exhausted the pass: the stream's own state is that of the next one."""
+
+    class Stream:
+        def __init__(self) -> None:
+            self.given = self.passes = 0
+
+        def __iter__(self) -> Iterator[list[int]]:
+            while self.given < 3:
+                self.given += 1
+                yield [10 * self.passes + self.given]
+            self.given, self.passes = 0, self.passes + 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"given": self.given, "passes": self.passes}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.given, self.passes = state["given"], state["passes"]
+
+    assert_goes_on_everywhere(lambda: noting(2), lambda trainer: trainer.run(Stream(), max_epochs=3))
+
+
+@pytest.mark.parametrize("at", [Events.ITERATION_COMPLETED, TrainingEvents.METRICS_READY, Events.GET_BATCH_STARTED])
+def test_epoch_that_was_cut_short_is_cut_short(at: Any) -> None:
+    def make() -> Made:
+        trainer, seen = noting()
+
+        def cut() -> None:
+            if trainer.state.iteration == 5 and trainer.state.epoch == 1:
+                trainer.terminate_epoch()
+
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(x=1.0))
+        trainer.add_event_handler(at, cut)
+        return trainer, seen
+
+    data = TensorDataset(torch.arange(5))
+    assert_goes_on_everywhere(
+        make, lambda trainer: trainer.run(loader(data, shuffle=True), max_epochs=2, epoch_length=7)
+    )
+
+
+def test_epoch_that_is_cut_short_at_its_own_end_has_ended() -> None:
+    trainer, seen = noting()
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.update(x=1.0))
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: trainer.terminate_epoch())
+    state = trainer.run(loader(TensorDataset(torch.arange(4))), max_epochs=2)
+
+    assert (state.status, len(seen)) == ("completed", 8)
+
+
+def test_save_that_was_asked_for_where_the_epoch_is_cut_short_is_made_at_its_end() -> None:
+    trainer, _ = noting()
+    asked = list[tuple[int, int]]()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_save())
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.state.metrics.update(x=1.0))
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: trainer.terminate_epoch())
+
+    @trainer.on(TrainingEvents.RESUME_POINT)
+    def note() -> None:
+        if trainer.state.save_requested:
+            asked.append((trainer.state.iteration, trainer.position.epochs_completed))
+
+    trainer.run(loader(TensorDataset(torch.arange(4))), max_epochs=2)
+    assert asked == [(2, 1)]
+
+
+def test_epoch_cut_short_before_an_update_leaves_a_clean_edge() -> None:
+    trainer, _ = noting()
+    last = list[bool]()
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: trainer.terminate_epoch())
+    trainer.add_event_handler(Events.EPOCH_STARTED(once=2), lambda: trainer.terminate())
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: last.append(trainer.state.last))
+    trainer.run(loader(TensorDataset(torch.arange(4))), max_epochs=3)
+
+    assert last[-1]
+
+
+def test_end_of_a_pass_is_told_by_the_resumed_run_too() -> None:
+    def make() -> Made:
+        trainer, seen = noting()
+        trainer.add_event_handler(
+            Events.DATALOADER_STOP_ITERATION, lambda: seen.append(("stop", trainer.state.iteration))
+        )
+        return trainer, seen
+
+    data = TensorDataset(torch.arange(2))
+    assert_goes_on_everywhere(make, lambda trainer: trainer.run(loader(data), max_epochs=3))
+
+
+def test_evaluation_before_training_is_not_made_again() -> None:
+    def make() -> Made:
+        trainer, seen = noting()
+        evaluator = create_evaluator(torch.nn.Linear(1, 1), lambda model, batch: 1.0, {"x": Average()})
+        Evaluation(evaluator, [torch.zeros(1)]).attach(trainer, Events.STARTED | Events.EPOCH_COMPLETED)
+        EarlyStopping("val/x", patience=3).attach(trainer)
+        return trainer, seen
+
+    data = TensorDataset(torch.arange(4))
+    whole = assert_goes_on_everywhere(make, lambda trainer: trainer.run(loader(data), max_epochs=9))
+    assert (whole.state.iteration, whole.state.evaluations) == (12, 4)
+
+
+def test_finished_run_stands_in_the_epoch_in_which_it_ended() -> None:
+    data = TensorDataset(torch.arange(4))
+    whole, _ = noting()
+    whole.run(loader(data), max_iters=3)
+    again, _ = noting()
+    shared, local = whole.registry.capture()
+    again.registry.load({**shared, **local}, source="memory")
+    heard = list[int]()
+    again.add_event_handler(Events.STARTED, lambda: heard.append(again.state.epoch))
+
+    assert again.run(loader(data), max_iters=3).epoch == whole.state.epoch == 1 and heard == [1]
+
+
+def test_other_groups_from_the_end_of_an_epoch_on() -> None:
+    """Saved with every batch of the pass consumed, the next epoch begins at its first iteration."""
+    whole, _ = noting(2)
+    saved = list[Any]()
+    whole.add_event_handler(TrainingEvents.RESUME_POINT, lambda: saved.append(copy.deepcopy(whole.registry.capture())))
+    whole.run(stateful(5), max_epochs=1)
+    other, seen = noting()
+    other.registry.load({**saved[-1][0], **saved[-1][1]}, source="memory")
+    state = other.run(stateful(5), max_epochs=3)
+
+    assert (state.iteration, state.epoch, len(seen)) == (3 + 2 * 5, 3, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"shuffle": True}, None),
+        ({"shuffle": False}, None),
+        ({"sampler": WeightedRandomSampler([1.0] * 6, 6)}, "WeightedRandomSampler"),
+        ({"batch_size": 1, "batch_sampler": BatchSampler(RandomSampler(range(6)), 1, False)}, "RandomSampler"),
+    ],
+    ids=["shuffled", "in order", "weighted", "batches"],
+)
+def test_order_that_a_loader_with_a_state_does_not_save_is_in_the_exactness_report(
+    options: dict[str, Any], told: str | None
+) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    trainer, _ = noting()
+    trainer.run(StatefulDataLoader(TensorDataset(torch.arange(6)), **options), max_epochs=1)
+    reason = f"StatefulDataLoader does not save the order of its {told}: it is drawn anew"
+    assert trainer.exactness() == ([] if told is None else [reason])
