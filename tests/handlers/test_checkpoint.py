@@ -16,7 +16,7 @@ from ignite.metrics import Average
 from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, StateMismatch
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, StateMismatch, filesystem
 from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLogger, warmup_cosine
 from tests.engine.builders import Passes, linear, numbers_loader, trainer_of, weights
 
@@ -127,6 +127,22 @@ def test_each_nth_stays_for_good(tmp_path: Path) -> None:
     trainer.run(numbers_loader(), max_iters=10)
 
     assert iterations(tmp_path) == [4, 8, 10]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_last_healthy_one_stays_beside_the_newest(tmp_path: Path, background: bool) -> None:
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        loss = model(batch[0]).pow(2).mean()
+        return loss * float("nan") if trainer.state.iteration > 3 else loss
+
+    trainer = trainer_of()
+    trainer.update.loss_fn = loss_fn  # type: ignore[attr-defined]  # an Update
+    Checkpoint(tmp_path, keep_last=1, background=background).attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(numbers_loader(), max_iters=6)
+
+    assert not weights(trainer).isfinite().any()
+    healthy = {each.iteration: each.manifest.healthy for each in CheckpointStore(tmp_path).checkpoints()}
+    assert healthy == {3: True, 6: False}
 
 
 def test_metrics_of_the_iteration_are_in_the_manifest(tmp_path: Path) -> None:
@@ -253,6 +269,33 @@ def test_resumed_run_prunes_what_the_killed_one_left_to_prune(tmp_path: Path) ->
         else:
             again.run(numbers_loader(), max_iters=0)
         assert iterations(tmp_path) == ([6] if resumed else [2, 4, 6])
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_start_of_a_run_sweeps_what_a_killed_one_was_writing(tmp_path: Path, resumed: bool) -> None:
+    if resumed:
+        trainer = trainer_of()
+        Checkpoint(tmp_path).attach(trainer)
+        trainer.run(numbers_loader(), max_iters=4)
+    left = [tmp_path / f".{kind}-iteration_00000005-0123abcd" for kind in ("tmp", "trash")]
+    for path in left:
+        path.mkdir()
+        (path / "shared.pt").write_bytes(b"half of it")
+    alive = tmp_path / ".tmp-iteration_00000006-0123abcd"
+    alive.mkdir()
+    trainer, seen = trainer_of(), list[Path]()
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=5 if resumed else 1), lambda: seen.extend(hidden(tmp_path)))
+    with filesystem.locked(alive):
+        assert (checkpoint.resume() is not None) == resumed and hidden(tmp_path) == sorted([*left, alive])
+        trainer.run(numbers_loader(), max_iters=5)
+
+    assert seen == [alive]
+
+
+def hidden(directory: Path) -> list[Path]:
+    return sorted(each for each in directory.iterdir() if each.name.startswith("."))
 
 
 def test_damaged_newest_one_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
