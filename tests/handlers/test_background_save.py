@@ -116,6 +116,28 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
     assert saved[0][0] >= 5 and trainer.state.save_seconds > 0
 
 
+def test_what_a_save_took_is_told_once_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, not only what training waited for."""
+    save = CheckpointStore.save
+
+    def slowly(self: CheckpointStore, *args: Any, **options: Any) -> Path:
+        if options["iteration"] == 2:
+            time.sleep(0.2)
+        return save(self, *args, **options)
+
+    monkeypatch.setattr(CheckpointStore, "save", slowly)
+    trainer, took = trainer_of(), dict[int | None, float]()
+    Checkpoint(tmp_path, background=True).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    trainer.add_event_handler(
+        TrainingEvents.CHECKPOINT_SAVED,
+        lambda: took.__setitem__(trainer.state.saved_iteration, trainer.state.save_seconds),
+    )
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(0.01))
+    trainer.run(numbers_loader(), max_iters=60)
+
+    assert list(took) == [2, 60] and took[2] >= 0.2 and took[60] > 0
+
+
 @pytest.mark.parametrize("when_busy", ["wait", "skip"])
 def test_next_save_waits_or_is_skipped(when_busy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = CheckpointStore.save
@@ -167,6 +189,29 @@ def test_weights_changed_under_the_copy_are_never_committed(tmp_path: Path) -> N
 
     assert len(failed) == 1 and "changed while they were copied" in failed[0]
     assert list(contents(tmp_path)) == [6]
+
+
+@pytest.mark.usefixtures("slow_copy")
+def test_parameter_that_the_forward_pass_changes_is_saved_as_it_was_at_the_edge(tmp_path: Path) -> None:
+    """It is not trained, so it does not rest until the next step."""
+
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(1, 1)
+            self.passes = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.passes.add_(1)
+            return super().forward(inputs)
+
+    model, failed = Counting(), list[int]()
+    trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters()), loss_fn))
+    Checkpoint(tmp_path, keep_last=9, background=True).attach(trainer, EVERY)
+    trainer.add_event_handler(TrainingEvents.CHECKPOINT_FAILED, lambda: failed.append(trainer.state.iteration))
+    trainer.run(numbers_loader(), max_iters=5)
+
+    saved = {iteration: shared["model"]["passes"].item() for iteration, (shared, _) in contents(tmp_path).items()}
+    assert (saved, failed) == ({1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}, [])
 
 
 @pytest.mark.usefixtures("slow_copy")
