@@ -1,0 +1,52 @@
+"""Ctrl-C goes to the whole process group: loader workers outlive it, so that a stop can end at a clean edge."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from ignite_engine import Trainer, loader
+
+STARTED_WITH: list[int] = []
+
+
+class Answers(Dataset[Any]):
+    """What each sample's process does with SIGINT, and whether the user's own function was called in it."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[int, bool, list[int]]:
+        return os.getpid(), signal.getsignal(signal.SIGINT) == signal.SIG_IGN, list(STARTED_WITH)
+
+
+def as_they_are(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def answers(data: DataLoader[Any]) -> list[tuple[int, bool, list[int]]]:
+    """Of a run over ``data``."""
+    got: list[Any] = []
+    Trainer(lambda engine, batch: got.extend(batch)).run(data, max_epochs=1)
+    return got
+
+
+@pytest.mark.parametrize("build", [loader, DataLoader], ids=["loader", "plain"])
+def test_workers_ignore_ctrl_c(build: Any) -> None:
+    """A plain loader is rebuilt to resume, and its workers ignore it, too."""
+    before = signal.getsignal(signal.SIGINT)
+    data = build(Answers(), batch_size=1, num_workers=2, collate_fn=as_they_are, worker_init_fn=STARTED_WITH.append)
+    got = answers(data)
+
+    assert [ignored for _, ignored, _ in got] == [True] * 4
+    assert [own for _, _, own in got] == [[0], [1]] * 2
+    assert len({process for process, *_ in got} - {os.getpid()}) == 2
+    assert signal.getsignal(signal.SIGINT) == before != signal.SIG_IGN
+
+
+def test_training_process_itself_does_not_ignore_it() -> None:
+    assert answers(loader(Answers(), 1, collate_fn=as_they_are)) == [(os.getpid(), False, [])] * 4
