@@ -154,8 +154,10 @@ class RunPosition:
         if self.resumed and self._trainer.state.epoch_length is None:
             self._trainer.state.epoch_length = source.iterations
         if self._other_groups and self._trainer.state.epoch_length == source.iterations is not None:
+            assert source.batches is not None
+            left = -(-(source.batches - source.batch) // source.steps)
             at_its_start = source.ended and self.epoch_iteration == 0
-            self.epoch_iteration = 0 if at_its_start else -(-source.batch // source.steps)
+            self.epoch_iteration = 0 if at_its_start else source.iterations - left
         self._other_groups = False
 
     def begin(self) -> None:

@@ -185,6 +185,24 @@ def test_finished_run_stands_in_the_epoch_in_which_it_ended() -> None:
     assert again.run(loader(data), max_iters=3).epoch == whole.state.epoch == 1 and heard == [1]
 
 
+@pytest.mark.parametrize("steps", [None, 2, 3, 5])
+def test_other_groups_from_anywhere_take_each_batch_once(steps: int | None) -> None:
+    data = TensorDataset(torch.arange(5))
+    for at in range(1, 11):
+        whole, seen = noting()
+        whole.run(loader(data, shuffle=True), max_epochs=2)
+        expected = sorted(sample for *_, samples in seen[at:] for sample in samples)
+        whole, _ = noting()
+        whole.add_event_handler(Events.ITERATION_COMPLETED(once=at), lambda: whole.request_stop("here"))  # noqa: B023
+        whole.run(loader(data, shuffle=True), max_epochs=2)
+        shared, local = whole.registry.capture()
+        other, seen = noting(steps)
+        other.registry.load({**shared, **local}, source="memory")
+        state = other.run(loader(data, shuffle=True), max_epochs=2)
+        assert sorted(sample for *_, samples in seen for sample in samples) == expected
+        assert state.epoch == 2
+
+
 def test_other_groups_from_the_end_of_an_epoch_on() -> None:
     """Saved with every batch of the pass consumed, the next epoch begins at its first iteration."""
     whole, _ = noting(2)
