@@ -25,7 +25,8 @@ class GracefulStop:
 
     A signal only sets a flag; while one process waits for its loader it also breaks that wait. The same or another
     signal 0.5 s or more after the first forces the end, without a save. SIGTERM after the committed save is ignored:
-    launchers send it to those that still say goodbye. Handlers are installed while ``run()`` runs and put back after.
+    launchers send it to those that still say goodbye. Handlers are installed while ``run()`` runs and put back after;
+    but once ``Interrupted`` is raised both signals are ignored, as the process ends and all is saved.
     """
 
     phase = Phase.EVALUATE - 1  # an evaluation at STARTED hears signals, too
@@ -72,7 +73,7 @@ class GracefulStop:
     def _restore(self, trainer: Trainer) -> None:
         stopped = self.exit and trainer.state.status == "interrupted"
         for number, handler in self._before.items():
-            ignored = stopped and number == signal.SIGTERM
+            ignored = stopped and number in (signal.SIGINT, signal.SIGTERM)
             signal.signal(number, signal.SIG_IGN if ignored else handler)
         self._before = {}
         self._trainer = None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,15 +29,29 @@ def _already_collated(batch: Any) -> Any:
 
 
 class _WorkerInit:
-    """Loader workers ignore Ctrl-C: it goes to the whole group, and the training process shuts them down itself."""
+    """Loader workers leave stops to the training process: Ctrl-C, and SIGTERM of many launchers, go to the whole group.
+
+    It shuts them down itself; one that died before would be an error in it, at any place.
+    """
 
     def __init__(self, user: Callable[[int], None] | None) -> None:
         self.user = user
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        trainer = multiprocessing.parent_process()
+        if trainer is not None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_end_for, args=(trainer.pid,), daemon=True).start()
         if self.user is not None:
             self.user(worker)
+
+
+def _end_for(process: int | None) -> None:
+    """End this process on SIGTERM, if it is ``process`` that sends it."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process:
+        pass
+    os._exit(0)
 
 
 def loader(

@@ -261,7 +261,9 @@ class DataSource:
 
 def _stateless_order(data: Any) -> Any:
     """The sampler whose order a loader with a state cannot take up; None: there is none, or its order is fixed."""
-    order = getattr(data, "batch_sampler", None) or getattr(data, "sampler", None)
+    order = getattr(data, "batch_sampler", None)
+    if order is None:
+        order = getattr(data, "sampler", None)
     if order is None or isinstance(getattr(data, "dataset", None), IterableDataset):
         return None
     stateful = True

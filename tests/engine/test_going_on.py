@@ -221,10 +221,11 @@ def test_other_groups_from_the_end_of_an_epoch_on() -> None:
     [
         ({"shuffle": True}, None),
         ({"shuffle": False}, None),
+        ({"shuffle": False, "batch_size": None}, None),
         ({"sampler": WeightedRandomSampler([1.0] * 6, 6)}, "WeightedRandomSampler"),
         ({"batch_size": 1, "batch_sampler": BatchSampler(RandomSampler(range(6)), 1, False)}, "RandomSampler"),
     ],
-    ids=["shuffled", "in order", "weighted", "batches"],
+    ids=["shuffled", "in order", "single", "weighted", "batches"],
 )
 def test_order_that_a_loader_with_a_state_does_not_save_is_in_the_exactness_report(
     options: dict[str, Any], told: str | None

@@ -33,12 +33,16 @@ def assert_goes_on_to_the_same_end(config: Path, uninterrupted: dict[str, Any]) 
     assert lines(folder) == uninterrupted["lines"]
 
 
-def test_interrupted_while_training(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
-    config = write_config(tmp_path, task_options={"slow_step_s": 0.03})
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
+def test_interrupted_while_training(
+    tmp_path: Path, uninterrupted: dict[str, Any], number: signal.Signals, workers: int
+) -> None:
+    """The signal goes to the whole group, loader workers too."""
+    config = write_config(tmp_path, task_options={"slow_step_s": 0.03}, data={"num_workers": workers})
     process = start(config)
     wait_until(lambda: len(lines(tmp_path)) >= 2, process)
-    code, seconds = interrupt(process)
-    assert code == 130 and seconds < WAITS_S
+    code, seconds = interrupt(process, number)
+    assert code == 128 + number and seconds < WAITS_S
     assert_goes_on_to_the_same_end(config, uninterrupted)
 
 
@@ -52,14 +56,16 @@ def test_interrupted_while_evaluating(tmp_path: Path, uninterrupted: dict[str, A
     assert_goes_on_to_the_same_end(config, uninterrupted)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_interrupted_while_the_loader_waits(tmp_path: Path, uninterrupted: dict[str, Any], workers: int) -> None:
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGINT, 2), (signal.SIGTERM, 2)])
+def test_interrupted_while_the_loader_waits(
+    tmp_path: Path, uninterrupted: dict[str, Any], number: signal.Signals, workers: int
+) -> None:
     config = write_config(tmp_path, task_options={"block_at": 77}, data={"num_workers": workers})
     process = start(config)
     wait_until((tmp_path / "blocked").exists, process)
     time.sleep(1.0)  # the other worker's batches are used up meanwhile
-    code, seconds = interrupt(process)
-    assert code == 130 and seconds < WAITS_S
+    code, seconds = interrupt(process, number)
+    assert code == 128 + number and seconds < WAITS_S
     assert group_is_gone(process.pid)
     assert_goes_on_to_the_same_end(config, uninterrupted)
 
