@@ -84,17 +84,21 @@ class Evaluation:
             self._evaluate(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether an evaluation was begun and not finished, and from which random numbers; measures are in the log."""
-        return {"pending": self._pending, "rng": self._rng if self._pending else None}
+        """What was evaluated last; whether one was begun and not finished, and from which random numbers."""
+        drawn_from = self._rng if self._pending else None
+        return {"pending": self._pending, "rng": drawn_from, "evaluated_at": self._evaluated_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._pending, self._rng, self._loaded = state["pending"], state.get("rng"), True
+        self._pending, self._rng, self._loaded = state["pending"], state["rng"], True
+        self._evaluated_at = state["evaluated_at"]
 
     def _make_up(self, trainer: Trainer) -> None:
         self._began_at = trainer.state.iteration
         if trainer.state.iteration == 0 and not self._loaded:  # what an earlier run left
             self._pending, self._evaluated_at, self._cut_at = False, -1, -1
         self._loaded = False
+        if trainer.position.at_its_end:  # a finished run is started again to be evaluated
+            self._evaluated_at = -1
         if self._pending:
             self._evaluate(trainer)
 

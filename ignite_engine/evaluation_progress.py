@@ -148,7 +148,7 @@ class OngoingProgress:
                 raise ValueError(f"It holds the metrics {known[0]}, now there are {known[1]}.")
             agreement.agreed(lambda: self._source.load_state_dict(mine["data"]))
         except ValueError as error:
-            self._source.load_state_dict({"pass": pass_number, "batch": 0})
+            self._source.load_state_dict({"pass": pass_number, "batch": 0, "ended": False})
             logger.warning("%s is not used, the evaluation begins anew: %s", path, error)
             return
         self.start, self._mine = self._source.batch, mine

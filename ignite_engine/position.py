@@ -41,6 +41,8 @@ class RunPosition:
         self._other_groups = False
         self.taking_up = False
         """STARTED of a run that goes on: what happens at the start of a run has happened."""
+        self.at_its_end = False
+        """A finished run was started again: no update follows."""
 
     def parts(self) -> dict[str, Stateful]:
         """What stands beside the counters in a checkpoint, by name."""
@@ -163,7 +165,7 @@ class RunPosition:
     def begin(self) -> None:
         """The first thing in a run: which kind of start is this?"""
         state, source = self._trainer.state, self.source
-        self.taking_up = self.resumed or self._continues
+        self.taking_up, self.at_its_end = self.resumed or self._continues, False
         if self.taking_up:
             self.resumed = self._continues = False
             return

@@ -172,6 +172,41 @@ def test_evaluation_before_training_is_not_made_again() -> None:
     assert (whole.state.iteration, whole.state.evaluations) == (12, 4)
 
 
+def test_iteration_is_evaluated_once_where_a_pass_without_a_length_ends() -> None:
+    """Its last iteration has an edge of its own before the epoch's."""
+
+    class Unsized:
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0], [1]])
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    def make() -> Made:
+        trainer, seen = noting()
+        evaluator = create_evaluator(torch.nn.Linear(1, 1), lambda model, batch: 1.0, {"x": Average()})
+        evaluation = Evaluation(evaluator, [torch.zeros(1)])
+        evaluation.attach(trainer, Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED)
+        trainer.add_event_handler(
+            TrainingEvents.EVALUATION_COMPLETED, lambda: seen.append(("evaluated", trainer.state.iteration))
+        )
+        return trainer, seen
+
+    (whole, expected), saved = make(), list[Any]()
+    whole.add_event_handler(
+        TrainingEvents.RESUME_POINT, lambda: saved.append((len(expected), copy.deepcopy(whole.registry.capture())))
+    )
+    whole.run(Unsized(), max_epochs=2)
+    before, (shared, local) = saved[1]  # after the second iteration, the pass's last
+    resumed, seen = make()
+    resumed.registry.load({**shared, **local}, source="memory")
+    resumed.run(Unsized(), max_epochs=1)
+    assert expected[:before] == [(1, 1, [0]), (1, 2, [1]), ("evaluated", 2)] and seen == []
+
+
 def test_finished_run_stands_in_the_epoch_in_which_it_ended() -> None:
     data = TensorDataset(torch.arange(4))
     whole, _ = noting()
