@@ -179,12 +179,6 @@ def test_iteration_is_evaluated_once_where_a_pass_without_a_length_ends() -> Non
         def __iter__(self) -> Iterator[list[int]]:
             return iter([[0], [1]])
 
-        def state_dict(self) -> dict[str, int]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            pass
-
     def make() -> Made:
         trainer, seen = noting()
         evaluator = create_evaluator(torch.nn.Linear(1, 1), lambda model, batch: 1.0, {"x": Average()})
