@@ -47,7 +47,7 @@ class Checkpoint:
         when_busy: what a save that is due does while the one before is still being written; ``wait`` or ``skip``
             (never a best one, one that was asked for, or the last).
         on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
-            one process only.
+            one process only. What is resumed from there is not bit for bit, so ``strict`` goes without it.
         strict: refuse to begin, or to resume, what cannot be resumed bit for bit.
 
     A save that fails fires ``CHECKPOINT_FAILED`` and training goes on; the one at the end of the run raises. In the
@@ -75,6 +75,11 @@ class Checkpoint:
     ) -> None:
         if when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy must be 'wait' or 'skip', got {when_busy!r}.")
+        if strict and on_exception:
+            raise ValueError(
+                "strict refuses to resume what on_exception saves, where random numbers are those of the break: "
+                "choose one of them."
+            )
         self.background, self.when_busy, self.on_exception = background, when_busy, on_exception
         self.strict, self.name = strict, name
         retention = Retention(keep_last=keep_last, keep_best=keep_best, best=best, mode=mode, keep_every=keep_every)
@@ -180,6 +185,10 @@ class Checkpoint:
 
     def _start(self, trainer: Trainer) -> None:
         self._due = self._must = False
+        if self.on_exception and agreement.world_size() > 1:
+            logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
+        if self.when_busy == "skip" and not self.background:
+            logger.warning("when_busy='skip' has no effect without background=True: no save is ever busy.")
         self._saver.start(trainer)
         if self._watched is not None:
             self._watched.begin(trainer)

@@ -64,6 +64,8 @@ class Evaluation:
         self._rng: dict[str, Any] | None = None
         """What the pending evaluation drew its random numbers from."""
         self._evaluated_at = self._cut_at = self._began_at = -1
+        self._evaluated_before = -1
+        """The iteration that the resumed checkpoint's process has evaluated."""
         self._loaded = False
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
@@ -79,26 +81,29 @@ class Evaluation:
         """Evaluate now, unless this iteration was; on STARTED not in a run that goes on, which has been evaluated."""
         if trainer.position.taking_up:
             return
-        if trainer.state.iteration not in (self._evaluated_at, self._cut_at) and not trainer.state.stopping:
+        iteration, status = trainer.state.iteration, trainer.state.status
+        # a finished run is started again to be evaluated
+        before = self._evaluated_before if status == "running" else -1
+        if iteration not in (self._evaluated_at, self._cut_at, before) and not trainer.state.stopping:
             self._rng = rng.capture()
             self._evaluate(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """What was evaluated last; whether one was begun and not finished, and from which random numbers."""
         drawn_from = self._rng if self._pending else None
-        return {"pending": self._pending, "rng": drawn_from, "evaluated_at": self._evaluated_at}
+        evaluated_at = max(self._evaluated_at, self._evaluated_before)
+        return {"pending": self._pending, "rng": drawn_from, "evaluated_at": evaluated_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._pending, self._rng, self._loaded = state["pending"], state["rng"], True
-        self._evaluated_at = state["evaluated_at"]
+        self._evaluated_before = state["evaluated_at"]
 
     def _make_up(self, trainer: Trainer) -> None:
         self._began_at = trainer.state.iteration
         if trainer.state.iteration == 0 and not self._loaded:  # what an earlier run left
-            self._pending, self._evaluated_at, self._cut_at = False, -1, -1
+            self._pending = False
+            self._evaluated_at = self._cut_at = self._evaluated_before = -1
         self._loaded = False
-        if trainer.position.at_its_end:  # a finished run is started again to be evaluated
-            self._evaluated_at = -1
         if self._pending:
             self._evaluate(trainer)
 

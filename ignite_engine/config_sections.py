@@ -258,6 +258,15 @@ class CheckpointSection(Section):
     ignore: list[str] | None = None  # parts of the run's own newest checkpoint that a resume leaves out
     load: LoadSection = LoadSection()
 
+    @model_validator(mode="after")
+    def _an_exception_is_not_exact(self) -> CheckpointSection:
+        if self.strict and self.on_exception:
+            raise _fault(
+                "on_exception",
+                "got true with checkpoint.strict, which refuses to resume what it saves; expected one of them.",
+            )
+        return self
+
 
 class LoggingSection(Section):
     """What is told while training."""

@@ -57,7 +57,7 @@ class DataSource:
         self.lengths: list[int] | None = None
         self.uneven = False
         self.ended = False
-        """The present pass was at its end when the position was saved: nothing more comes of it."""
+        """The present pass was at its end when the position was saved: ``batch`` is 0, and nothing more comes of it."""
         self._pending_state: dict[str, Any] | None = None
         self._between_passes = self._exhausted = False
         self._iterator: Any = None
@@ -121,6 +121,8 @@ class DataSource:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the current pass, from ``batch`` on."""
+        if self.ended:
+            return iter(())
         batches = self._from_position()
         if self.uneven and self.batches is not None:
             batches = self._repeat_last(batches, self.batches - self.batch)
@@ -131,8 +133,6 @@ class DataSource:
             yield group
 
     def _from_position(self) -> Iterator[Any]:
-        if self.ended:
-            return iter(())
         if self.sampler is not None:
             assert self.data.batch_size is not None
             self.sampler.pass_number = self.pass_number
@@ -229,8 +229,11 @@ class DataSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what must be the same for it to mean the same."""
-        ended = self.ended or self._exhausted or (self.batches is not None and self.batch >= self.batches)
-        state: dict[str, Any] = {"pass": self.pass_number, "batch": self.batch, "ended": ended}
+        exhausted = self._exhausted and not self.uneven
+        ended = self.ended or exhausted or (self.batches is not None and self.batch >= self.batches)
+        # batch 0 of the next pass; but that the one before has ended is still to be told
+        at = (self.pass_number + 1, 0) if ended else (self.pass_number, self.batch)
+        state: dict[str, Any] = {"pass": at[0], "batch": at[1], "ended": ended}
         if self.sampler is not None:
             state |= {"seed": self.sampler.seed, "samples": self.sampler.length, "batch_size": self.data.batch_size}
         elif self.keeps_state:
@@ -254,7 +257,8 @@ class DataSource:
                         f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "
                         f"equal, or leave the position out with {leave_out('data')}."
                     )
-        self.pass_number, self.batch, self.ended = state["pass"], state["batch"], state["ended"]
+        self.ended = state["ended"]
+        self.pass_number, self.batch = state["pass"] - int(self.ended), state["batch"]
         self._pending_state = state.get("loader")
         self._between_passes = bool(state.get("between_passes"))
 

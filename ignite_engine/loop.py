@@ -221,7 +221,6 @@ class TrainingLoop(EngineWithEdges):
         self.should_terminate = False
         self._init_timers(self.state)
         self.position.begin()
-        self.position.at_its_end = True
         # a run may end within an epoch
         self.state.epoch = self.position.epochs_completed + int(self.position.epoch_iteration > 0)
         self._fire_event(Events.STARTED)

@@ -104,6 +104,13 @@ class OptimizerState:
                 f"(in one only: {different or 'none, they are grouped otherwise'}): build the same groups, "
                 f"or leave the optimizer out with {leave_out('optimizer')}."
             )
+        then, now = set(state["param_groups"][0]), set(self.optimizer.param_groups[0])
+        if then - now and now - then:  # one side alone may have been added by a schedule, or by another torch
+            raise StateMismatch(
+                f"The optimizer is a {type(self.optimizer).__name__} and the saved one was of another kind (with "
+                f"{', '.join(sorted(then - now))}, now with {', '.join(sorted(now - then))}): build that one, or leave "
+                f"it out with {leave_out('optimizer')}."
+            )
         ours = iter(index_of[name] for name in self._names())
         groups = []
         for group, own in zip(state["param_groups"], self.optimizer.param_groups, strict=True):

@@ -41,8 +41,6 @@ class RunPosition:
         self._other_groups = False
         self.taking_up = False
         """STARTED of a run that goes on: what happens at the start of a run has happened."""
-        self.at_its_end = False
-        """A finished run was started again: no update follows."""
 
     def parts(self) -> dict[str, Stateful]:
         """What stands beside the counters in a checkpoint, by name."""
@@ -58,7 +56,7 @@ class RunPosition:
     @property
     def source_is_fresh(self) -> bool:
         """Nothing of the present pass was consumed."""
-        return self.source is None or self.source.batch == 0
+        return self.source is None or (self.source.batch == 0 and not self.source.ended)
 
     def group_fetched(self, group: Any) -> None:
         self.clean = False
@@ -157,7 +155,7 @@ class RunPosition:
             self._trainer.state.epoch_length = source.iterations
         if self._other_groups and self._trainer.state.epoch_length == source.iterations is not None:
             assert source.batches is not None
-            left = -(-(source.batches - source.batch) // source.steps)
+            left = 0 if source.ended else -(-(source.batches - source.batch) // source.steps)
             at_its_start = source.ended and self.epoch_iteration == 0
             self.epoch_iteration = 0 if at_its_start else source.iterations - left
         self._other_groups = False
@@ -165,7 +163,7 @@ class RunPosition:
     def begin(self) -> None:
         """The first thing in a run: which kind of start is this?"""
         state, source = self._trainer.state, self.source
-        self.taking_up, self.at_its_end = self.resumed or self._continues, False
+        self.taking_up = self.resumed or self._continues
         if self.taking_up:
             self.resumed = self._continues = False
             return

@@ -112,11 +112,15 @@ class Run:
             if self.began_at:
                 self._metrics_before = self.directory.read_summary().get("metrics", {})
             if self.began_at >= self.total:
-                logger.info("The run is at its end (iteration %d): it is only evaluated.", trainer.state.iteration)
+                logger.info(
+                    "The run is at its end (iteration %d of %d): it is only evaluated.", self.began_at, self.total
+                )
             self._write_summary("running", resumed)
             trainer.run(self.loader, **self.length)
         except BaseException as error:
             status = trainer.state.status
+            if isinstance(error, KeyboardInterrupt) and status != "interrupted":  # before the run heard signals
+                status, trainer.state.reason = "interrupted", "SIGINT"
             status = status if status in ("interrupted", "failed") else "failed"
             trainer.state.reason = trainer.state.reason or f"{type(error).__name__}: {error}"
             if status == "failed":

@@ -176,6 +176,21 @@ def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ignite-engine {ignite_engine.__version__}\n"
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+@pytest.mark.faults
+def test_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(folder: Path, ranks: int) -> None:
+    """No file may grow above 8 KiB; the log and the summary are smaller."""
+    several = ["--nproc-per-node", "2", "--backend", "gloo"] if ranks == 2 else []
+    command = [sys.executable, "-m", "ignite_engine", "train", "my_config.yaml", *several]
+    limited = ["bash", "-c", f"ulimit -f 8; exec {' '.join(command)}"]
+    ended = subprocess.run(limited, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+    told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert ended.returncode == 1 and len(told) == 1 and "Traceback" not in ended.stderr, ended.stderr
+    assert "The checkpoint of iteration 12 was not saved" in told[0] and "there is no earlier one." in told[0]
+    assert summary(folder)["status"] == "failed"
+
+
 def test_options_and_overrides_stand_in_any_order(folder: Path) -> None:
     assert main(["train", "my_config.yaml", "run.seed=3", "--backend", "gloo", "run.max_iterations=2"]) == 0
     assert summary(folder)["iteration"] == 2

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-_NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+_NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 class CheckpointError(Exception):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ignite_engine.checkpointing import contents
+from ignite_engine.checkpointing.errors import StateMismatch
 from ignite_engine.checkpointing.patterns import Patterns, shortened
 
 KeepFn = Callable[[str, str, Any], bool]
@@ -52,11 +53,14 @@ class SaveFilter:
         """Refuse a pattern that matches nothing in the parts that ``capture`` gives.
 
         Raises:
-            ValueError: names the pattern.
+            StateMismatch: names the pattern.
         """
         if self._exclude.texts:
             parts = {part: state for each in capture() for part, state in each.items()}
-            self._exclude.check({part: contents.named(state) or () for part, state in parts.items()}, "this run")
+            try:
+                self._exclude.check({part: contents.named(state) or () for part, state in parts.items()}, "this run")
+            except ValueError as error:
+                raise StateMismatch(str(error)) from error
 
     def reasons(self, capture: Capture) -> list[str]:
         """What it leaves out of the parts that ``capture`` gives, as the exactness report says it."""

@@ -254,7 +254,5 @@ class CheckpointStore:
         return doomed
 
     def _not_saved(self, iteration: int, causes: str) -> str:
-        return (
-            f"The checkpoint of iteration {iteration} was not saved in {self.directory}: {causes}; "
-            "earlier checkpoints stand."
-        )
+        earlier = "earlier checkpoints stand" if self.checkpoints() else "there is no earlier one"
+        return f"The checkpoint of iteration {iteration} was not saved in {self.directory}: {causes}; {earlier}."

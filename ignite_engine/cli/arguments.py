@@ -17,8 +17,6 @@ from ignite_engine.cli import checkpoints, commands, pictures, verify_resume
 from ignite_engine.config import ConfigWarning
 from ignite_engine.config_file import did_you_mean
 
-USAGE_ERROR = 2
-
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with what was perhaps meant."""
@@ -28,16 +26,16 @@ class Parser(argparse.ArgumentParser):
         if unknown and "command" in message:
             message = f"got {unknown[1]!r}, which is no command{did_you_mean(unknown[1], commands.COMMANDS)}"
         # overrides need not be there, which argparse cannot say
-        self.exit(USAGE_ERROR, f"error: {message.replace(', section.key=value', '')}\n")
+        self.exit(commands.USAGE_ERROR, f"error: {message.replace(', section.key=value', '')}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0 completed, 1 a check that failed (``checkpoints verify`` and ``diff``), 2 a wrong config or
-        argument (told in one line), 128 + n stopped by signal n. Any other exception leaves as it was raised (Python
-        prints it and exits with 1).
+        The exit code: 0 completed, 1 a check that failed (``checkpoints verify`` and ``diff``) or a last checkpoint
+        that could not be saved, 2 a wrong config or argument (all told in one line), 128 + n stopped by signal n. Any
+        other exception leaves as it was raised (Python prints it and exits with 1).
     """
     options = parse(arguments)
     with warnings.catch_warnings():
@@ -46,12 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return commands.COMMANDS[options.command](options) or 0
         except (*commands.MENDABLE, CheckpointError, FileNotFoundError) as error:
-            if not isinstance(error, commands.MENDABLE) and options.command == "train":
-                raise
-            if options.traceback:
+            if options.traceback or not commands.is_told(error, options.command):
                 raise
             _say(f"error: {error}")
-            return USAGE_ERROR
+            return commands.code_of(error, options.command)
         except KeyboardInterrupt:  # before the run listened to signals
             return 130
         except BrokenPipeError:  # such as: describe ... | head

@@ -19,8 +19,21 @@ from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse
 
+FAILED, USAGE_ERROR = 1, 2
 MENDABLE = (ConfigError, StateMismatch, NotExact, RunDirectoryInUse)
 """What a user can mend whatever the command: one line and code 2."""
+
+
+def is_told(error: BaseException, command: str) -> bool:
+    """Whether one line is enough: a traceback would tell the user no more."""
+    return isinstance(error, (*MENDABLE, CheckpointError)) or (
+        isinstance(error, FileNotFoundError) and command != "train"
+    )
+
+
+def code_of(error: BaseException, command: str) -> int:
+    """The exit code of an error that :func:`is_told`."""
+    return FAILED if isinstance(error, CheckpointError) and command == "train" else USAGE_ERROR
 
 
 def train(options: argparse.Namespace) -> None:
@@ -83,11 +96,11 @@ def _rank_main(local_rank: int, work: Callable[..., None], config: Config, optio
     try:
         work(config, options)
     except (*MENDABLE, CheckpointError, FileNotFoundError) as error:
-        if options.traceback or not (isinstance(error, MENDABLE) or work is _evaluate):
+        if options.traceback or not is_told(error, options.command):
             raise
         if idist.get_rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        sys.exit(code_of(error, options.command))
 
 
 def _train(config: Config, options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,5 +61,5 @@ def test_a_rank_lets_go_of_its_groups_at_its_end(monkeypatch: pytest.MonkeyPatch
     groups: dict[Any, Any] = {(1, "votes"): "a group"}
     monkeypatch.setattr(agreement, "_groups", groups)
     with pytest.raises(ZeroDivisionError):
-        _rank_main(0, lambda rank: 1 // rank, None)
+        _rank_main(0, lambda rank: 1 // rank, None, multiprocessing.get_start_method())
     assert groups == {}

@@ -180,6 +180,16 @@ def test_other_parameter_groups_are_refused(groups: tuple[str, ...]) -> None:
     assert "resume(ignore=['optimizer']), or checkpoint.ignore in a config." in str(caught.value)
 
 
+def test_optimizer_of_another_kind_is_refused() -> None:
+    model = linear()
+    saved = OptimizerState(torch.optim.AdamW(model.parameters()), model).state_dict()
+    with pytest.raises(StateMismatch, match=r"The optimizer is a SGD and .* \(with amsgrad, .* now with dampening, "):
+        OptimizerState(torch.optim.SGD(model.parameters(), 0.1), model).load_state_dict(saved)
+    scheduled = torch.optim.AdamW(model.parameters(), foreach=True)
+    torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)  # adds initial_lr
+    OptimizerState(scheduled, model).load_state_dict(saved)
+
+
 def test_sparse_adam_round_trip() -> None:
     def make() -> tuple[nn.Module, OptimizerState]:
         torch.manual_seed(0)

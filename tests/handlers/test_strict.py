@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from ignite_engine import Trainer
 from ignite_engine.checkpointing import CheckpointStore, NotExact
 from ignite_engine.cli import main
+from ignite_engine.config import ConfigError, config_from_dict
 from ignite_engine.handlers import Checkpoint
 from tests.engine.builders import Numbers, linear, numbers_loader, trainer_of
 
@@ -152,6 +153,22 @@ def test_other_environment_is_told_and_refused_where_it_is_strict(
         strict.resume()
     assert lenient.resume() is not None
     assert f"iteration_00000006 may go on with other bits: {told}." in caplog.messages
+
+
+def test_saves_that_it_would_not_resume_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="strict refuses to resume what on_exception saves"):
+        Checkpoint(tmp_path, strict=True, on_exception=True)
+    with pytest.raises(ConfigError, match=r"checkpoint.on_exception: got true with checkpoint.strict"):
+        config_from_dict(
+            {"task": "a.py:b", "run": {"max_epochs": 1}, "checkpoint": {"strict": True, "on_exception": True}}
+        )
+
+
+def test_setting_without_effect_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of(linear())
+    Checkpoint(tmp_path, when_busy="skip").attach(trainer)
+    trainer.run(numbers_loader(), max_epochs=1)
+    assert "when_busy='skip' has no effect without background=True: no save is ever busy." in caplog.messages
 
 
 def test_config_asks_for_it_and_gets_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
