@@ -77,6 +77,7 @@ class Run:
     ignore: Sequence[str] = ()
     start: str | None = None
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
+    _differences: Sequence[str] = ()
 
     def train(self) -> dict[str, Any]:
         """Resume if there is something to resume, run to the end, write the summary; a collective.
@@ -108,6 +109,8 @@ class Run:
                 if resumed is None and rank == 0:
                     self._put_aside_old_metrics()
             self.began_at = trainer.state.iteration
+            if resumed is not None:
+                self._tell_what_was_saved()
             self.startup.log()
             if self.began_at:
                 self._metrics_before = self.directory.read_summary().get("metrics", {})
@@ -225,10 +228,20 @@ class Run:
         path.write_text(lr_svg(self.schedule, self.total), encoding="utf-8")
 
     def _begin_directory(self) -> None:
-        differences = self.directory.write_config(self.config)
-        for line in differences:
+        self._differences = self.directory.write_config(self.config)
+        for line in self._differences:
             logger.info("Config differs from the run's last start: %s", line)
         self.directory.write_environment(idist.get_world_size())
+
+    def _tell_what_was_saved(self) -> None:
+        """A setting that the checkpoint decides must not seem to have been changed."""
+        kept = [line.partition(":")[0] for line in self._differences if line.startswith("optimizer.")]
+        if kept and "optimizer" not in self.ignore:
+            logger.warning(
+                "%s: without effect on a resumed run, which has the optimizer as it was saved; to change it, begin "
+                "another run with checkpoint.load.path and checkpoint.load.plan=fine_tune.",
+                ", ".join(kept),
+            )
 
     def _say_how_it_ended(self, summary: Mapping[str, Any]) -> None:
         """One line, so that whoever pressed Ctrl-C knows that the run heard it and where it goes on."""

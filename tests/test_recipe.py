@@ -164,6 +164,19 @@ def test_finished_run_goes_on_when_it_is_made_longer(
     assert "Config differs from the run's last start: run.max_iterations: 8 -> 11" in caplog.messages
 
 
+def test_option_of_the_optimizer_that_the_checkpoint_decides_is_told(
+    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = build().train()
+    changed = {"optimizer": {"lr": 0.9}}
+    told = "optimizer.lr: without effect on a resumed run"
+    assert build(changed).train()["weights_sha256"] == first["weights_sha256"]
+    assert [each for each in caplog.messages if each.startswith(told)]
+    caplog.clear()
+    build({**changed, "run": {"max_iterations": 11}, "checkpoint": {"ignore": ["optimizer"]}}).train()
+    assert not [each for each in caplog.messages if each.startswith(told)]
+
+
 def test_section_that_went_is_left_out_of_what_is_resumed(build: Callable[..., Run]) -> None:
     build({"ema": {"decay": 0.9}}).train()
     longer = {"run": {"max_iterations": 11}, "ema": {"decay": None}}
