@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -21,6 +22,8 @@ from ignite_engine.cli import main
 ROOT = Path(__file__).resolve().parent.parent
 
 TASK = """
+import multiprocessing
+import os
 import time
 import torch
 from ignite_engine import Task
@@ -29,6 +32,8 @@ from ignite_engine import Task
 def build(options):
     if options.get("broken"):
         raise ValueError("no such corpus")
+    if options.get("note_start_method"):
+        open(f"start_method_{os.environ.get('RANK')}", "w").write(multiprocessing.get_start_method())
     data = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(32, 2) / 64)
     width = options.get("width", 4)
     model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Dropout(0.5), torch.nn.Linear(width, 1))
@@ -183,7 +188,10 @@ def test_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(folder: Pat
     several = ["--nproc-per-node", "2", "--backend", "gloo"] if ranks == 2 else []
     command = [sys.executable, "-m", "ignite_engine", "train", "my_config.yaml", *several]
     limited = ["bash", "-c", f"ulimit -f 8; exec {' '.join(command)}"]
-    ended = subprocess.run(limited, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        limited, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
     told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert ended.returncode == 1 and len(told) == 1 and "Traceback" not in ended.stderr, ended.stderr
@@ -343,7 +351,7 @@ def test_resume_is_verified_where_a_slow_disk_is_written_in_the_background(folde
 def test_two_ranks_share_one_run(folder: Path) -> None:
     """One spawn for all of it: summary and metrics once, a log per rank, evaluation over uneven shards."""
     command = ["my_config.yaml", "--nproc-per-node", "2", "--backend", "gloo"]
-    train = start(folder, "train", *command, "logging.console=false")
+    train = start(folder, "train", *command, "logging.console=false", "task_options.note_start_method=true")
     error = train.communicate(timeout=300)[1]
     assert train.returncode == 0, error
     evaluate = start(folder, "evaluate", *command, "data.eval_batch_size=3")
@@ -355,6 +363,9 @@ def test_two_ranks_share_one_run(folder: Path) -> None:
     assert lines == [3, 6, 9, 12]
     logs = sorted(path.name for path in (folder / "run" / "logs").iterdir())
     assert logs == ["rank_0.log", "rank_1.log"]
+    # loader workers of a spawned rank start as those of a single process do
+    methods = [path.read_text() for path in sorted(folder.glob("start_method_*"))]
+    assert methods == [multiprocessing.get_start_method()] * 2
     found = json.loads([line for line in out.splitlines() if line.startswith("{")][-1])
     alone = start(folder, "evaluate", "my_config.yaml")
     assert found["val/loss"] == pytest.approx(json.loads(alone.communicate(timeout=120)[0])["val/loss"], rel=1e-6)
