@@ -40,6 +40,8 @@ def build(options):
 
     def loss(model, batch):
         time.sleep(options.get("wait_s", 0))
+        while os.path.exists(options.get("held_by", "")):
+            time.sleep(0.05)
         if options.get("fails"):
             raise RuntimeError("the loss is lost")
         return (model(batch[0]) - 1).square().mean()
@@ -108,7 +110,7 @@ WRONG = [
     (["train", "my_config.yaml", "task=no.such:build"], "there is no module 'no'; a file's name ends in .py"),
     (
         ["train", "my_config.yaml", "task_options.broken=true"],
-        r"build\(\) raised ValueError: no such corpus \(at .*:9\)",
+        r"build\(\) raised ValueError: no such corpus \(at .*:11\)",
     ),
     (["train", "my_config.yaml", "task=raising.py:none"], "KeyError"),
     (["train", "my_config.yml"], "my_config.yml: there is no such file; did you mean 'my_config.yaml'?"),
@@ -318,12 +320,15 @@ def test_signal_ends_with_its_code_and_the_same_command_goes_on(folder: Path, nu
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
 def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path, ranks: int) -> None:
     assert main(["train", "my_config.yaml", "run.directory=alone"]) == 0
-    first = start(folder, "train", "my_config.yaml", f"task_options.wait_s={ranks}")
+    held = folder / "held"
+    held.touch()
+    first = start(folder, "train", "my_config.yaml", f"task_options.held_by={held}")
     wait_for(folder / "run" / "summary.json", first)
     several = ["--nproc-per-node", "2", "--backend", "gloo"] if ranks == 2 else []
     second = start(folder, "train", "my_config.yaml", *several)
     error = second.communicate(timeout=300)[1]
     assert first.poll() is None  # the second one was refused while the first one trained
+    held.unlink()
     first.communicate(timeout=120)
 
     told = [line for line in error.splitlines() if line.startswith("error: ")]
