@@ -342,7 +342,7 @@ def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path
 
 @pytest.mark.faults
 def test_resume_is_verified_where_a_slow_disk_is_written_in_the_background(folder: Path) -> None:
-    slow = "import os\nfsync = os.fsync\nos.fsync = lambda descriptor: (time.sleep(0.3), fsync(descriptor))[1]\n"
+    slow = "import os\nfsync = os.fsync\nos.fsync = lambda descriptor: (time.sleep(0.1), fsync(descriptor))[1]\n"
     (folder / "slow_disk.py").write_text(TASK + slow)
     command = ["verify-resume", "my_config.yaml", "--iterations", "6", "checkpoint.background=true"]
     process = start(folder, *command, f"task={folder / 'slow_disk.py'}:build")
