@@ -15,7 +15,7 @@ from torch import nn
 
 from ignite_engine import Phase, StopRequested, Trainer, TrainingEvents, agreement, rng
 from ignite_engine.buffers import share_buffers
-from ignite_engine.data_source import DataSource, end_workers, length_of
+from ignite_engine.data_source import DataSource, begin_pass, end_workers, length_of
 from ignite_engine.evaluation_progress import EvaluationProgress, OngoingProgress
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.named_states import unwrap
@@ -185,7 +185,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         progress, batches = self.progress, self.progress.start if self.progress else 0
-        iterator = iter(self.data if progress is None else self.source)
+        iterator = begin_pass(self.data) if progress is None else iter(self.source)
         if progress is not None:
             progress.restore_rng()
         self._vote.restart(batches)

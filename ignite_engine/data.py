@@ -34,11 +34,14 @@ class _WorkerInit:
     It shuts them down itself; one that died before would be an error in it, at any place.
     """
 
+    sees_to_signals = True
+
     def __init__(self, user: Callable[[int], None] | None) -> None:
         self.user = user
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         trainer = multiprocessing.parent_process()
         if trainer is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

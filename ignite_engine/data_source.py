@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -25,6 +26,17 @@ def length_of(data: Any) -> int | None:
         return len(data)
     except (TypeError, NotImplementedError):
         return None
+
+
+def begin_pass(data: Any) -> Iterator[Any]:
+    """``iter(data)``, whose workers begin with signals held back until they see to them: see ``data.py``."""
+    if not getattr(getattr(data, "worker_init_fn", None), "sees_to_signals", False):
+        return iter(data)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        return iter(data)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_workers(iterator: Any, data: Any) -> None:
@@ -137,7 +149,7 @@ class DataSource:
             assert self.data.batch_size is not None
             self.sampler.pass_number = self.pass_number
             self.sampler.start = min(self.batch * self.data.batch_size, len(self.sampler))
-            iterator: Iterator[Any] = iter(self.data)
+            iterator: Iterator[Any] = begin_pass(self.data)
             self._iterator = iterator
             return iterator
         target = getattr(self.data, "sampler", self.data)
@@ -147,10 +159,10 @@ class DataSource:
         if self._pending_state is not None:
             self.data.load_state_dict(self._pending_state)
             self._pending_state = None
-            return self._after_a_pass() if between_passes else self._noted(iter(self.data))
+            return self._after_a_pass() if between_passes else self._noted(begin_pass(self.data))
         if self.keeps_state:
-            return self._noted(iter(self.data))
-        iterator = self._iterator = iter(self.data)
+            return self._noted(begin_pass(self.data))
+        iterator = self._iterator = begin_pass(self.data)
         if self.batch:
             logger.warning(
                 "%s keeps no state: the %d batches that were consumed are loaded again and left out.",
@@ -164,13 +176,13 @@ class DataSource:
     def _after_a_pass(self) -> Iterator[Any]:
         """The next pass of data whose state is that of a pass's end: some give nothing then, some begin the next."""
         generators = rng.capture()
-        for batch in (iterator := self._noted(iter(self.data))):
+        for batch in (iterator := self._noted(begin_pass(self.data))):
             yield batch
             yield from iterator
             return
         self._exhausted = False
         rng.restore(generators)  # what the end of the pass drew was drawn before the state was saved
-        yield from self._noted(iter(self.data))
+        yield from self._noted(begin_pass(self.data))
 
     def _noted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """``iterator``, with a note when it has told its end: that may be while the last group is gathered."""

@@ -43,7 +43,7 @@ class Parallel(IgniteParallel):
             return
         codes = multiprocessing.get_context("spawn").SimpleQueue()
         with _forwarding_signals():
-            super().run(_rank_main, func, codes, multiprocessing.get_start_method(), *args, **kwargs)
+            super().run(_rank_main, func, codes, *args, **kwargs)
         code = 0
         while not codes.empty():
             code = max(code, codes.get())
@@ -51,11 +51,7 @@ class Parallel(IgniteParallel):
             sys.exit(code)
 
 
-def _rank_main(
-    local_rank: int, func: Callable[..., Any], codes: Any, start_method: str, *args: Any, **kwargs: Any
-) -> None:
-    # a spawned process spawns its own by default: loader workers would import torch at each epoch
-    multiprocessing.set_start_method(start_method, force=True)
+def _rank_main(local_rank: int, func: Callable[..., Any], codes: Any, *args: Any, **kwargs: Any) -> None:
     try:
         func(local_rank, *args, **kwargs)
     except SystemExit as end:

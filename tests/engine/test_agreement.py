@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,5 +60,5 @@ def test_a_rank_lets_go_of_its_groups_at_its_end(monkeypatch: pytest.MonkeyPatch
     groups: dict[Any, Any] = {(1, "votes"): "a group"}
     monkeypatch.setattr(agreement, "_groups", groups)
     with pytest.raises(ZeroDivisionError):
-        _rank_main(0, lambda rank: 1 // rank, None, multiprocessing.get_start_method())
+        _rank_main(0, lambda rank: 1 // rank, None)
     assert groups == {}
