@@ -56,7 +56,7 @@ format: $(STAMP)  ## rewrite the files as check wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-campaign: $(STAMP)  ## kill and resume in every way (an hour); what passed at this commit is left out; docs/campaign.md
+campaign: $(STAMP)  ## kill and resume in every way (20 idle minutes); what passed at this commit is left out; docs/campaign.md
 	$(BIN)/python -m tests.campaign $(ARGS)
 
 bench: $(STAMP)  ## measure against the hand-written loop

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.digests import digests
 from tests.campaign.resuming import Difference
 from tests.faults.fork_server import ForkServer
+from tests.faults.processes import write_config_like
 
 HERE = Path(__file__).parent
 MAIN = "ignite_engine.cli:main"
@@ -60,14 +59,7 @@ class Item:
 
 def write_config(folder: Path, **sections: Any) -> Path:
     """A config in ``folder`` whose run directory is ``folder/run``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {name: dict(value) if isinstance(value, dict) else value for name, value in CONFIG.items()}
-    for name, values in sections.items():
-        config[name] = {**config.get(name, {}), **values}
-    config["run"]["directory"] = str(folder / "run")
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return write_config_like(CONFIG, folder, sections)
 
 
 def train(bench: Bench, config: Path, *arguments: str, server: int = 0) -> int:

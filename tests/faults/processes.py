@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,17 @@ CONFIG: dict[str, Any] = {
 
 def write_config(folder: Path, **sections: Any) -> Path:
     """A config in ``folder`` whose run directory is ``folder/run``; ``sections`` override values of CONFIG."""
+    options = {"directory": str(folder), **sections.get("task_options", {})}
+    return write_config_like(CONFIG, folder, {**sections, "task_options": options})
+
+
+def write_config_like(base: Mapping[str, Any], folder: Path, sections: Mapping[str, Any]) -> Path:
+    """``base`` with its values overridden by ``sections``, in ``folder``, whose run directory is ``folder/run``."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {name: dict(value) if isinstance(value, dict) else value for name, value in CONFIG.items()}
+    config = {name: dict(value) if isinstance(value, dict) else value for name, value in base.items()}
     for name, values in sections.items():
         config[name] = {**config.get(name, {}), **values}
     config["run"]["directory"] = str(folder / "run")
-    config["task_options"] = {"directory": str(folder), **config.get("task_options", {})}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
