@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ignite.engine import Events
 
-from ignite_engine import Trainer, TrainingEvents, agreement
+from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing import (
     CheckpointError,
     CheckpointStore,
@@ -19,6 +19,7 @@ from ignite_engine.checkpointing import (
     SaveFilter,
     require_exact,
 )
+from ignite_engine.ranks import agreement
 from ignite_engine.saving import Saver
 from ignite_engine.watched import WatchedMetric, improves
 

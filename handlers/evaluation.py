@@ -13,12 +13,13 @@ import torch
 from ignite.engine import Engine, Events
 from torch import nn
 
-from ignite_engine import Phase, StopRequested, Trainer, TrainingEvents, agreement, rng
-from ignite_engine.buffers import share_buffers
+from ignite_engine import Phase, StopRequested, Trainer, TrainingEvents, rng
 from ignite_engine.data_source import DataSource, begin_pass, end_workers, length_of
 from ignite_engine.evaluation_progress import EvaluationProgress, OngoingProgress
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.named_states import unwrap
+from ignite_engine.ranks import agreement
+from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.state import OngoingEvaluation
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from ignite.engine import Events
 
-from ignite_engine import Phase, Trainer, TrainingEvents, agreement
+from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)
 

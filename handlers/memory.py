@@ -11,8 +11,8 @@ import psutil
 import torch
 from ignite.engine import Engine, Events
 
-from ignite_engine.agreement import gather_floats
 from ignite_engine.events import Phase
+from ignite_engine.ranks.agreement import gather_floats
 
 MIB = 2**20
 _STATUS = Path("/proc/self/status")

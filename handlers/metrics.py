@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Phase, Trainer, agreement
+from ignite_engine import Phase, Trainer
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
+from ignite_engine.ranks import agreement
 
 
 class MetricLogger:

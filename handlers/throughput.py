@@ -8,8 +8,8 @@ from typing import Any
 
 from ignite.engine import Engine, Events
 
-from ignite_engine.agreement import gather_floats
 from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.ranks.agreement import gather_floats
 
 
 class Throughput:

@@ -14,10 +14,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_engine import agreement, rng
+from ignite_engine import rng
 from ignite_engine.data_source import DataSource as DataSource
 from ignite_engine.data_source import end_workers as end_workers
 from ignite_engine.data_source import length_of as length_of
+from ignite_engine.ranks import agreement
 from ignite_engine.sampling import ResumableSampler as ResumableSampler
 from ignite_engine.sampling import SeededDataset as SeededDataset
 

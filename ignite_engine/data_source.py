@@ -10,9 +10,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from ignite_engine import agreement, rng
+from ignite_engine import rng
 from ignite_engine.accumulation import Group
 from ignite_engine.checkpointing.errors import StateMismatch, leave_out
+from ignite_engine.ranks import agreement
 from ignite_engine.sampling import ResumableSampler
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ from ignite.metrics import Metric
 from torch import nn
 from torch.optim import Optimizer
 
-from ignite_engine import agreement
 from ignite_engine.checkpointing import (
     CheckpointStore,
     Loaded,
@@ -29,6 +28,7 @@ from ignite_engine.checkpointing.patterns import shortened
 from ignite_engine.environment import environment_values, inexact_reasons
 from ignite_engine.metric_state import MetricState
 from ignite_engine.named_states import ModelState, OptimizerState
+from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)
 

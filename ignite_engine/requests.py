@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ignite_engine import agreement
+from ignite_engine.ranks import agreement
 
 STOP, SAVE, ATTEND = 1, 2, 4
 

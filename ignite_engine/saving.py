@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ignite.engine.events import RemovableEventHandle
 from torch import Tensor
 
-from ignite_engine import agreement
 from ignite_engine.checkpointing import (
     BackgroundSave,
     CheckpointError,
@@ -24,6 +23,7 @@ from ignite_engine.checkpointing import (
 )
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.named_states import ModelState, OptimizerState, unwrap
+from ignite_engine.ranks import agreement
 from ignite_engine.update import Update
 
 if TYPE_CHECKING:

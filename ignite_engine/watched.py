@@ -9,7 +9,7 @@ from typing import Any
 
 from ignite.engine import Engine
 
-from ignite_engine import agreement
+from ignite_engine.ranks import agreement
 
 
 class WatchedMetric:

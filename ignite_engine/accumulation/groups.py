@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ignite_engine import agreement
+from ignite_engine.ranks import agreement
 
 WeightFn = Callable[[Any], float]
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from ignite.engine import Events
 
-from ignite_engine import agreement, create_evaluator
+from ignite_engine import create_evaluator
 from ignite_engine.handlers import Evaluation
-from ignite_engine.launch import _rank_main
+from ignite_engine.ranks import agreement
+from ignite_engine.ranks.launch import _rank_main
 from tests.engine.builders import numbers_loader, trainer_of
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine import agreement
+from ignite_engine.ranks import agreement
 
 
 def share_buffers(model: object) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ignite.distributed.launcher import Parallel as IgniteParallel
 
-from ignite_engine import agreement
+from ignite_engine.ranks import agreement
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

@@ -1,0 +1,1 @@
+"""Several processes: what they decide together, how they are launched, and what DDP shares."""
