@@ -11,10 +11,10 @@ from ignite.engine import Engine
 from ignite.metrics import Metric
 from torch import nn
 
-from ignite_engine.device import device_of, to_device
 from ignite_engine.named_states import unwrap
-from ignite_engine.precision import autocast, check_precision
 from ignite_engine.sampling import ResumableSampler
+from ignite_engine.step.device import device_of, to_device
+from ignite_engine.step.precision import autocast, check_precision
 
 PredictFn = Callable[[nn.Module, Any], Any]
 

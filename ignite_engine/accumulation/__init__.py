@@ -1,6 +1,8 @@
 """Gradient accumulation: the arithmetic of groups for the Trainer, and the façade for hand-written loops."""
 
-from ignite_engine.accumulation.groups import (
+from ignite_engine.accumulation.optimizer import GradientAccumulationOptimizer
+from ignite_engine.accumulation.scheduler import GradientAccumulationLRScheduler, initialize
+from ignite_engine.step.micro_batches import (
     Group,
     WeightFn,
     accumulation_steps_for,
@@ -8,8 +10,6 @@ from ignite_engine.accumulation.groups import (
     gradient_sync,
     micro_batch_scales,
 )
-from ignite_engine.accumulation.optimizer import GradientAccumulationOptimizer
-from ignite_engine.accumulation.scheduler import GradientAccumulationLRScheduler, initialize
 
 __all__ = [
     "GradientAccumulationLRScheduler",

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine import precision as precisions
-from ignite_engine.accumulation.groups import check_steps
 from ignite_engine.accumulation.reduction import Reduction
 from ignite_engine.accumulation.wrapped import WrappedOptimizer
-from ignite_engine.device import device_of
-from ignite_engine.gradients import clip_gradients
+from ignite_engine.step import precision as precisions
+from ignite_engine.step.device import device_of
+from ignite_engine.step.gradients import clip_gradients
+from ignite_engine.step.micro_batches import check_steps
 
 _OURS = ("accumulation", "scaler")  # what state_dict has beside the wrapped optimizer's
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ignite_engine.accumulation.groups import check_accumulates
+from ignite_engine.step.micro_batches import check_accumulates
 
 _SPARSE = 1 << 32  # counts ranks with a sparse gradient above those with a dense one
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ignite_engine.accumulation.groups import check_steps
 from ignite_engine.accumulation.optimizer import GradientAccumulationOptimizer
 from ignite_engine.schedules import Schedule
+from ignite_engine.step.micro_batches import check_steps
 
 
 class GradientAccumulationLRScheduler(LRScheduler):

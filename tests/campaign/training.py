@@ -32,8 +32,8 @@ from ignite_engine.handlers import (
 from ignite_engine.handlers.sinks import JSONLSink
 from ignite_engine.named_states import OptimizerState
 from ignite_engine.position import RunPosition
-from ignite_engine.precision import LossScaler
 from ignite_engine.run_directory import weights_sha256
+from ignite_engine.step.precision import LossScaler
 from tests.campaign.cases import Setup
 from tests.campaign.data import WORDS, Samples
 

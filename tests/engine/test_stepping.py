@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
-from ignite_engine.stepping import step
+from ignite_engine.step.optimizer_step import step
 
 
 @pytest.fixture

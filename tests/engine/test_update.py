@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_engine import Trainer, TrainingEvents, Update
-from ignite_engine.precision import LossScaler
+from ignite_engine.step.precision import LossScaler
 from tests.engine.builders import Numbers, linear, mse, numbers_loader, one, trainer_of, weights
 
 

@@ -1,0 +1,1 @@
+"""The parts of one optimizer step."""
