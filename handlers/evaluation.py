@@ -14,7 +14,8 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_engine import Phase, StopRequested, Trainer, TrainingEvents, rng
-from ignite_engine.data_source import DataSource, begin_pass, end_workers, length_of
+from ignite_engine.data.source import DataSource, length_of
+from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.evaluation_progress import EvaluationProgress, OngoingProgress
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.named_states import unwrap

@@ -1,12 +1,12 @@
 """An event-bus training engine on PyTorch-Ignite: exact resume, agreed stops, little overhead."""
 
-from ignite_engine.accumulation import Group, accumulation_steps_for, gradient_sync
 from ignite_engine.data import loader
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.interruption import Interrupted, StopRequested
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.saved_model import load_model
 from ignite_engine.state import TrainingState
+from ignite_engine.step.micro_batches import Group, accumulation_steps_for, gradient_sync
 from ignite_engine.task import Task
 from ignite_engine.trainer import Trainer, create_evaluator
 from ignite_engine.update import Update

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine import rng
-from ignite_engine.accumulation import Group
-from ignite_engine.data_source import DataSource
+from ignite_engine.data.source import DataSource
 from ignite_engine.registry import Stateful
 from ignite_engine.state import COUNTERS
+from ignite_engine.step.micro_batches import Group
 
 if TYPE_CHECKING:
     from ignite_engine.loop import TrainingLoop

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,47 +10,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_engine import rng
-from ignite_engine.data_source import DataSource as DataSource
-from ignite_engine.data_source import end_workers as end_workers
-from ignite_engine.data_source import length_of as length_of
+from ignite_engine.data.sampler import ResumableSampler, SeededDataset
+from ignite_engine.data.workers import WorkerInit
 from ignite_engine.ranks import agreement
-from ignite_engine.sampling import ResumableSampler as ResumableSampler
-from ignite_engine.sampling import SeededDataset as SeededDataset
 
 logger = logging.getLogger(__name__)
 
 
 def _already_collated(batch: Any) -> Any:
     return batch
-
-
-class _WorkerInit:
-    """Loader workers leave stops to the training process: Ctrl-C, and SIGTERM of many launchers, go to the whole group.
-
-    It shuts them down itself; one that died before would be an error in it, at any place.
-    """
-
-    sees_to_signals = True
-
-    def __init__(self, user: Callable[[int], None] | None) -> None:
-        self.user = user
-
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        trainer = multiprocessing.parent_process()
-        if trainer is not None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            threading.Thread(target=_end_for, args=(trainer.pid,), daemon=True).start()
-        if self.user is not None:
-            self.user(worker)
-
-
-def _end_for(process: int | None) -> None:
-    """End this process on SIGTERM, if it is ``process`` that sends it."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process:
-        pass
-    os._exit(0)
 
 
 def loader(
@@ -96,7 +59,7 @@ def loader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=_already_collated,
-        worker_init_fn=_WorkerInit(init) if dataloader_options.get("num_workers") else None,
+        worker_init_fn=WorkerInit(init) if dataloader_options.get("num_workers") else None,
         # an own generator: making an iterator would else draw from the global one
         generator=torch.Generator().manual_seed(rng.mix(seed, 2) >> 1),
         **dataloader_options,

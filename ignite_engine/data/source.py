@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -11,10 +10,11 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ignite_engine import rng
-from ignite_engine.accumulation import Group
 from ignite_engine.checkpointing.errors import StateMismatch, leave_out
+from ignite_engine.data.sampler import ResumableSampler
+from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.ranks import agreement
-from ignite_engine.sampling import ResumableSampler
+from ignite_engine.step.micro_batches import Group
 
 logger = logging.getLogger(__name__)
 
@@ -27,25 +27,6 @@ def length_of(data: Any) -> int | None:
         return len(data)
     except (TypeError, NotImplementedError):
         return None
-
-
-def begin_pass(data: Any) -> Iterator[Any]:
-    """``iter(data)``, whose workers begin with signals held back until they see to them: see ``data.py``."""
-    if not getattr(getattr(data, "worker_init_fn", None), "sees_to_signals", False):
-        return iter(data)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        return iter(data)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def end_workers(iterator: Any, data: Any) -> None:
-    """Terminate a ``DataLoader`` iterator's worker processes, if it has any; torch would wait 5 s for each."""
-    for worker in getattr(iterator, "_workers", ()):
-        worker.terminate()
-    if iterator is not None and getattr(data, "_iterator", None) is iterator:
-        data._iterator = None  # persistent workers: else the next pass would ask the dead ones
 
 
 class DataSource:
