@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents
 from ignite_engine.checkpointing.errors import StateMismatch, leave_out
-from ignite_engine.named_states import ModelState, clean_name, unwrap
+from ignite_engine.states.model_and_optimizer import ModelState, clean_name, unwrap
 
 
 class EMA:

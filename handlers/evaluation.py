@@ -18,10 +18,10 @@ from ignite_engine.data.source import DataSource, length_of
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.evaluation_progress import EvaluationProgress, OngoingProgress
 from ignite_engine.evaluator import eval_mode, whole_pass
-from ignite_engine.named_states import unwrap
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.state import OngoingEvaluation
+from ignite_engine.states.model_and_optimizer import unwrap
 
 
 class Evaluation:

@@ -12,7 +12,7 @@ from ignite.metrics import Metric
 from torch import nn
 
 from ignite_engine.data.sampler import ResumableSampler
-from ignite_engine.named_states import unwrap
+from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.precision import autocast, check_precision
 

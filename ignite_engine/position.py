@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ignite_engine import rng
 from ignite_engine.data.source import DataSource
-from ignite_engine.registry import Stateful
 from ignite_engine.state import COUNTERS
+from ignite_engine.states.registry import Stateful
 from ignite_engine.step.micro_batches import Group
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import ignite.distributed as idist
 
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, LoadPlan, LoadTable
-from ignite_engine.named_states import unwrap
 from ignite_engine.ranks.agreement import gather_objects
 from ignite_engine.report import write_report
 from ignite_engine.report.lr_curve import Curve, lr_svg, lr_text
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, RunDirectoryInUse, weights_sha256
+from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)

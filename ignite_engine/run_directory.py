@@ -22,7 +22,7 @@ import yaml
 from torch import nn
 
 from ignite_engine.environment import environment_values
-from ignite_engine.named_states import clean_name, unwrap
+from ignite_engine.states.model_and_optimizer import clean_name, unwrap
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ignite_engine import rng
 from ignite_engine.checkpointing import CheckpointError, LoadPlan, find_source, prepare, read_source
-from ignite_engine.named_states import ModelState
+from ignite_engine.states.model_and_optimizer import ModelState
 from ignite_engine.task import Task, TaskError, build_task, find_task
 
 

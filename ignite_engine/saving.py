@@ -22,8 +22,8 @@ from ignite_engine.checkpointing import (
     all_finite,
 )
 from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.named_states import ModelState, OptimizerState, unwrap
 from ignite_engine.ranks import agreement
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, unwrap
 from ignite_engine.update import Update
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from ignite_engine.interruption import Interrupted
 from ignite_engine.loop import TrainingLoop
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import unshared_statistics
-from ignite_engine.registry import Registry, Stateful
 from ignite_engine.state import TrainingState
+from ignite_engine.states.registry import Registry, Stateful
 
 __all__ = ["Trainer", "create_evaluator"]
 

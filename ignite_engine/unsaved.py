@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ignite_engine.named_states import unwrap
+from ignite_engine.states.model_and_optimizer import unwrap
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
-from ignite_engine.named_states import ModelState, OptimizerState
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
 from ignite_engine.step.micro_batches import Group, WeightFn, check_accumulates, gradient_sync, micro_batch_scales

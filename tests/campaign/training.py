@@ -30,9 +30,9 @@ from ignite_engine.handlers import (
     warmup_cosine,
 )
 from ignite_engine.handlers.sinks import JSONLSink
-from ignite_engine.named_states import OptimizerState
 from ignite_engine.position import RunPosition
 from ignite_engine.run_directory import weights_sha256
+from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.step.precision import LossScaler
 from tests.campaign.cases import Setup
 from tests.campaign.data import WORDS, Samples

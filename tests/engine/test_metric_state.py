@@ -28,7 +28,7 @@ from ignite.metrics import (
 from ignite.metrics.metric import RunningBatchWise
 from torch import Tensor, nn
 
-from ignite_engine import metric_state
+from ignite_engine.states import metrics as metric_state
 
 
 def cross_entropy() -> Loss:

@@ -11,8 +11,8 @@ from torch import nn
 
 from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing.errors import StateMismatch
-from ignite_engine.named_states import ModelState, OptimizerState, unwrap
-from ignite_engine.registry import Registry
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, unwrap
+from ignite_engine.states.registry import Registry
 from tests.engine.builders import linear, mse, numbers_loader, trainer_of
 
 

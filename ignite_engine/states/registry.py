@@ -26,9 +26,9 @@ from ignite_engine.checkpointing.contents import filled
 from ignite_engine.checkpointing.errors import StateMismatch, leave_out
 from ignite_engine.checkpointing.patterns import shortened
 from ignite_engine.environment import environment_values, inexact_reasons
-from ignite_engine.metric_state import MetricState
-from ignite_engine.named_states import ModelState, OptimizerState
 from ignite_engine.ranks import agreement
+from ignite_engine.states.metrics import MetricState
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""What a checkpoint holds: every object with a state, by name."""
