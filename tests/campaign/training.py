@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, rng
 from ignite_engine.digests import digests
+from ignite_engine.engine.progress import RunPosition
 from ignite_engine.handlers import (
     EMA,
     Checkpoint,
@@ -30,7 +31,6 @@ from ignite_engine.handlers import (
     warmup_cosine,
 )
 from ignite_engine.handlers.sinks import JSONLSink
-from ignite_engine.position import RunPosition
 from ignite_engine.run_directory import weights_sha256
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.step.precision import LossScaler

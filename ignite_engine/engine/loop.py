@@ -28,9 +28,9 @@ from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSing
 from ignite_engine import rng
 from ignite_engine.data import resumable
 from ignite_engine.data.source import DataSource
-from ignite_engine.edges import EngineWithEdges
+from ignite_engine.engine.edges import EngineWithEdges
+from ignite_engine.engine.progress import RunPosition
 from ignite_engine.interruption import StopRequested
-from ignite_engine.position import RunPosition
 from ignite_engine.state import TrainingState
 
 

@@ -14,7 +14,7 @@ from ignite_engine.states.registry import Stateful
 from ignite_engine.step.micro_batches import Group
 
 if TYPE_CHECKING:
-    from ignite_engine.loop import TrainingLoop
+    from ignite_engine.engine.loop import TrainingLoop
 
 
 class RunPosition:

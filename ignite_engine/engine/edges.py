@@ -9,10 +9,10 @@ from typing import Any
 from ignite.engine import Engine, Events
 from ignite.engine.utils import _to_hours_mins_secs
 
+from ignite_engine.engine.planned_engine import PlannedEngine
+from ignite_engine.engine.progress import RunPosition
+from ignite_engine.engine.stop_requests import ATTEND, SAVE, STOP, Requests
 from ignite_engine.events import TrainingEvents
-from ignite_engine.planned_engine import PlannedEngine
-from ignite_engine.position import RunPosition
-from ignite_engine.requests import ATTEND, SAVE, STOP, Requests
 from ignite_engine.state import TrainingState
 from ignite_engine.states.registry import Registry
 

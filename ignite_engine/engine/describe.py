@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ignite_engine.bus import describe_filter, event_name, name_of
+from ignite_engine.engine.bus import describe_filter, event_name, name_of
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer

@@ -8,7 +8,7 @@ from typing import Any
 
 from ignite.engine import Engine, Events
 
-from ignite_engine.bus import HandlersByEvent, Plan, compile_plan
+from ignite_engine.engine.bus import HandlersByEvent, Plan, compile_plan
 
 
 class PlannedEngine(Engine):
