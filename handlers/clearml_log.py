@@ -19,7 +19,7 @@ import ignite.distributed as idist
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.environment import environment_values
+from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.handlers.sinks import Outlet, Values, number_of
 
 _SCRIPT = Path(__file__).with_name("clearml_session.py")

@@ -21,7 +21,7 @@ import torch
 import yaml
 from torch import nn
 
-from ignite_engine.environment import environment_values
+from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.states.model_and_optimizer import clean_name, unwrap
 
 logger = logging.getLogger(__name__)

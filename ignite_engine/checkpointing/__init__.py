@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from ignite_engine.checkpointing.background import BackgroundSave
 from ignite_engine.checkpointing.errors import CheckpointError, NotExact, StateMismatch, require_exact
-from ignite_engine.checkpointing.load_plan import LoadPlan
-from ignite_engine.checkpointing.load_table import LoadTable
-from ignite_engine.checkpointing.loading import prepare
+from ignite_engine.checkpointing.load.plan import LoadPlan
+from ignite_engine.checkpointing.load.prepare import prepare
+from ignite_engine.checkpointing.load.table import LoadTable
 from ignite_engine.checkpointing.manifest import FORMAT_VERSION, Manifest, read_manifest
-from ignite_engine.checkpointing.parts import all_finite
+from ignite_engine.checkpointing.part_file import all_finite
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
 from ignite_engine.checkpointing.save_filter import SaveFilter
 from ignite_engine.checkpointing.snapshot import Snapshot
-from ignite_engine.checkpointing.source import Source, find_directory, find_source, read_source
 from ignite_engine.checkpointing.store import CheckpointStore, Loaded, Newest
+from ignite_engine.checkpointing.weights_source import Source, find_directory, find_source, read_source
 
 __all__ = [
     "FORMAT_VERSION",

@@ -17,8 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ignite_engine.checkpointing import directory as names
 from ignite_engine.checkpointing import filesystem
+from ignite_engine.checkpointing import layout as names
+from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.checkpointing.errors import CheckpointError
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.manifest import (
@@ -28,10 +29,9 @@ from ignite_engine.checkpointing.manifest import (
     plain_config,
     plain_metrics,
 )
-from ignite_engine.checkpointing.parts import refuse_what_cannot_be_loaded, write_parts
+from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded, write_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import superseded
-from ignite_engine.environment import environment_values
 
 
 @dataclass(frozen=True)

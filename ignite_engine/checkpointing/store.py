@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ignite_engine.checkpointing import directory as names
 from ignite_engine.checkpointing import filesystem
+from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.commit import Commit
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, plain_metrics, read_manifest
-from ignite_engine.checkpointing.parts import read_parts
+from ignite_engine.checkpointing.part_file import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
 from ignite_engine.checkpointing.verification import Verification

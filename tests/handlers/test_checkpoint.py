@@ -237,7 +237,7 @@ def test_failed_save_at_the_end_raises(tmp_path: Path) -> None:
 def test_old_checkpoint_that_cannot_be_deleted_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from ignite_engine.checkpointing import directory
+    from ignite_engine.checkpointing import layout as directory
 
     tried: list[Any] = []
 

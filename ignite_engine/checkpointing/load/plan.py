@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ignite_engine.checkpointing.patterns import Patterns
+from ignite_engine.checkpointing.load.patterns import Patterns
 
 
 @dataclass(frozen=True)

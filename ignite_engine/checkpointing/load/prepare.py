@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ignite_engine.checkpointing import contents
 from ignite_engine.checkpointing.errors import StateMismatch
-from ignite_engine.checkpointing.load_plan import LoadPlan
-from ignite_engine.checkpointing.load_table import LoadTable, PartRow
-from ignite_engine.checkpointing.patterns import Patterns
+from ignite_engine.checkpointing.load import part_names as contents
+from ignite_engine.checkpointing.load.patterns import Patterns
+from ignite_engine.checkpointing.load.plan import LoadPlan
+from ignite_engine.checkpointing.load.table import LoadTable, PartRow
 
 
 class _Stateful(Protocol):
