@@ -15,7 +15,7 @@ from ignite_engine import __version__
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.cli import checkpoints, commands, pictures, verify_resume
 from ignite_engine.config import ConfigWarning
-from ignite_engine.config_file import did_you_mean
+from ignite_engine.config.yaml_file import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 
-from ignite_engine.config_file import ConfigError, ConfigWarning, Source, did_you_mean, read_source, shown
-from ignite_engine.config_paces import Every
-from ignite_engine.config_sections import (
+from ignite_engine.config.intervals import Every
+from ignite_engine.config.sections import (
     CheckpointSection,
     DataSection,
     DistributedSection,
@@ -26,6 +25,7 @@ from ignite_engine.config_sections import (
     Section,
     UpdateSection,
 )
+from ignite_engine.config.yaml_file import ConfigError, ConfigWarning, Source, did_you_mean, read_source, shown
 
 __all__ = ["Config", "ConfigError", "ConfigWarning", "Every", "load_config"]
 

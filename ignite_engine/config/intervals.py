@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_serializer, model_validator
 
-from ignite_engine.config_file import did_you_mean, shown
+from ignite_engine.config.yaml_file import did_you_mean, shown
 
 
 class _InOneUnit(BaseModel):

@@ -9,8 +9,8 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from ignite_engine.config_file import SCIENTIFIC, did_you_mean, shown
-from ignite_engine.config_paces import Every, EveryOrMinutes, TimeLimit
+from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
+from ignite_engine.config.yaml_file import SCIENTIFIC, did_you_mean, shown
 
 
 def _as_number(value: object) -> object:
