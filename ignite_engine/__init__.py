@@ -4,7 +4,7 @@ from ignite_engine.data import loader
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.interruption import Interrupted, StopRequested
 from ignite_engine.ranks.launch import Parallel
-from ignite_engine.saved_model import load_model
+from ignite_engine.runs.load_model import load_model
 from ignite_engine.state import TrainingState
 from ignite_engine.step.micro_batches import Group, accumulation_steps_for, gradient_sync
 from ignite_engine.task import Task

@@ -237,7 +237,7 @@ import ignite_engine
 assert "ignite_engine.handlers" not in sys.modules, "the package imports its handlers"
 import ignite_engine.handlers
 print(*sorted({HEAVY!r} & {{name.split(".")[0] for name in set(sys.modules) - before}}))
-print(*sorted(name for name in sys.modules if name.startswith(("ignite_engine.config", "ignite_engine.recipe"))))
+print(*sorted(name for name in sys.modules if name.startswith(("ignite_engine.config", "ignite_engine.runs.recipe"))))
 """
 
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Task, recipe
+from ignite_engine import Task
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
-from ignite_engine.run import Run
+from ignite_engine.runs import recipe
+from ignite_engine.runs.run import Run
 
 SAMPLES = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
 

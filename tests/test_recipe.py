@@ -19,12 +19,13 @@ import yaml
 from ignite.engine import Events
 from ignite.metrics import MeanAbsoluteError
 
-from ignite_engine import Task, TrainingEvents, create_evaluator, recipe
+from ignite_engine import Task, TrainingEvents, create_evaluator
 from ignite_engine.checkpointing import StateMismatch
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
-from ignite_engine.mean_loss import mean_loss
-from ignite_engine.run import Run
 from ignite_engine.run_directory import RunDirectory, config_differences, weights_sha256
+from ignite_engine.runs import recipe
+from ignite_engine.runs.mean_loss import mean_loss
+from ignite_engine.runs.run import Run
 
 LOGGING = {"progress": False, "clearml": False}
 SAMPLES = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
@@ -539,7 +540,7 @@ def test_report_that_cannot_be_made_fails_no_run(
     def fail(*_: Any) -> None:
         raise ValueError("no pen")
 
-    monkeypatch.setattr("ignite_engine.run.write_report", fail)
+    monkeypatch.setattr("ignite_engine.runs.run.write_report", fail)
 
     assert build().train()["status"] == "completed"
     assert "No report could be written: ValueError: no pen." in caplog.messages

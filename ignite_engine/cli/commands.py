@@ -11,13 +11,14 @@ from collections.abc import Callable
 import ignite.distributed as idist
 import torch
 
-from ignite_engine import Parallel, recipe
+from ignite_engine import Parallel
 from ignite_engine.checkpointing import CheckpointError, NotExact
 from ignite_engine.checkpointing.errors import StateMismatch
 from ignite_engine.cli import checkpoints, pictures
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse
+from ignite_engine.runs import recipe
 
 FAILED, USAGE_ERROR = 1, 2
 MENDABLE = (ConfigError, StateMismatch, NotExact, RunDirectoryInUse)

@@ -16,11 +16,11 @@ from pathlib import Path
 import ignite.distributed as idist
 
 import ignite_engine
-from ignite_engine import recipe
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.resume_check import Comparison, compare, table
 from ignite_engine.run_directory import RunDirectory
+from ignite_engine.runs import recipe
 from ignite_engine.state_records import Record, proof_of, read_records, watch
 
 ITERATIONS = 20

@@ -11,11 +11,12 @@ from typing import Any
 
 from ignite.engine import Events
 
-from ignite_engine import TrainingEvents, recipe
+from ignite_engine import TrainingEvents
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.cli import main
 from ignite_engine.config import load_config
 from ignite_engine.run_directory import RunDirectory
+from ignite_engine.runs import recipe
 from tests.campaign.resuming import Difference
 from tests.campaign.runs import Bench, Item, compare, end_of, newest_iteration, reference, tail, write_config
 from tests.checkpointing.file_faults import can_mount, in_child, make_read_only, make_writable, mount_small_file_system

@@ -10,9 +10,9 @@ from typing import Any
 
 from ignite.engine import Events
 
-from ignite_engine import recipe
 from ignite_engine.config import load_config
 from ignite_engine.run_directory import RunDirectory
+from ignite_engine.runs import recipe
 from tests.campaign.resuming import Difference
 from tests.campaign.runs import (
     Bench,

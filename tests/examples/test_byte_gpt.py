@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from ignite_engine import Task, create_evaluator, loader
 from ignite_engine.config import load_config
-from ignite_engine.recipe import build_run
+from ignite_engine.runs.recipe import build_run
 from ignite_engine.task import build_task, find_task
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from ignite_engine import Trainer, Update, create_evaluator, handlers
 from ignite_engine.checkpointing import CheckpointError, LoadPlan
 from ignite_engine.config import Config, Every
-from ignite_engine.mean_loss import mean_loss
-from ignite_engine.recipe_parts import (
+from ignite_engine.run_directory import PhaseTimes, RunDirectory
+from ignite_engine.runs.components import (
     agreed_task,
     check_fit,
     data_loader,
@@ -27,10 +27,10 @@ from ignite_engine.recipe_parts import (
     on_device,
     set_up_torch,
 )
-from ignite_engine.recipe_parts import seed_all as seed_all
-from ignite_engine.recipe_parts import total_updates as total_updates
-from ignite_engine.run import Run
-from ignite_engine.run_directory import PhaseTimes, RunDirectory
+from ignite_engine.runs.components import seed_all as seed_all
+from ignite_engine.runs.components import total_updates as total_updates
+from ignite_engine.runs.mean_loss import mean_loss
+from ignite_engine.runs.run import Run
 from ignite_engine.task import Task
 
 

@@ -1,0 +1,1 @@
+"""A config and a task become a run."""
