@@ -18,10 +18,10 @@ import ignite.distributed as idist
 import ignite_engine
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.config import Config, ConfigError
-from ignite_engine.resume_check import Comparison, compare, table
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.runs import recipe
-from ignite_engine.state_records import Record, proof_of, read_records, watch
+from ignite_engine.verify.compare import Comparison, compare, table
+from ignite_engine.verify.recorder import Record, proof_of, read_records, watch
 
 ITERATIONS = 20
 # nothing that tells of the run, and nothing that leaves the machine; none of it changes a bit of the run

@@ -1,7 +1,7 @@
 """Is a resumed run the uninterrupted one? The first piece of state that differs, from the records of three runs.
 
 The reference, one that was killed, and one that went on from what the killed one left: each wrote its records with a
-:class:`~ignite_engine.state_records.StateRecorder`.
+:class:`~ignite_engine.verify.recorder.StateRecorder`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ignite_engine.state_records import OUTPUT, UNSAVED, Record
+from ignite_engine.verify.recorder import OUTPUT, UNSAVED, Record
 
 # what a run is made of: if these differ before anybody was killed, the run is no function of its seed
 _ESSENTIAL = ("model", "optimizer", "scaler", "rng", "data", "trainer", OUTPUT)
