@@ -1,18 +1,18 @@
 """Handlers for the bus of a :class:`ignite_engine.Trainer`; each attaches by itself and knows no other."""
 
 from ignite_engine.handlers.checkpoint import Checkpoint
-from ignite_engine.handlers.clearml_log import ClearMLLogger
+from ignite_engine.handlers.clearml.sink import ClearMLLogger
 from ignite_engine.handlers.early_stopping import EarlyStopping
 from ignite_engine.handlers.ema import EMA
 from ignite_engine.handlers.evaluation import Evaluation
-from ignite_engine.handlers.interrupt import GracefulStop
+from ignite_engine.handlers.graceful_stop import GracefulStop
 from ignite_engine.handlers.limits import SaveEvery, StopFile, WallClockLimit
 from ignite_engine.handlers.lr_schedule import LRSchedule
 from ignite_engine.handlers.memory import MemoryLogger
-from ignite_engine.handlers.metrics import MetricLogger
+from ignite_engine.handlers.metric_logger import MetricLogger
 from ignite_engine.handlers.progress import Progress
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink
-from ignite_engine.handlers.tensorboard_log import TensorBoardSink
+from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
 from ignite_engine.handlers.throughput import Throughput
 from ignite_engine.schedules import (
     Schedule,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.watched import WatchedMetric, improves
+from ignite_engine.handlers.followed_metric import WatchedMetric, improves
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ignite_engine.checkpointing.errors import StateMismatch, leave_out
 from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.handlers.followed_metric import WatchedMetric
 from ignite_engine.schedules import Schedule, set_lr
-from ignite_engine.watched import WatchedMetric
 
 # what a ReduceLROnPlateau has seen; its settings stay as they were given
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")

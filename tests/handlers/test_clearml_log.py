@@ -20,7 +20,8 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers import Checkpoint, ClearMLLogger, GracefulStop, MemoryLogger, MetricLogger, clearml_log
+from ignite_engine.handlers import Checkpoint, ClearMLLogger, GracefulStop, MemoryLogger, MetricLogger
+from ignite_engine.handlers.clearml import sink as clearml_log
 from tests.engine.builders import numbers_loader, trainer_of
 from tests.handlers.clearml_server import clearml_server
 

@@ -17,8 +17,9 @@ from ignite.metrics import Average, EpochMetric, Loss, Metric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ignite_engine import Trainer, TrainingEvents, create_evaluator, evaluation_progress, loader
+from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint, Evaluation, StopFile, WallClockLimit
+from ignite_engine.handlers.evaluation import progress_file as evaluation_progress
 from ignite_engine.ranks import agreement
 from tests.engine.builders import Numbers, numbers_loader, trainer_of
 

@@ -16,8 +16,8 @@ from torch import nn
 from ignite_engine import Phase, StopRequested, Trainer, TrainingEvents, rng
 from ignite_engine.data.source import DataSource, length_of
 from ignite_engine.data.workers import begin_pass, end_workers
-from ignite_engine.evaluation_progress import EvaluationProgress, OngoingProgress
 from ignite_engine.evaluator import eval_mode, whole_pass
+from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress, OngoingProgress
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.state import OngoingEvaluation

@@ -19,9 +19,9 @@ from ignite_engine.checkpointing import (
     SaveFilter,
     require_exact,
 )
+from ignite_engine.handlers.checkpoint.saver import Saver
+from ignite_engine.handlers.followed_metric import WatchedMetric, improves
 from ignite_engine.ranks import agreement
-from ignite_engine.saving import Saver
-from ignite_engine.watched import WatchedMetric, improves
 
 logger = logging.getLogger(__name__)
 
