@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ignite_engine import __version__
 from ignite_engine.checkpointing import CheckpointError
-from ignite_engine.cli import checkpoints, commands, pictures, verify_resume
+from ignite_engine.cli import checkpoints, commands, pages, verify_resume
 from ignite_engine.config import ConfigWarning
 from ignite_engine.config.yaml_file import did_you_mean
 
@@ -94,11 +94,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                 metavar="PATH|best|newest",
                 help="the checkpoint's directory, or which one; default: the best, or the newest if none is the best",
             )
-    pictures.add_parsers(subparsers)
+    pages.add_parsers(subparsers)
     checkpoints.add_parser(subparsers)
     options, rest = parser.parse_known_args(arguments)
     for word in rest:
-        if options.command in pictures.COMMANDS:
+        if options.command in pages.COMMANDS:
             parser.error(f"got {word!r}, which {options.command} does not take; it takes directories and --output")
         if options.command in checkpoints.COMMANDS:
             parser.error(f"got {word!r}, which checkpoints {options.action} does not take; --help says what it does")

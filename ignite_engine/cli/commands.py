@@ -14,7 +14,7 @@ import torch
 from ignite_engine import Parallel
 from ignite_engine.checkpointing import CheckpointError, NotExact
 from ignite_engine.checkpointing.errors import StateMismatch
-from ignite_engine.cli import checkpoints, pictures
+from ignite_engine.cli import checkpoints, pages
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse
@@ -68,7 +68,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "evaluate": evaluate,
     "describe": describe,
     "verify-resume": verify_resume,
-    **pictures.COMMANDS,
+    **pages.COMMANDS,
     **checkpoints.COMMANDS,
 }
 
