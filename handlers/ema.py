@@ -11,7 +11,7 @@ from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.checkpointing.errors import StateMismatch, leave_out
+from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.states.model_and_optimizer import ModelState, clean_name, unwrap
 
 

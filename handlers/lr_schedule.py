@@ -13,7 +13,7 @@ from ignite.handlers.param_scheduler import ParamGroupScheduler, ParamScheduler,
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ignite_engine.checkpointing.errors import StateMismatch, leave_out
+from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.followed_metric import WatchedMetric
 from ignite_engine.schedules import Schedule, set_lr

@@ -1,8 +1,8 @@
 """An event-bus training engine on PyTorch-Ignite: exact resume, agreed stops, little overhead."""
 
 from ignite_engine.data import loader
+from ignite_engine.errors import Interrupted, StopRequested
 from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.interruption import Interrupted, StopRequested
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.runs.load_model import load_model
 from ignite_engine.state import TrainingState

@@ -11,9 +11,9 @@ from torch import nn
 from ignite_engine.checkpointing import SaveFilter
 from ignite_engine.engine.describe import describe
 from ignite_engine.engine.loop import TrainingLoop
+from ignite_engine.errors import Interrupted
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
-from ignite_engine.interruption import Interrupted
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import unshared_statistics
 from ignite_engine.state import TrainingState

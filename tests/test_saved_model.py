@@ -12,8 +12,8 @@ from torch import nn
 
 from ignite_engine import Task, load_model
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
-from ignite_engine.checkpointing.errors import StateMismatch
 from ignite_engine.cli import main
+from ignite_engine.errors import StateMismatch
 from ignite_engine.task import TaskError
 from tests.engine.builders import one
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ignite_engine.checkpointing.background import BackgroundSave
-from ignite_engine.checkpointing.errors import CheckpointError, NotExact, StateMismatch, require_exact
 from ignite_engine.checkpointing.load.plan import LoadPlan
 from ignite_engine.checkpointing.load.prepare import prepare
 from ignite_engine.checkpointing.load.table import LoadTable
@@ -14,6 +13,7 @@ from ignite_engine.checkpointing.save_filter import SaveFilter
 from ignite_engine.checkpointing.snapshot import Snapshot
 from ignite_engine.checkpointing.store import CheckpointStore, Loaded, Newest
 from ignite_engine.checkpointing.weights_source import Source, find_directory, find_source, read_source
+from ignite_engine.errors import CheckpointError, NotExact, StateMismatch, require_exact
 
 __all__ = [
     "FORMAT_VERSION",

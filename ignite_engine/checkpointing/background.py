@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ignite_engine.checkpointing.errors import CheckpointError
 from ignite_engine.checkpointing.snapshot import Snapshot
+from ignite_engine.errors import CheckpointError
 
 T = TypeVar("T")
 

@@ -20,7 +20,6 @@ from typing import Any, Self
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.environment import environment_values
-from ignite_engine.checkpointing.errors import CheckpointError
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.manifest import (
     MANIFEST_NAME,
@@ -32,6 +31,7 @@ from ignite_engine.checkpointing.manifest import (
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded, write_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import superseded
+from ignite_engine.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ignite_engine.checkpointing.errors import CheckpointError, one_line
 from ignite_engine.checkpointing.load import part_names as contents
 from ignite_engine.checkpointing.weights_source import Source, safetensors_torch
+from ignite_engine.errors import CheckpointError, one_line
 
 Format = Literal["safetensors", "state_dict"]
 

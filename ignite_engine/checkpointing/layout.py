@@ -8,9 +8,9 @@ import secrets
 from pathlib import Path
 
 from ignite_engine.checkpointing import filesystem
-from ignite_engine.checkpointing.errors import CheckpointError
 from ignite_engine.checkpointing.manifest import read_manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo
+from ignite_engine.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ignite_engine.checkpointing.errors import CheckpointError, one_line
 from ignite_engine.checkpointing.filesystem import FileRecord
+from ignite_engine.errors import CheckpointError, one_line
 
 FORMAT_VERSION = 1
 OLDEST_READABLE_VERSION = 1

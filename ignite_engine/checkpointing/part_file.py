@@ -11,8 +11,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from ignite_engine.checkpointing.errors import CheckpointError, one_line
 from ignite_engine.checkpointing.filesystem import FileRecord, hash_file, write_file
+from ignite_engine.errors import CheckpointError, one_line
 
 # What torch.load(weights_only=True) gives back as it was, tried on torch 2.13.
 _LEAVES = (

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ignite_engine.checkpointing.errors import CheckpointError, one_line
+from ignite_engine.errors import CheckpointError, one_line
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ignite_engine.checkpointing.errors import StateMismatch
 from ignite_engine.checkpointing.load import part_names as contents
 from ignite_engine.checkpointing.load.patterns import Patterns, shortened
+from ignite_engine.errors import StateMismatch
 
 KeepFn = Callable[[str, str, Any], bool]
 Capture = Callable[[], Iterable[Mapping[str, Any]]]

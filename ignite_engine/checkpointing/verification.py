@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ignite_engine.checkpointing.errors import CheckpointError, one_line
 from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, signature
 from ignite_engine.checkpointing.manifest import Manifest, read_manifest
 from ignite_engine.checkpointing.part_file import compare, plain_data_problem
+from ignite_engine.errors import CheckpointError, one_line
 
 
 class Verification:

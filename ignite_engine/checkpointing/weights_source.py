@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ignite_engine.checkpointing import layout as names
-from ignite_engine.checkpointing.errors import CheckpointError, one_line
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest
 from ignite_engine.checkpointing.part_file import load_plain
 from ignite_engine.checkpointing.store import CheckpointStore
+from ignite_engine.errors import CheckpointError, one_line
 
 _RUNS_FOLDER = "checkpoints"
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ignite_engine import rng
-from ignite_engine.checkpointing.errors import StateMismatch, leave_out
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.workers import begin_pass, end_workers
+from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.ranks import agreement
 from ignite_engine.step.micro_batches import Group
 

@@ -30,7 +30,7 @@ from ignite_engine.data import resumable
 from ignite_engine.data.source import DataSource
 from ignite_engine.engine.edges import EngineWithEdges
 from ignite_engine.engine.progress import RunPosition
-from ignite_engine.interruption import StopRequested
+from ignite_engine.errors import StopRequested
 from ignite_engine.state import TrainingState
 
 

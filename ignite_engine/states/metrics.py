@@ -14,8 +14,8 @@ from ignite.engine import Engine
 from ignite.metrics import Frequency, Metric
 from torch import Tensor
 
-from ignite_engine.checkpointing.errors import CheckpointError
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
+from ignite_engine.errors import CheckpointError
 
 _DEVICE, _TENSOR = "__device__", "__tensor__"
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine.checkpointing.errors import StateMismatch, leave_out
+from ignite_engine.errors import StateMismatch, leave_out
 
 
 def clean_name(name: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointError, LoadPlan
-from ignite_engine.checkpointing.errors import StateMismatch
+from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, warmup_cosine
 from tests.engine.builders import mse, numbers_loader, one
 

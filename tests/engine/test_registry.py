@@ -10,7 +10,7 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, Update
-from ignite_engine.checkpointing.errors import StateMismatch
+from ignite_engine.errors import StateMismatch
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, unwrap
 from ignite_engine.states.registry import Registry
 from tests.engine.builders import linear, mse, numbers_loader, trainer_of

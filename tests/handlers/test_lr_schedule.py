@@ -31,7 +31,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ignite_engine import Trainer, Update
-from ignite_engine.checkpointing.errors import StateMismatch
+from ignite_engine.errors import StateMismatch
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.handlers.lr_schedule import LRSchedule
 from ignite_engine.schedules import (

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ignite_engine.checkpointing.errors import StateMismatch
 from ignite_engine.checkpointing.load import part_names as contents
 from ignite_engine.checkpointing.load.patterns import Patterns
 from ignite_engine.checkpointing.load.plan import LoadPlan
 from ignite_engine.checkpointing.load.table import LoadTable, PartRow
+from ignite_engine.errors import StateMismatch
 
 
 class _Stateful(Protocol):

@@ -1,9 +1,10 @@
-"""The errors of checkpoints, and how causes are told in one line."""
+"""Every error of ours that a user may meet, and how a run says that it was stopped."""
 
 from __future__ import annotations
 
 import errno
 import shutil
+import signal as signals
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,3 +62,22 @@ def free_space(directory: Path) -> str:
         except OSError:
             continue
     return "free space unknown"
+
+
+class StopRequested(BaseException):
+    """Raised by a signal handler inside the loader's ``next`` only, and caught there: the group was not consumed."""
+
+
+class Interrupted(SystemExit):
+    """Raised by ``Trainer.run()`` after a run that a signal stopped was saved on every rank.
+
+    Args:
+        signal: its number; the exit code is 128 + signal (130 for SIGINT, 143 for SIGTERM).
+    """
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(128 + signal)
+        self.signal = signal
+
+    def __str__(self) -> str:
+        return f"interrupted by {signals.Signals(self.signal).name}"
