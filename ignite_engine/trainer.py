@@ -63,7 +63,7 @@ class Trainer(TrainingLoop):
 
     def describe(self) -> str:
         """The bus (who runs when, in order) and what a checkpoint holds, as text."""
-        return describe(self)
+        return describe(self, self.registry, self.exactness())
 
     def exactness(self, only: SaveFilter | None = None) -> list[str]:
         """Why a run resumed from a checkpoint made now would not be bit for bit; empty: it would be.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "ignite_engine"
 HANDLERS = ROOT / "handlers"
 
-# Modules (and everything below a package) that work without a trainer, so in any Ignite engine or hand-written loop.
-TRAINER_FREE = {"events", "state", "precision", "accumulation", "agreement", "rng", "checkpointing"}
-TRAINER_FREE |= {"data", "data_source", "environment", "sampling"}
-# `recipe` uses everything, and only the command line uses the recipe.
-RECIPE_USERS = {"recipe", "recipe_parts", "cli", "__main__"}
-# The shared part of all sinks: a base to write to, not a handler that acts.
-SHARED_HANDLER_MODULES = {"sinks"}
+TABLE = ROOT / "docs" / "architecture.md"
+# Parts that several handlers share.
+SHARED_HANDLER_MODULES = {"sinks", "followed_metric"}
 # Imported only inside the function that needs them.
 HEAVY = {"clearml", "tensorboard", "matplotlib", "pydantic"}
 
@@ -101,26 +98,45 @@ def breaches(paths: Iterable[Path], is_breach: Callable[[str, str], bool]) -> li
     return [f"{path.relative_to(ROOT)}:{line}" for path in paths for *name, line in ours(path) if is_breach(*name)]
 
 
-def core_module(path: Path) -> str:
-    """The first name below ``ignite_engine``: the module, or the package that the file lies in."""
-    return path.relative_to(CORE).with_suffix("").parts[0]
+def room_of(path: Path) -> str:
+    """The package or top-level module of ``ignite_engine`` that a file belongs to; ``""`` for ``__init__``."""
+    module = module_name(path).removeprefix("ignite_engine").removeprefix(".")
+    return module.split(".")[0]
 
 
-def is_config(module: str) -> bool:
-    """config.py and its parts (config_file.py, ...), the only modules made of pydantic classes."""
-    return module.split("_")[0] == "config"
+def table_of_rooms() -> dict[str, set[str]]:
+    """What each room may import, as ``docs/architecture.md`` says it."""
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", TABLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {room: set(re.findall(r"`(\w+)`", allowed)) for room, allowed in rows}
 
 
-def reached_from(module: str) -> set[str]:
-    """The core modules that importing ``module`` leads to, itself included."""
-    reached: set[str] = set()
-    waiting = [module]
+def home_of_public_names() -> dict[str, str]:
+    """The room of each name of ``ignite_engine/__init__``."""
+    tree = ast.parse((CORE / "__init__.py").read_text())
+    return {
+        alias.name: str(node.module).removeprefix("ignite_engine.").split(".")[0]
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def rooms_imported_by(path: Path) -> Iterator[tuple[str, int]]:
+    """The other rooms that a file imports, a public name of the package counting as its home."""
+    home = home_of_public_names()
+    for first, _, line in ours(path):
+        room = home.get(first, first)
+        if room not in ("", room_of(path)) and not room.startswith("__"):
+            yield room, line
+
+
+def reached_from(room: str) -> set[str]:
+    """The rooms that the table lets a room lead to."""
+    table, reached, waiting = table_of_rooms(), set[str](), [room]
     while waiting:
-        name = waiting.pop()
-        if name in reached:
-            continue
-        reached.add(name)
-        waiting += [first for path in CORE_FILES if core_module(path) == name for first, _, _ in ours(path) if first]
+        for each in table[waiting.pop()] - reached:
+            reached.add(each)
+            waiting.append(each)
     return reached
 
 
@@ -152,51 +168,51 @@ def test_the_sources_are_found_and_each_is_seen_once() -> None:
     assert len(names) == len(set(names))
 
 
-def test_core_imports_no_handler_but_in_the_recipe() -> None:
-    core = [path for path in CORE_FILES if core_module(path) != "recipe"]
+def test_table_names_every_room_once() -> None:
+    rooms = {room_of(path) for path in SOURCES} - {"", "__main__"}
 
-    assert breaches(core, lambda first, rest: first == "handlers") == []
-
-
-@pytest.mark.parametrize("module", sorted(TRAINER_FREE))
-def test_module_works_without_a_trainer(module: str) -> None:
-    """Neither it nor anything it leads to imports the trainer, the update, or a name of the package's root."""
-    known = {core_module(path) for path in CORE_FILES} | {"checkpointing"}
-    # `from ignite_engine import Trainer` shows as the first name "Trainer", which is no module of ours
-    assert reached_from(module) - known == set()
-    assert reached_from(module) & {"trainer", "update"} == set()
+    assert set(table_of_rooms()) == rooms
 
 
-def test_update_leads_to_no_trainer() -> None:
-    assert reached_from("update") & {"trainer", "Trainer"} == set()
-    assert {"precision", "accumulation"} <= reached_from("trainer") | reached_from("update")
+@pytest.mark.parametrize("room", sorted(table_of_rooms()))
+def test_room_imports_what_the_table_says(room: str) -> None:
+    files = [path for path in SOURCES if room_of(path) == room]
+    imported = [(each, path, line) for path in files for each, line in rooms_imported_by(path)]
+    allowed = table_of_rooms()[room]
+
+    assert [f"{path.relative_to(ROOT)}:{line} {each}" for each, path, line in imported if each not in allowed] == []
+    assert allowed <= {each for each, _, _ in imported}, "the table allows what nothing needs"
+    assert room not in reached_from(room), "a circle of rooms"
 
 
-def test_checkpoint_store_knows_no_event() -> None:
-    store = [path for path in CORE_FILES if core_module(path) == "checkpointing"]
+def test_rooms_of_the_package_stay_few() -> None:
+    entries = [path for path in CORE.iterdir() if path.name != "__pycache__"]
 
-    assert "events" not in reached_from("checkpointing")
-    assert [str(path) for path in store for name, _ in imports(path) if name.startswith("ignite.engine")] == []
+    assert len(entries) <= 28
 
 
-@pytest.mark.parametrize("path", HANDLER_FILES, ids=lambda path: path.name)
+def test_core_knows_no_handler_config_or_recipe() -> None:
+    for room in set(table_of_rooms()) - {"handlers", "runs", "cli"}:
+        assert not reached_from(room) & {"handlers", "runs", "cli", "config"}, room
+    assert not reached_from("handlers") & {"runs", "cli", "config"}
+
+
+def test_checkpoint_store_knows_no_ignite() -> None:
+    store = [path for path in CORE_FILES if room_of(path) == "checkpointing"]
+
+    assert [str(path) for path in store for name, _ in imports(path) if name.split(".")[0] == "ignite"] == []
+
+
+@pytest.mark.parametrize("path", HANDLER_FILES, ids=module_name)
 def test_handler_imports_no_other_handler(path: Path) -> None:
-    if path.name == "__init__.py":
+    if path == HANDLERS / "__init__.py":
         return  # it names them all
-    own = {module_name(path).removeprefix("ignite_engine.handlers."), *SHARED_HANDLER_MODULES}
+    own = {module_name(path).split(".")[2], *SHARED_HANDLER_MODULES}
 
     def is_breach(first: str, rest: str) -> bool:
         return first == "handlers" and rest != "" and rest.split(".")[0] not in own
 
     assert breaches([path], is_breach) == []
-
-
-def test_only_the_command_line_imports_config_and_recipe() -> None:
-    below = [path for path in CORE_FILES if core_module(path) not in RECIPE_USERS] + HANDLER_FILES
-    no_config = [path for path in below if path in HANDLER_FILES or not is_config(core_module(path))]
-
-    assert breaches(below, lambda first, rest: first.startswith("recipe")) == []
-    assert breaches(no_config, lambda first, rest: is_config(first)) == []
 
 
 @pytest.mark.parametrize("folder", ["ignite_engine", "handlers", "examples", "benchmarks", "tests"])
@@ -215,7 +231,7 @@ def test_bare_name_handlers_is_never_imported(folder: str) -> None:
 def test_heavy_packages_are_imported_where_they_are_used() -> None:
     def is_heavy(name: str, path: Path) -> bool:
         # the next test shows that these are imported only when used
-        allowed = {"pydantic"} if is_config(path.stem) else set()
+        allowed = {"pydantic"} if room_of(path) == "config" else set()
         return (name.split(".")[0] in HEAVY - allowed) or name.startswith("torch.utils.tensorboard")
 
     eager = [

@@ -1,4 +1,4 @@
-"""The process that talks to ClearML, started as a script by ``clearml_log`` and imported by nobody.
+"""The process that talks to ClearML, started as a script by the sink beside it and imported by nobody.
 
 What ClearML does to its process (signal handlers, patched functions, threads, hooks on fork and exit) happens here and
 not where the model trains. It reads one JSON object a line from standard input until that ends, and answers on
@@ -35,7 +35,7 @@ class Session:
     """One ClearML task.
 
     Args:
-        settings: of ``clearml_log``: ``offline``, ``folder``, ``project``, ``task``, ``tags``, ``config``,
+        settings: of the sink beside it: ``offline``, ``folder``, ``project``, ``task``, ``tags``, ``config``,
             ``environment``, ``command`` (``sys.argv`` of the training), ``task_id`` (of the task to go on with, or
             None) and ``written`` (the last iteration of each of its series).
     """

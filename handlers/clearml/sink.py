@@ -22,7 +22,7 @@ from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.handlers.sinks import Outlet, Values, number_of
 
-_SCRIPT = Path(__file__).with_name("clearml_session.py")
+_SCRIPT = Path(__file__).with_name("session.py")
 _MOST_BYTES = 64 * 2**20
 _ID_WITHIN_S = 10.0
 # ClearML would take this process for a worker of the training, or wait for a rank 0 that it knows.
@@ -53,7 +53,7 @@ class ClearMLLogger:
             under a second.
         name: in checkpoints, which hold the task's id: a resumed run goes on with its task, and reports no point twice.
 
-    ClearML runs in a process of its own (``clearml_session.py``), which the run starts and ends. To report is to write
+    ClearML runs in a process of its own (``session.py``), which the run starts and ends. To report is to write
     a line into a pipe; signals, exit hooks, forks and torch.save of the training stay as they are. Values that are no
     finite numbers become a line in the task's log. Rank 0 only.
     """
@@ -159,7 +159,7 @@ class ClearMLLogger:
 
 
 class _Session:
-    """Our end of the process that runs ``clearml_session.py``; nothing here waits but where a limit is given."""
+    """Our end of the process that runs ``session.py``; nothing here waits but where a limit is given."""
 
     def __init__(self, log: Path, settings: Mapping[str, Any]) -> None:
         self.log = log

@@ -11,12 +11,12 @@ from collections.abc import Callable
 import ignite.distributed as idist
 import torch
 
-from ignite_engine import Parallel
 from ignite_engine.checkpointing import CheckpointError, NotExact
 from ignite_engine.cli import checkpoints, pages
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.errors import StateMismatch
+from ignite_engine.ranks.launch import Parallel
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse
 from ignite_engine.runs import recipe
 

@@ -16,9 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from ignite_engine import loader, schedules
+from ignite_engine import schedules
 from ignite_engine.config import Config, ConfigWarning
 from ignite_engine.config.yaml_file import did_you_mean
+from ignite_engine.data import loader
 from ignite_engine.ranks import agreement
 from ignite_engine.schedules import Schedule
 from ignite_engine.task import Task, TaskError, build_task, find_task

@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from ignite_engine import Trainer, Update, create_evaluator, handlers
+from ignite_engine import handlers
 from ignite_engine.checkpointing import CheckpointError, LoadPlan
 from ignite_engine.config import Config, Every
+from ignite_engine.evaluator import create_evaluator
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
 from ignite_engine.runs.components import (
     agreed_task,
@@ -32,6 +33,8 @@ from ignite_engine.runs.components import total_updates as total_updates
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
 from ignite_engine.task import Task
+from ignite_engine.trainer import Trainer
+from ignite_engine.update import Update
 
 
 def build_run(config: Config, task: Task | None = None) -> Run:

@@ -13,10 +13,10 @@ from typing import Any
 
 from ignite.engine import Events
 
+from ignite_engine.checkpointing.digests import Pieces, digests
 from ignite_engine.events import TrainingEvents
 from ignite_engine.rng import capture
 from ignite_engine.trainer import Trainer
-from ignite_engine.verify.digests import Pieces, digests
 from ignite_engine.verify.unsaved_state import unsaved_state
 
 UNSAVED = "not saved"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ignite_engine.checkpointing import CheckpointStore
-from ignite_engine.verify.digests import digests
+from ignite_engine.checkpointing.digests import digests
 from tests.campaign.resuming import Difference
 from tests.faults.fork_server import ForkServer
 from tests.faults.processes import write_config_like

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, rng
+from ignite_engine.checkpointing.digests import digests
 from ignite_engine.engine.progress import RunPosition
 from ignite_engine.handlers import (
     EMA,
@@ -33,7 +34,6 @@ from ignite_engine.handlers.sinks import JSONLSink
 from ignite_engine.run_directory import weights_sha256
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.step.precision import LossScaler
-from ignite_engine.verify.digests import digests
 from tests.campaign.cases import Setup
 from tests.campaign.data import WORDS, Samples
 

@@ -12,9 +12,9 @@ from ignite.engine import Events
 
 from ignite_engine.checkpointing import CheckpointStore, Retention
 from ignite_engine.handlers import Checkpoint, MetricLogger
+from tests.builders import numbers_loader, trainer_of
 from tests.checkpointing.file_faults import FileOperations
 from tests.checkpointing.states import save
-from tests.engine.builders import numbers_loader, trainer_of
 
 TEMPORARY = ".tmp-iteration_00000200"
 

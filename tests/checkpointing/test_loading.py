@@ -16,7 +16,7 @@ from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointError, LoadPlan
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, warmup_cosine
-from tests.engine.builders import mse, numbers_loader, one
+from tests.builders import mse, numbers_loader, one
 
 
 class Net(nn.Module):

@@ -13,8 +13,8 @@ from torch import nn
 
 from ignite_engine.checkpointing import CheckpointError, LoadPlan
 from ignite_engine.handlers import Checkpoint
+from tests.builders import linear, numbers_loader, one, trainer_of, weights
 from tests.checkpointing.file_faults import start_child, wait_for
-from tests.engine.builders import linear, numbers_loader, one, trainer_of, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 

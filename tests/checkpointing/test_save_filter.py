@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointStore, LoadPlan, SaveFilter
 from ignite_engine.handlers import EMA, Checkpoint
-from tests.engine.builders import mse, numbers_loader, one
+from tests.builders import mse, numbers_loader, one
 
 
 class Frozen(nn.Module):

@@ -10,7 +10,7 @@ from ignite.engine import Engine, Events
 from ignite.engine.events import CallableEventWithFilter
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from tests.engine.builders import numbers_loader, trainer_of, weights, without_address
+from tests.builders import numbers_loader, trainer_of, weights, without_address
 
 
 def constant(engine: Engine, batch: Any) -> float:

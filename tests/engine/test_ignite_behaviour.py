@@ -18,7 +18,7 @@ from ignite.engine import Engine, EventEnum, Events
 from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer, TrainingEvents
-from tests.engine.builders import events_of, without_address
+from tests.builders import events_of, without_address
 
 
 def constant(engine: Engine, batch: Any) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.checkpointing import BackgroundSave, CheckpointError, CheckpointStore, Snapshot
 from ignite_engine.handlers import Checkpoint, GracefulStop
-from tests.engine.builders import numbers_loader, trainer_of, weights
+from tests.builders import numbers_loader, trainer_of, weights
 
 EVERY = Events.ITERATION_COMPLETED(every=1)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, StateMismatch, filesystem
 from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLogger, warmup_cosine
-from tests.engine.builders import Passes, linear, numbers_loader, trainer_of, weights
+from tests.builders import Passes, linear, numbers_loader, trainer_of, weights
 
 
 def iterations(directory: Path) -> list[int]:

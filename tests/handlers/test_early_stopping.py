@@ -16,7 +16,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, EarlyStopping
-from tests.engine.builders import numbers_loader, trainer_of, weights
+from tests.builders import numbers_loader, trainer_of, weights
 
 FALLING_THEN_FLAT = (5.0, 4.0, 4.0, 3.0, 3.0, 3.5, 3.0, 2.0)
 

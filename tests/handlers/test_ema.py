@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation
-from tests.engine.builders import linear, mse, numbers_loader, one, trainer_of, weights
+from tests.builders import linear, mse, numbers_loader, one, trainer_of, weights
 
 
 def bare(trainer: Trainer) -> nn.Module:

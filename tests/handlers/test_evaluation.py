@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.handlers import Checkpoint, Evaluation
-from tests.engine.builders import Numbers, linear, numbers_loader, trainer_of, weights
+from tests.builders import Numbers, linear, numbers_loader, trainer_of, weights
 
 
 def predict(model: nn.Module, batch: Any) -> Any:

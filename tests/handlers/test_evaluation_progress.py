@@ -21,7 +21,7 @@ from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint, Evaluation, StopFile, WallClockLimit
 from ignite_engine.handlers.evaluation import progress_file as evaluation_progress
 from ignite_engine.ranks import agreement
-from tests.engine.builders import Numbers, numbers_loader, trainer_of
+from tests.builders import Numbers, numbers_loader, trainer_of
 
 FILE = "val.progress"
 

@@ -29,7 +29,7 @@ from ignite.metrics import MeanSquaredError
 
 from ignite_engine import Phase, Trainer, TrainingEvents, create_evaluator
 from ignite_engine.handlers import Evaluation
-from tests.engine.builders import numbers_loader, one, trainer_of, weights
+from tests.builders import numbers_loader, one, trainer_of, weights
 
 
 def loss_of(output: Any) -> float:

@@ -21,7 +21,7 @@ from ignite.metrics import MeanSquaredError, RunningAverage
 
 from ignite_engine import Trainer, create_evaluator
 from ignite_engine.handlers import Evaluation
-from tests.engine.builders import Passes, numbers_loader, trainer_of
+from tests.builders import Passes, numbers_loader, trainer_of
 from tests.handlers.test_ignite_handlers import loss_of, predict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,7 +144,7 @@ from clearml.backend_interface.task.task import Task as BackendTask
 BackendTask._report_subprocess_enabled = False  # else close() takes minutes offline
 from ignite.engine import Events
 from ignite.handlers import ClearMLLogger
-from tests.engine.builders import numbers_loader, trainer_of
+from tests.builders import numbers_loader, trainer_of
 from tests.handlers.test_ignite_loggers import losses_of
 
 trainer = trainer_of(lr=0.25)

@@ -38,7 +38,7 @@ from torch.optim import SGD, Optimizer
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
 from ignite_engine.handlers import Evaluation
-from tests.engine.builders import linear, mse, numbers_loader, trainer_of, weights
+from tests.builders import linear, mse, numbers_loader, trainer_of, weights
 from tests.handlers.test_ignite_handlers import loss_of, predict
 
 Make = Callable[[Optimizer], Any]

@@ -16,7 +16,7 @@ from ignite.engine import Events
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.handlers import Checkpoint, Evaluation, SaveEvery, StopFile, WallClockLimit, limits
-from tests.engine.builders import numbers_loader, trainer_of, weights
+from tests.builders import numbers_loader, trainer_of, weights
 
 
 class Clock:

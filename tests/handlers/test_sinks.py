@@ -17,7 +17,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer
 from ignite_engine.handlers import Checkpoint, ConsoleSink, JSONLSink, MetricLogger
-from tests.engine.builders import numbers_loader, trainer_of
+from tests.builders import numbers_loader, trainer_of
 
 
 def lines(path: Path) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ from ignite_engine.checkpointing import CheckpointStore, NotExact
 from ignite_engine.cli import main
 from ignite_engine.config import ConfigError, config_from_dict
 from ignite_engine.handlers import Checkpoint
-from tests.engine.builders import Numbers, linear, numbers_loader, trainer_of
+from tests.builders import Numbers, linear, numbers_loader, trainer_of
 
 
 class Stream(IterableDataset[Any]):

@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, Update, loader
+from ignite_engine.checkpointing.digests import digests, tensor_sha256
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.verify.compare import Comparison, compare, table
-from ignite_engine.verify.digests import digests, tensor_sha256
 from ignite_engine.verify.recorder import Record, StateRecorder, read_records
 from ignite_engine.verify.unsaved_state import unsaved_state
-from tests.engine.builders import Numbers, linear, mse, numbers_loader, trainer_of
+from tests.builders import Numbers, linear, mse, numbers_loader, trainer_of
 
 # -- digests ----------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from ignite.engine import Events
 from ignite_engine import Interrupted, Trainer, TrainingEvents
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
-from tests.engine.builders import numbers_loader, trainer_of, weights
+from tests.builders import numbers_loader, trainer_of, weights
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -221,7 +221,7 @@ SCRIPT = """
 import sys, time, torch
 from ignite.engine import Events
 from ignite_engine.handlers import Checkpoint, GracefulStop
-from tests.engine.builders import numbers_loader, trainer_of, weights
+from tests.builders import numbers_loader, trainer_of, weights
 
 trainer = trainer_of()
 checkpoint = Checkpoint(sys.argv[1])

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.step.precision import LossScaler
-from tests.engine.builders import Numbers, linear, mse, numbers_loader, one, trainer_of, weights
+from tests.builders import Numbers, linear, mse, numbers_loader, one, trainer_of, weights
 
 
 def batches_of(data: Numbers, sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:

@@ -21,9 +21,9 @@ from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointStore, LoadPlan
 from ignite_engine.cli import main
 from ignite_engine.handlers import EMA, Checkpoint
-from tests.engine.builders import linear, mse, numbers_loader, one
+from tests.builders import linear, mse, numbers_loader, one
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def trained(

@@ -18,7 +18,7 @@ import ignite_engine
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.cli import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 TASK = """
 import os

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, LRSchedule, MetricLogger, warmup_linear
-from tests.engine.builders import linear, numbers_loader, trainer_of
+from tests.builders import linear, numbers_loader, trainer_of
 
 READS = ("item", "tolist", "__float__", "__bool__", "__int__", "__index__", "numpy", "cpu", "__array__")
 

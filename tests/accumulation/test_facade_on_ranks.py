@@ -18,7 +18,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 
 from ignite_engine.accumulation import GradientAccumulationOptimizer, initialize
-from tests.engine.builders import Numbers, linear, mse, one
+from tests.builders import Numbers, linear, mse, one
 
 pytestmark = pytest.mark.distributed
 

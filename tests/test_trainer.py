@@ -13,7 +13,7 @@ from ignite.handlers import EarlyStopping, TerminateOnNan, Timer
 from ignite.metrics import RunningAverage
 
 from ignite_engine import Interrupted, Trainer, TrainingEvents, TrainingState
-from tests.engine.builders import OURS, Numbers, Passes, events_of, numbers_loader, trainer_of, weights
+from tests.builders import OURS, Numbers, Passes, events_of, numbers_loader, trainer_of, weights
 
 
 def constant(engine: Engine, batch: Any) -> float:

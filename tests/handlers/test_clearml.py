@@ -22,7 +22,7 @@ from ignite.engine import Events
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, ClearMLLogger, GracefulStop, MemoryLogger, MetricLogger
 from ignite_engine.handlers.clearml import sink as clearml_log
-from tests.engine.builders import numbers_loader, trainer_of
+from tests.builders import numbers_loader, trainer_of
 from tests.handlers.clearml_server import clearml_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,7 +174,7 @@ def test_killed_training_is_told_as_failed(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from ignite.engine import Events
-from tests.handlers.test_clearml_log import Path, built, numbers_loader
+from tests.handlers.test_clearml import Path, built, numbers_loader
 trainer, sink = built(Path({str(tmp_path)!r}))
 trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: os.kill(os.getpid(), signal.SIGKILL))
 trainer.run(numbers_loader(24))

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint, Evaluation
-from tests.engine.builders import Numbers, mse
+from tests.builders import Numbers, mse
 
 
 def _train(folder: str, *, evaluate: bool, **options: Any) -> tuple[Any, dict[str, torch.Tensor], list[str]]:

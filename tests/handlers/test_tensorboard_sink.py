@@ -14,7 +14,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, MemoryLogger, MetricLogger, TensorBoardSink
-from tests.engine.builders import numbers_loader, trainer_of
+from tests.builders import numbers_loader, trainer_of
 from tests.handlers.test_sinks import files_end_at, lines
 
 

@@ -26,7 +26,7 @@ from ignite_engine.accumulation import (
     initialize,
 )
 from ignite_engine.handlers import Checkpoint, warmup_cosine
-from tests.engine.builders import Numbers, linear, mse, numbers_loader, one
+from tests.builders import Numbers, linear, mse, numbers_loader, one
 
 ROOT = Path(__file__).resolve().parents[2]
 DOUBLE = torch.float64

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ignite_engine import Trainer, TrainingEvents
-from tests.engine.builders import linear, trainer_of, weights
+from tests.builders import linear, trainer_of, weights
 
 
 class Stream(IterableDataset[Any]):

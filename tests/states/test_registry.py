@@ -13,7 +13,7 @@ from ignite_engine import Trainer, Update
 from ignite_engine.errors import StateMismatch
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, unwrap
 from ignite_engine.states.registry import Registry
-from tests.engine.builders import linear, mse, numbers_loader, trainer_of
+from tests.builders import linear, mse, numbers_loader, trainer_of
 
 
 class Kept:

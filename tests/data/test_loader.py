@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from ignite_engine import StopRequested, Trainer, TrainingEvents, loader
 from ignite_engine.data import DataSource, ResumableSampler, resumable
-from tests.engine.builders import Numbers, Passes, linear, numbers_loader, trainer_of, weights
+from tests.builders import Numbers, Passes, linear, numbers_loader, trainer_of, weights
 
 
 def note_batch(engine: Engine, batch: Any) -> Any:

@@ -12,7 +12,7 @@ from ignite_engine import create_evaluator
 from ignite_engine.handlers import Evaluation
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.launch import _rank_main
-from tests.engine.builders import numbers_loader, trainer_of
+from tests.builders import numbers_loader, trainer_of
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.cli import main
 from ignite_engine.errors import StateMismatch
 from ignite_engine.task import TaskError
-from tests.engine.builders import one
+from tests.builders import one
 
 TASK = """
 from pathlib import Path
