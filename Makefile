@@ -4,6 +4,7 @@ VENV ?= .venv
 CONFIG ?= configs/byte_gpt.yaml
 ARGS ?=
 PYTEST_ARGS ?=
+MINUTES ?= 20
 
 SHELL := /bin/bash
 BIN := $(VENV)/bin
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test ignite check lint types imports format campaign bench clean
+.PHONY: help install train test ignite check lint types imports format campaign search bench clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -58,6 +59,9 @@ format: $(STAMP)  ## rewrite the files as check wants them
 
 campaign: $(STAMP)  ## kill and resume in every way (20 idle minutes); what passed at this commit is left out; docs/campaign.md
 	$(BIN)/python -m tests.campaign $(ARGS)
+
+search: $(STAMP)  ## draw updates and resumed runs at random and judge them, MINUTES=20 each; docs/search.md
+	$(BIN)/python -m tests.search all --minutes $(MINUTES) $(ARGS)
 
 bench: $(STAMP)  ## measure against the hand-written loop
 	$(BIN)/python -m benchmarks.overhead $(ARGS)

@@ -1,0 +1,41 @@
+"""``python -m tests.search resume|update|all``: draw cases until one breaks a promise; docs/search.md."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+
+from tests.search.common import table_of
+
+JUDGES = {"resume": "tests.search.resume_search", "update": "tests.search.update_search"}
+
+
+def main() -> int:
+    """Run one judge or all; the exit code is 1 if a case fails."""
+    parser = argparse.ArgumentParser(prog="python -m tests.search", description=__doc__)
+    parser.add_argument("judge", choices=[*JUDGES, "all"])
+    parser.add_argument("--seed", type=int, help="of the first case; default: the time, in millions")
+    parser.add_argument("--cases", type=int, help="how many")
+    parser.add_argument("--minutes", type=float, help="how long, for each judge")
+    parser.add_argument("--case", type=int, help="run this case alone, as a failure names it")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of the resume judge at a time, default 2")
+    options = parser.parse_args()
+    seed, cases, minutes = options.seed, options.cases, options.minutes
+    if options.case is not None:
+        seed, cases, minutes = options.case, 1, None
+    elif cases is None and minutes is None:
+        parser.error("give --cases, --minutes or --case.")
+    seed = int(time.time()) % 100_000 * 1_000_000 if seed is None else seed
+    failed = False
+    for name in JUDGES if options.judge == "all" else [options.judge]:
+        more = {"jobs": options.jobs} if name == "resume" else {}
+        result = importlib.import_module(JUDGES[name]).run(seed, cases, minutes, **more)
+        print(table_of(result), flush=True)
+        failed = failed or bool(result.failures)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""What the judges share: case seeds, when to stop drawing, the result and how it is printed.
+
+A judge is a module with ``run(seed, cases, minutes) -> Result``. Case ``i`` of a run is drawn from the number
+``seed + i`` alone, so ``run(number, 1, None)`` reproduces it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+PASSED = "passed"
+REFUSED = "refused"
+"""Every run of the case was refused at construction: it proves nothing."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that broke the promise: ``case`` reproduces it, ``reason`` says on one line what differs first."""
+
+    case: int
+    reason: str
+
+
+@dataclass
+class Result:
+    """What a judge found.
+
+    Attributes:
+        judge: its name.
+        seed: of the run; its cases are ``seed``, ``seed + 1``, ...
+        features: all that can be drawn, as ``dimension: value``; each must be exercised by a long enough run.
+        outcomes: cases by outcome: ``passed``, ``refused``, and others of the judge's own. Failures are not in it.
+        exercised: for each feature, in how many cases that were judged it really took part.
+    """
+
+    judge: str
+    seed: int
+    features: tuple[str, ...] = ()
+    outcomes: Counter[str] = field(default_factory=Counter)
+    exercised: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def cases(self) -> int:
+        return self.outcomes.total() + len(self.failures)
+
+    @property
+    def never_exercised(self) -> list[str]:
+        """Features that no judged case exercised: in a long run a defect of the search."""
+        return [feature for feature in self.features if not self.exercised[feature]]
+
+
+def case_seeds(seed: int, cases: int | None, minutes: float | None) -> Iterator[int]:
+    """The seeds of a run's cases, until there are ``cases`` of them or ``minutes`` have passed.
+
+    Raises:
+        ValueError: neither bounds the run.
+    """
+    if cases is None and minutes is None:
+        raise ValueError("A search needs a number of cases or of minutes.")
+    end = None if minutes is None else time.monotonic() + 60.0 * minutes
+    for number in itertools.count(seed):
+        if (cases is not None and number - seed >= cases) or (end is not None and time.monotonic() >= end):
+            return
+        yield number
+
+
+def table_of(result: Result) -> str:
+    """The result as text: one line for each failure, then outcomes, then how often each feature was exercised."""
+    lines = [f"FAILED {result.judge} --case {each.case}: {each.reason}" for each in result.failures]
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.outcomes.items()))
+    lines.append(
+        f"{result.judge}: seed {result.seed}, {result.cases} cases in {result.seconds:.0f} s: "
+        f"{len(result.failures)} failed{', ' if counts else ''}{counts}"
+    )
+    lines.append("| dimension | exercised in so many cases |")
+    lines.append("|---|---|")
+    for dimension, values in itertools.groupby(result.features, lambda each: each.partition(": ")[0]):
+        cells = [f"{value.partition(': ')[2]} {result.exercised[value]}" for value in values]
+        lines.append(f"| {dimension} | {', '.join(cells)} |")
+    if result.never_exercised:
+        lines.append(f"never exercised: {', '.join(result.never_exercised)}")
+    return "\n".join(lines)
