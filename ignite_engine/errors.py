@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import shutil
 import signal as signals
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
@@ -39,6 +40,28 @@ def require_exact(what: str, reasons: Sequence[str]) -> None:
             f"{what} cannot be resumed bit for bit, which checkpoint.strict asks for: {'; '.join(reasons)}. "
             "Mend that, or do without strict."
         )
+
+
+def did_you_mean(given: str, known: Iterable[str], *, limit: int = 20) -> str:
+    """The end of a sentence about an unknown name: ``"; did you mean 'lr'?"``, or what is known where nothing is near.
+
+    Args:
+        given: compared without regard to case.
+        known: what would have been right; ``"."`` if there is nothing.
+        limit: how many of them are listed at most.
+    """
+    names = list(known)
+    folded = {each.lower(): each for each in names}
+    if near := difflib.get_close_matches(given.lower(), folded, n=1):
+        return f"; did you mean '{folded[near[0]]}'?"
+    return f"; known: {shortened(names, limit)}." if names else "."
+
+
+def shortened(names: Iterable[str], limit: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def one_line(error: BaseException) -> str:

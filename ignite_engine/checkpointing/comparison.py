@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_engine.checkpointing.load.patterns import shortened
+from ignite_engine.errors import shortened
 
 
 @dataclass

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ignite_engine.checkpointing.load import part_names as contents
-from ignite_engine.checkpointing.load.patterns import Patterns, shortened
-from ignite_engine.errors import StateMismatch
+from ignite_engine.checkpointing.load.patterns import Patterns
+from ignite_engine.errors import StateMismatch, shortened
 
 KeepFn = Callable[[str, str, Any], bool]
 Capture = Callable[[], Iterable[Mapping[str, Any]]]

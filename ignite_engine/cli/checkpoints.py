@@ -21,8 +21,8 @@ from ignite_engine.checkpointing import (
 from ignite_engine.checkpointing.comparison import compare
 from ignite_engine.checkpointing.export import Format, weights_of, write_weights
 from ignite_engine.checkpointing.layout import named_iteration, scan
-from ignite_engine.checkpointing.load.patterns import shortened
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
+from ignite_engine.errors import shortened
 from ignite_engine.run_directory import config_differences
 
 _NOT_RESULTS = ("lr", "memory", "throughput", "time")

@@ -24,8 +24,7 @@ from ignite_engine.checkpointing import (
 )
 from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
 from ignite_engine.checkpointing.load.part_names import filled
-from ignite_engine.checkpointing.load.patterns import shortened
-from ignite_engine.errors import StateMismatch, leave_out
+from ignite_engine.errors import StateMismatch, leave_out, shortened
 from ignite_engine.ranks import agreement
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState

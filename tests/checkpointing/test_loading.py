@@ -269,14 +269,14 @@ def test_a_part_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"parts": ["modle"]}, r"parts: 'modle' is no part of .*iteration_00000008; did you mean 'model'\?"),
+    ({"parts": ["modle"]}, r"parts: 'modle' is not a part of .*iteration_00000008; did you mean 'model'\?"),
     (
         {"include": ["model:backbon.*"]},
         r"include: 'model:backbon.\*' matches no name in .*; did you mean 'backbone.bias'",
     ),
-    ({"ignore": ["model:tail.*"]}, r"ignore: 'model:tail.\*' matches no name in .*; there are backbone.weight, "),
+    ({"ignore": ["model:tail.*"]}, r"ignore: 'model:tail.\*' matches no name in .*; known: backbone.weight, "),
     ({"ignore": ["trainer:x"]}, "ignore: 'trainer:x' matches no name in .*, which has no names inside."),
-    ({"ignore": ["emma"]}, r"ignore: 'emma' is no part of .*; did you mean 'ema'\?"),
+    ({"ignore": ["emma"]}, r"ignore: 'emma' is not a part of .*; did you mean 'ema'\?"),
     ({"rename": {"encoder.": ""}}, "rename: 'encoder.' matches no name in"),
     ({"rename": {"re:(backbone|head)": "x"}}, "rename makes 'x.weight' of both 'backbone.weight' and 'head.weight' in"),
     ({"weights": "average"}, r"weights='average', but .* holds no average of that name; expected raw or ema"),

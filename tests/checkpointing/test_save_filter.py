@@ -134,7 +134,7 @@ def test_an_average_of_which_nothing_is_saved_begins_with_the_weights(tmp_path: 
 
 @pytest.mark.parametrize(
     ("pattern", "line"),
-    [("model:backbon.*", "matches no name in this run; did you mean 'backbone.bias'"), ("modle", "is no part of")],
+    [("model:backbon.*", "matches no name in this run; did you mean 'backbone.bias'"), ("modle", "is not a part of")],
 )
 def test_a_pattern_that_leaves_nothing_out_is_refused_at_the_start(tmp_path: Path, pattern: str, line: str) -> None:
     trainer, _, _ = run_of(tmp_path, exclude=[pattern])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+
+from ignite_engine.errors import did_you_mean
 
 
 class Patterns:
@@ -62,24 +63,13 @@ class Patterns:
         for text, (pattern, name) in zip(self.texts, self._pairs, strict=True):
             parts = [each for each in contents if self._is_part(pattern, each)]
             if not parts:
-                raise ValueError(f"{self._setting}: {text!r} is no part of {where}{_near(pattern, contents)}")
+                raise ValueError(
+                    f"{self._setting}: {text!r} is not a part of {where}{did_you_mean(pattern, contents, limit=6)}"
+                )
             names = [each for one in parts for each in contents[one]]
             if name is not None and not any(fnmatchcase(each, name) for each in names):
-                raise ValueError(f"{self._setting}: {text!r} matches no name in {where}{_near(name, names)}")
+                near = did_you_mean(name, names, limit=6) if names else ", which has no names inside."
+                raise ValueError(f"{self._setting}: {text!r} matches no name in {where}{near}")
 
     def _is_part(self, pattern: str, part: str) -> bool:
         return fnmatchcase(part, pattern) or self._word_of(part) == pattern
-
-
-def shortened(names: Iterable[str], shown: int = 3) -> str:
-    """The first few names, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
-
-
-def _near(wanted: str, known: Iterable[str]) -> str:
-    names = list(known)
-    if near := difflib.get_close_matches(wanted, names, n=1):
-        return f"; did you mean {near[0]!r}?"
-    return f"; there are {shortened(names, 6)}." if names else ", which has no names inside."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ignite_engine.checkpointing.load.patterns import shortened
+from ignite_engine.errors import shortened
 
 _TOLD = {
     "missing": "not in the checkpoint, stays as built",
