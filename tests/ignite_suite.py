@@ -3,7 +3,7 @@
 The source distribution of the installed version is downloaded; nothing of it is kept here. In its tests ``Engine`` is
 the Trainer, driven with the plain functions that they bring. A test that fails with Ignite's own engine too (a package
 is missing, there is no network) does not count. Which of the others don't hold for a Trainer, and why, stands in the
-table of ``docs/decisions/0014-ignites-own-tests.md``; any other failure, and a listed test that passes, is an error.
+table of ``docs/decisions/0014-ignite-test-suite.md``; any other failure, and a listed test that passes, is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-DECISION = ROOT / "docs" / "decisions" / "0014-ignites-own-tests.md"
+DECISION = ROOT / "docs" / "decisions" / "0014-ignite-test-suite.md"
 FOLDERS = ("tests/ignite/engine", "tests/ignite/handlers")
 # they want servers, or packages that nothing here needs
 SERVICES = ("clearml", "mlflow", "neptune", "polyaxon", "visdom", "wandb")
