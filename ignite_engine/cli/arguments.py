@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"invalid choice: '([^']*)'", message)
         if unknown and "command" in message:
-            message = f"got {unknown[1]!r}, which is no command{did_you_mean(unknown[1], commands.COMMANDS)}"
+            message = f"got {unknown[1]!r}, which is not a command{did_you_mean(unknown[1], commands.COMMANDS)}"
         # overrides need not be there, which argparse cannot say
         self.exit(commands.USAGE_ERROR, f"error: {message.replace(', section.key=value', '')}\n")
 
@@ -56,29 +56,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments by name; ``overrides`` are those that stand anywhere behind the config and are no option."""
+    """The arguments by name; ``overrides`` are all words after the config that are not options."""
+    parser, commands_by_name = make_parser()
+    options, rest = parser.parse_known_args(arguments)
+    for word in rest:
+        if options.command in pages.COMMANDS:
+            parser.error(f"got {word!r}, which {options.command} does not take; it takes directories and --output")
+        if options.command in checkpoints.COMMANDS:
+            parser.error(f"got {word!r}, which checkpoints {options.action} does not take; --help says what it does")
+        if word.startswith("-"):
+            known = re.findall(r"--[\w-]+", commands_by_name[options.command].format_usage())
+            near = did_you_mean(word.split("=")[0], known)
+            parser.error(f"got {word!r}, which is not an option of {options.command}{near}")
+    options.overrides += rest
+    return options
+
+
+def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
+    """The parser of the whole command line, and that of each command."""
     parser = Parser(
         prog="ignite-engine", description="Train, evaluate and describe what a config says.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"ignite-engine {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
-    described = {
-        "train": "run, or go on with what was interrupted: the command is the same",
+    descriptions = {
+        "train": "start a run, or resume one that was interrupted: the command is the same",
         "evaluate": "print the metrics of the best, or newest, checkpoint as one line of JSON",
         "describe": "print the schedule, the learning rates and the bus, without running",
         "verify-resume": "kill the run, resume it, and compare every piece of state with the run that was not killed",
     }
-    for name, text in described.items():
+    for name, description in descriptions.items():
         command = subparsers.add_parser(
             name,
-            help=text,
-            description=text,
+            help=description,
+            description=description,
             allow_abbrev=False,
-            epilog="section.key=value goes before the file's value.",
+            epilog="section.key=value overrides the file's value.",
         )
         command.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
         command.add_argument(
-            "overrides", nargs="*", metavar="section.key=value", help="settings that go before the file's"
+            "overrides", nargs="*", metavar="section.key=value", help="settings that override the file's"
         )
         command.add_argument("--traceback", action="store_true", help="show the traceback of an error in the task")
         if name == "describe":
@@ -96,20 +113,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             )
     pages.add_parsers(subparsers)
     checkpoints.add_parser(subparsers)
-    options, rest = parser.parse_known_args(arguments)
-    for word in rest:
-        if options.command in pages.COMMANDS:
-            parser.error(f"got {word!r}, which {options.command} does not take; it takes directories and --output")
-        if options.command in checkpoints.COMMANDS:
-            parser.error(f"got {word!r}, which checkpoints {options.action} does not take; --help says what it does")
-        if word.startswith("-"):
-            known = ["--nproc-per-node", "--backend", "--checkpoint", "--plot", "--traceback", "--help"]
-            known += ["--iterations", "--kill-at"] if options.command == "verify-resume" else []
-            parser.error(
-                f"got {word!r}, which is no option of {options.command}{did_you_mean(word.split('=')[0], known)}"
-            )
-    options.overrides += rest
-    return options
+    return parser, subparsers.choices
 
 
 def _count(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from ignite_engine.data.loader import loader, resumable
 from ignite_engine.data.sampler import ResumableSampler, SeededDataset
-from ignite_engine.data.source import DataSource
+from ignite_engine.data.source import DataSource, length_of
+from ignite_engine.data.workers import end_workers
 
-__all__ = ["DataSource", "ResumableSampler", "SeededDataset", "loader", "resumable"]
+__all__ = ["DataSource", "ResumableSampler", "SeededDataset", "end_workers", "length_of", "loader", "resumable"]

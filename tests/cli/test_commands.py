@@ -116,10 +116,13 @@ WRONG = [
         "checkpoint.best: got 'val/los', .*did you mean 'val/loss'?",
     ),
     (["train", "my_config.yaml", "run.directory=my_task.py"], "run.directory: got 'my_task.py', but .* is no folder"),
-    (["train", "my_config.yaml", "--nproc-per-nod", "2"], "is no option of train; did you mean '--nproc-per-node'?"),
+    (
+        ["train", "my_config.yaml", "--nproc-per-nod", "2"],
+        "is not an option of train; did you mean '--nproc-per-node'?",
+    ),
     (["train", "my_config.yaml", "--nproc-per-node", "0"], "got '0', expected a whole number of at least 1"),
     (["train"], "the following arguments are required: CONFIG"),
-    (["trian", "my_config.yaml"], "got 'trian', which is no command; did you mean 'train'?"),
+    (["trian", "my_config.yaml"], "got 'trian', which is not a command; did you mean 'train'?"),
     (["evaluate", "my_config.yaml"], "run/checkpoints holds no valid checkpoint; train first"),
     (
         ["evaluate", "my_config.yaml", "--checkpoint", "best"],
@@ -139,7 +142,8 @@ WRONG = [
         ["compare", ".", "--output", "nowhere/x.html"],
         "--output: got 'nowhere/x.html', but there is no directory nowhere",
     ),
-    (["describe", "my_config.yaml", "--plto", "x.svg"], "is no option of describe; did you mean '--plot'?"),
+    (["describe", "my_config.yaml", "--plto", "x.svg"], "is not an option of describe; did you mean '--plot'?"),
+    (["train", "my_config.yaml", "--plot"], "got '--plot', which is not an option of train; known: "),
     (["evaluate", "my_config.yaml", "--checkpoint", "x"], "x has no manifest.json: it is not a committed checkpoint"),
 ]
 
