@@ -21,7 +21,10 @@ import torch
 import yaml
 from torch import nn
 
+from ignite_engine.checkpointing.digests import tensor_bytes
 from ignite_engine.checkpointing.environment import environment_values
+from ignite_engine.checkpointing.filesystem import replace_file
+from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.states.model_and_optimizer import clean_name, unwrap
 
 logger = logging.getLogger(__name__)
@@ -198,16 +201,7 @@ class PhaseTimes:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader, or a kill at any moment, finds the old or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_file(path, lambda file: file.write(text.encode()))
 
 
 def config_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -236,19 +230,17 @@ def weights_sha256(model: nn.Module) -> str:
             continue
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         digest.update(name.encode() + b"\0")
-        digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensor_bytes(whole).numpy().data)
     return digest.hexdigest()
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, whose keys are dotted."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings as one, whose keys are dotted; an empty one is a value."""
+    return {dotted(path): value for path, value in walk(values, whole=_is_value)} if values else {}
+
+
+def _is_value(value: Any) -> bool:
+    return not isinstance(value, Mapping) or not value
 
 
 def _finite(value: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ignite_engine import rng
 from ignite_engine.checkpointing.digests import tensor_sha256
-from ignite_engine.checkpointing.filesystem import ensure_directory, replace_file, write_file
+from ignite_engine.checkpointing.filesystem import ensure_directory, replace_file
 from ignite_engine.checkpointing.part_file import load_plain, refuse_what_cannot_be_loaded
 from ignite_engine.data.source import DataSource
 from ignite_engine.errors import CheckpointError, one_line
@@ -113,13 +113,8 @@ class EvaluationProgress:
         torch.save(dict(saved), buffer)
         content = buffer.getvalue()
         ensure_directory(self.path.parent)
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        temporary.unlink(missing_ok=True)  # of a process that was killed
-        write_file(
-            temporary,
-            lambda file: file.writelines([hashlib.sha256(content).hexdigest().encode(), b"\n", content]),
-        )
-        replace_file(temporary, self.path)
+        digest = hashlib.sha256(content).hexdigest().encode()
+        replace_file(self.path, lambda file: file.writelines([digest, b"\n", content]))
 
 
 class OngoingProgress:

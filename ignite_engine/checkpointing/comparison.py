@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ignite_engine.checkpointing.digests import tensor_bytes
+from ignite_engine.checkpointing.nested import children, dotted, walk
 from ignite_engine.errors import shortened
 
 
@@ -32,19 +34,19 @@ class PartDifference:
         return not (self.values or self.kinds or self.only_first or self.only_second)
 
     def __str__(self) -> str:
-        told = [f"{self.equal} equal"]
+        words = [f"{self.equal} equal"]
         if self.values:
             worst = max(self.values, key=lambda name: (self.values[name] != self.values[name], self.values[name]))
             others = shortened(name for name in self.values if name != worst)
             also = f", also {others}" if others else ""
-            told.append(f"{len(self.values)} differ: {worst} by {self.values[worst]:.3g}{also}")
+            words.append(f"{len(self.values)} differ: {worst} by {self.values[worst]:.3g}{also}")
         if self.kinds:
-            told.append(
+            words.append(
                 f"{len(self.kinds)} changed: {shortened(f'{name} {kind}' for name, kind in self.kinds.items())}"
             )
         for names, which in ((self.only_first, "first"), (self.only_second, "second")):
-            told += [f"{len(names)} only in the {which}: {shortened(names)}"] if names else []
-        return "; ".join(told)
+            words += [f"{len(names)} only in the {which}: {shortened(names)}"] if names else []
+        return "; ".join(words)
 
 
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[PartDifference]:
@@ -54,14 +56,14 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[PartDif
 
 def _compare_part(part: str, first: Any, second: Any) -> PartDifference:
     found = PartDifference(part)
-    before, after = dict(_leaves(first)), dict(_leaves(second))
+    before, after = _leaves(first), _leaves(second)
     found.only_first = [name for name in before if name not in after]
     found.only_second = [name for name in after if name not in before]
     for name in (name for name in before if name in after):
         one, other = before[name], after[name]
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             if (one.shape, one.dtype) != (other.shape, other.dtype):
-                found.kinds[name] = f"{_kind(one)} -> {_kind(other)}"
+                found.kinds[name] = f"{_form(one)} -> {_form(other)}"
             elif _same_bits(one, other):
                 found.equal += 1
             else:
@@ -69,31 +71,24 @@ def _compare_part(part: str, first: Any, second: Any) -> PartDifference:
         elif _same_values(one, other):
             found.equal += 1
         else:
-            found.kinds[name] = f"{_shown(one)} -> {_shown(other)}"
+            found.kinds[name] = f"{_text(one)} -> {_text(other)}"
     return found
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    children: Iterator[tuple[Any, Any]] | None = None
-    if isinstance(value, Mapping):
-        children = iter(value.items())
-    elif isinstance(value, list | tuple) and any(isinstance(each, Mapping | Tensor | list | tuple) for each in value):
-        children = iter(enumerate(value))
-    if children is None:
-        if value is not None or path:
-            yield path, value
-        return
-    for key, child in children:
-        yield from _leaves(child, f"{path}.{key}" if path else str(key))
+def _leaves(state: Any) -> dict[str, Any]:
+    return {} if state is None else {dotted(path): value for path, value in walk(state, whole=_is_scalars)}
+
+
+def _is_scalars(value: Any) -> bool:
+    """A list of numbers or words is compared as one leaf."""
+    if isinstance(value, list | tuple):
+        return not any(isinstance(each, Tensor) or children(each) is not None for each in value)
+    return isinstance(value, set | frozenset)
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(_bytes(first), _bytes(second))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    whole = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-    return whole.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    dense = (each if each.layout == torch.strided else each.to_dense() for each in (first, second))
+    return torch.equal(*(tensor_bytes(each) for each in dense))
 
 
 def _largest_difference(first: Tensor, second: Tensor) -> float:
@@ -108,10 +103,10 @@ def _same_values(first: Any, second: Any) -> bool:
     return type(first) is type(second) and (first == second or (first != first and second != second))
 
 
-def _kind(tensor: Tensor) -> str:
+def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _shown(value: Any) -> str:
-    text = _kind(value) if isinstance(value, Tensor) else repr(value)
+def _text(value: Any) -> str:
+    text = _form(value) if isinstance(value, Tensor) else repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

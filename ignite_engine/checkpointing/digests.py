@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ignite_engine.checkpointing.nested import dotted, walk
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 Pieces = dict[str, str]
@@ -20,26 +21,24 @@ def digests(state: Any) -> Pieces:
     Paths are keys joined by dots, those of one piece alone ``""``. A list of scalars is one piece. Of a tensor that is
     sharded over ranks this rank's part counts. An object of another kind counts by the name of its type.
     """
-    return dict(_leaves(state, ""))
+    return {dotted(path): _digest(value) for path, value in walk(state, whole=_is_piece)}
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _leaves(each, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list | tuple) and not all(isinstance(each, _SCALARS) for each in value):
-        for index, each in enumerate(value):
-            yield from _leaves(each, f"{path}.{index}" if path else str(index))
-    elif isinstance(value, Tensor | np.ndarray):
-        yield path, tensor_sha256(value)
-    elif isinstance(value, list | tuple | set | frozenset):
-        shown = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else list(value))
-        yield path, shown if len(shown) <= 40 else _sha256(shown.encode())
-    elif isinstance(value, _SCALARS):
-        shown = repr(value)
-        yield path, shown if len(shown) <= 40 else _sha256(shown.encode())
-    else:
-        yield path, f"a {type(value).__name__}"
+def _is_piece(value: Any) -> bool:
+    if isinstance(value, set | frozenset):
+        return True
+    return isinstance(value, list | tuple) and all(isinstance(each, _SCALARS) for each in value)
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        return tensor_sha256(value)
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    if not isinstance(value, (*_SCALARS, list, tuple)):
+        return f"a {type(value).__name__}"
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 40 else _sha256(text.encode())
 
 
 def tensor_sha256(value: Tensor | np.ndarray[Any, Any]) -> str:
@@ -58,12 +57,13 @@ def tensor_sha256(value: Tensor | np.ndarray[Any, Any]) -> str:
     elif tensor.layout != torch.strided:
         parts = [tensor.to_dense()]
     head = f"{tensor.dtype} {tuple(tensor.shape)}"
-    return _sha256(head.encode(), *(_bytes_of(part) for part in parts))
+    return _sha256(head.encode(), *(tensor_bytes(part).numpy() for part in parts))
 
 
-def _bytes_of(tensor: Tensor) -> Any:
-    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy()
+def tensor_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor on the CPU in row-major order, shape ``(n,)``; no copy where they lie like that."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
 
 
 def _sha256(*parts: Any) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ignite_engine.checkpointing.filesystem import replace_file
 from ignite_engine.checkpointing.load import part_names as contents
 from ignite_engine.checkpointing.weights_source import Source, safetensors_torch
 from ignite_engine.errors import CheckpointError, one_line
@@ -47,23 +47,14 @@ def write_weights(path: Path, weights: dict[str, Any], kind: Format, *, about: d
     Raises:
         CheckpointError: one line; it cannot be written, or the format cannot hold it.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        if kind == "safetensors":
-            _write_safetensors(temporary, weights, about or {})
-        else:
-            with open(temporary, "wb") as file:
-                torch.save(weights, file)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        data = _safetensors(weights, about or {}) if kind == "safetensors" else None
+        replace_file(path, lambda file: torch.save(weights, file) if data is None else file.write(data))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {one_line(error)}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
-def _write_safetensors(path: Path, weights: dict[str, Any], about: dict[str, str]) -> None:
+def _safetensors(weights: dict[str, Any], about: dict[str, str]) -> bytes:
     writer = safetensors_torch()
     foreign = next((name for name, value in weights.items() if not isinstance(value, Tensor)), None)
     if foreign is not None:
@@ -78,8 +69,7 @@ def _write_safetensors(path: Path, weights: dict[str, Any], about: dict[str, str
         apart[name] = value.clone() if place in seen else value.contiguous()
         seen.add(place)
     try:
-        writer.save_file(apart, path, metadata={"format": "pt", **about})
-    except OSError:
-        raise
+        data: bytes = writer.save(apart, metadata={"format": "pt", **about})
     except Exception as error:  # of the Rust library
         raise CheckpointError(f"safetensors cannot hold these weights: {one_line(error)}.") from error
+    return data

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import io
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,9 +105,20 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> FileRecord:
         return raw.synchronise()
 
 
-def replace_file(temporary: Path, path: Path) -> None:
-    """Put a file that was written and fsynced in the place of another of the same directory, durably."""
-    os.rename(temporary, path)
+def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file that replaces ``path`` whole and durably: a reader, or a kill, finds the old or the new one.
+
+    Raises:
+        OSError: the old file, if there was one, is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        write_file(temporary, write)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
     synchronise_directory(path.parent)
 
 

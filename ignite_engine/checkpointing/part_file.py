@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing.filesystem import FileRecord, hash_file, write_file
+from ignite_engine.checkpointing.nested import TooDeep, walk
 from ignite_engine.errors import CheckpointError, one_line
 
 # What torch.load(weights_only=True) gives back as it was, tried on torch 2.13.
@@ -30,55 +31,61 @@ def refuse_what_cannot_be_loaded(parts: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: names the first value that is not plain data, by its path in the parts.
     """
-    for name, value in parts.items():
-        if not isinstance(name, str) or not name:
-            raise CheckpointError(f"A part of a checkpoint is named by a non-empty string, got {name!r}.")
-        for path, kind in _foreign(value, name, set()):
-            raise CheckpointError(
-                f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
-                "return tensors, numbers, strings, lists and dicts from state_dict() instead."
-            )
+    try:
+        for name, value in parts.items():
+            if not isinstance(name, str) or not name:
+                raise CheckpointError(f"A part of a checkpoint is named by a non-empty string, got {name!r}.")
+            for path, found in walk(value, whole=_is_foreign_container):
+                if problem := _problem(found):
+                    inside = "".join(f"[{key!r}]" for key in path)
+                    raise CheckpointError(f"{name}{inside} is {problem}")
+    except TooDeep as error:
+        raise CheckpointError(f"The part {name!r} cannot be saved: {error}.") from None
 
 
-def _foreign(value: Any, path: str, open_containers: set[int]) -> Iterator[tuple[str, type]]:
+def _is_foreign_container(value: Any) -> bool:
     kind = type(value)
-    if kind in _LEAF_TYPES:
-        return
-    children: Iterable[tuple[object, Any]]
+    return not (kind in _SEQUENCES or (kind in _MAPPINGS and all(map(_is_key, value))))
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) in _LEAF_TYPES or (type(key) is tuple and all(map(_is_key, key)))
+
+
+def _problem(value: Any) -> str | None:
+    """The rest of a sentence about a value that a checkpoint cannot hold; None: it can."""
+    kind = type(value)
     if kind in _MAPPINGS:
-        children = [(key, key) for key in value if type(key) not in (str, int)]
-        children += list(value.items())
-    elif kind in _SEQUENCES:
-        children = enumerate(value)
+        key = type(next(key for key in value if not _is_key(key)))
+        what = f"a {kind.__qualname__} with a key of type {key.__module__}.{key.__qualname__}"
+    elif kind not in _LEAF_TYPES:
+        what = f"a {kind.__module__}.{kind.__qualname__}"
+    elif isinstance(value, Tensor) and value.is_meta:
+        return "a tensor on the meta device, which has no values to save: give it some before training."
     else:
-        yield path, kind
-        return
-    if id(value) in open_containers:
-        return
-    open_containers.add(id(value))
-    for key, child in children:
-        yield from _foreign(child, f"{path}[{key!r}]", open_containers)
-    open_containers.discard(id(value))
+        return None
+    return (
+        f"{what}, which a checkpoint cannot hold: return tensors, numbers, strings, lists and dicts from state_dict() "
+        "instead."
+    )
 
 
-def all_finite(value: Any) -> bool:
+def all_finite(state: Any) -> bool:
     """Whether every floating point tensor in a nested state is finite. Reads each tensor once, without a copy."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-        if value.layout != torch.strided:
-            value = value.coalesce().values() if value.layout == torch.sparse_coo else value.values()
-        if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
-            return True
-        if value.is_complex():
-            value = torch.view_as_real(value.resolve_conj())
-        if value.element_size() == 1:
-            value = value.float()  # the 8-bit formats have no aminmax
-        return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(value))
-    if isinstance(value, Mapping):
-        return all(all_finite(each) for each in value.values())
-    if isinstance(value, list | tuple):
-        return all(all_finite(each) for each in value)
-    return True
+    return all(_is_finite(value) for _, value in walk(state) if isinstance(value, Tensor))
+
+
+def _is_finite(value: Tensor) -> bool:
+    value = value.detach()
+    if value.layout != torch.strided:
+        value = value.coalesce().values() if value.layout == torch.sparse_coo else value.values()
+    if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
+        return True
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    if value.element_size() == 1:
+        value = value.float()  # the 8-bit formats have no aminmax
+    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(value))
 
 
 def write_parts(path: Path, parts: Mapping[str, Any]) -> FileRecord:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from ignite_engine.checkpointing.nested import rebuilt
 
 _Key = tuple[Any, ...]
 _Pair = tuple[Tensor, Tensor]
@@ -43,7 +44,7 @@ class Snapshot:
         """
         self._kept, self._buffers = self._buffers, {}
         self._late, self._at_once, self._copied = [], [], []
-        copy: T = self._copy(state, late)
+        copy: T = rebuilt(state, lambda value: self._copy(value, late))
         self._kept = {}
         for buffer, source in self._at_once:
             buffer.copy_(source, non_blocking=True)
@@ -79,11 +80,7 @@ class Snapshot:
     def _copy(self, value: Any, late: Callable[[Tensor], bool]) -> Any:
         if isinstance(value, Tensor):
             return self._buffer_for(value.detach(), late)
-        if type(value) in (dict, OrderedDict, Counter):  # other mappings are refused when they are written
-            return type(value)({key: self._copy(each, late) for key, each in value.items()})
-        if type(value) in (list, tuple):
-            return type(value)(self._copy(each, late) for each in value)
-        return value.copy() if isinstance(value, set | bytearray) else value
+        return value.copy() if isinstance(value, bytearray) else value
 
     def _buffer_for(self, source: Tensor, late: Callable[[Tensor], bool]) -> Tensor:
         if type(source) is not Tensor or source.layout is not torch.strided or source.is_quantized:

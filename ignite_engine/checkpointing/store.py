@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -211,14 +210,7 @@ class CheckpointStore:
                 pinned=manifest.pinned if pinned is None else pinned,
                 metrics={**manifest.metrics, **plain_metrics(metrics)},
             )
-            temporary = names.temporary_path(Path(path), manifest.iteration)
-            try:
-                filesystem.write_file(temporary, lambda file: file.write(changed.to_json()))
-                filesystem.replace_file(temporary, Path(path) / MANIFEST_NAME)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-                raise
+            filesystem.replace_file(Path(path) / MANIFEST_NAME, lambda file: file.write(changed.to_json()))
             return changed
 
         return self._ranks.rank_zero(rewrite, lambda causes: f"{path} was not annotated: {causes}.")

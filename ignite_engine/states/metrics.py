@@ -14,6 +14,7 @@ from ignite.engine import Engine
 from ignite.metrics import Frequency, Metric
 from torch import Tensor
 
+from ignite_engine.checkpointing.nested import TooDeep, rebuilt, walk
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
 from ignite_engine.errors import CheckpointError
 
@@ -41,12 +42,12 @@ def metrics_of(engine: Engine) -> dict[str, Metric]:
 def problem(metric: Metric) -> str | None:
     """Why this metric's state cannot be told, as the end of a sentence; None: it can."""
     for name, value in _changeable(metric):
-        for inner in _metrics_in(value):
-            if (found := problem(inner)) is not None:
-                return found
         try:
+            for inner in _metrics_in(value):
+                if (found := problem(inner)) is not None:
+                    return found
             refuse_what_cannot_be_loaded({name: _packed(value)})
-        except CheckpointError:
+        except (CheckpointError, TooDeep):
             kind = type(value)
             return f"{type(metric).__name__} keeps a {kind.__module__}.{kind.__qualname__} in {name}"
     return None
@@ -107,23 +108,19 @@ def _with_inner(metric: Metric) -> Iterator[Metric]:
 
 
 def _metrics_in(value: Any) -> Iterator[Metric]:
-    if isinstance(value, Metric):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _metrics_in(each)
+    return (leaf for _, leaf in walk(value) if isinstance(leaf, Metric))
 
 
 def _packed(value: Any) -> Any:
+    return rebuilt(value, _packed_leaf)
+
+
+def _packed_leaf(value: Any) -> Any:
     if isinstance(value, Metric):
         return capture(value)
     if isinstance(value, Tensor):
         value = value.detach()
         return value if value.device.type == "cpu" else {_DEVICE: value.device.type, _TENSOR: value.cpu()}
-    if type(value) in (list, tuple):
-        return type(value)(_packed(each) for each in value)
-    if type(value) is dict:
-        return {key: _packed(each) for key, each in value.items()}
     return value
 
 

@@ -156,7 +156,7 @@ def test_annotating_replaces_the_manifest_by_a_durable_one(tmp_path: Path) -> No
     path = save(store, 200)
     with FileOperations(tmp_path) as seen:
         store.annotate(path, pinned=True)
-    temporary = "iteration_00000200/.tmp-iteration_00000200"
+    temporary = "iteration_00000200/.manifest.json.tmp"
     assert operations(tmp_path, seen) == [
         ("open", temporary),
         ("write", temporary),

@@ -1,0 +1,77 @@
+"""Nested states: mappings, lists, tuples and sets around leaves, walked and rebuilt."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+MAX_DEPTH = 100
+Path = tuple[Any, ...]
+"""The keys and indices that lead to a leaf; empty for a state that is one leaf."""
+
+_MAPPINGS = frozenset((dict, OrderedDict, Counter))
+_SEQUENCES = frozenset((list, tuple, set))
+
+
+class TooDeep(ValueError):
+    """A state is nested more than ``MAX_DEPTH`` deep; one that contains itself always is."""
+
+
+def walk(state: Any, whole: Callable[[Any], bool] = lambda value: False) -> Iterator[tuple[Path, Any]]:
+    """Each leaf with its path, in order; an empty container has none.
+
+    Args:
+        state: whatever is not a mapping, list, tuple or set is a leaf.
+        whole: containers for which it holds count as leaves.
+
+    Raises:
+        TooDeep: also of a state that contains itself.
+    """
+    return _walk(state, whole, ())
+
+
+def _walk(value: Any, whole: Callable[[Any], bool], path: Path) -> Iterator[tuple[Path, Any]]:
+    inside = children(value)
+    if inside is None or whole(value):
+        yield path, value
+        return
+    if len(path) >= MAX_DEPTH:
+        raise TooDeep(f"{dotted(path[:3])}... is nested more than {MAX_DEPTH} deep, or contains itself")
+    for key, child in inside:
+        yield from _walk(child, whole, (*path, key))
+
+
+def children(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """What is directly inside a container, by key or index; None for a leaf."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple | set | frozenset) else None
+
+
+def rebuilt(state: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The same structure with ``leaf(value)`` in the place of each leaf.
+
+    Only the built-in containers are rebuilt (``dict``, ``OrderedDict``, ``Counter``, ``list``, ``tuple``, ``set``);
+    a value of any other type, their subclasses included, is a leaf.
+
+    Raises:
+        TooDeep: also of a state that contains itself.
+    """
+    return _rebuilt(state, leaf, 0)
+
+
+def _rebuilt(value: Any, leaf: Callable[[Any], Any], depth: int) -> Any:
+    kind = type(value)
+    if kind not in _MAPPINGS and kind not in _SEQUENCES:
+        return leaf(value)
+    if depth >= MAX_DEPTH:
+        raise TooDeep(f"a state is nested more than {MAX_DEPTH} deep, or contains itself")
+    if kind in _MAPPINGS:
+        return kind({key: _rebuilt(each, leaf, depth + 1) for key, each in value.items()})
+    return kind(_rebuilt(each, leaf, depth + 1) for each in value)
+
+
+def dotted(path: Iterable[Any]) -> str:
+    """A path as text, ``state.0.weight``."""
+    return ".".join(map(str, path))
