@@ -1,4 +1,4 @@
-"""Complete a run whose metric has stopped getting better."""
+"""Complete a run when a metric has stopped improving."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, Literal
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers.followed_metric import WatchedMetric, improves
+from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 
 logger = logging.getLogger(__name__)
 
 
 class EarlyStopping:
-    """End the run after ``patience`` values in a row of a metric that were no improvement on the best one.
+    """End the run after ``patience`` consecutive values of a metric without an improvement on the best one.
 
     Args:
-        key: in ``state.metrics``; its mean over the ranks counts, so that all of them decide the same.
-        mode: whether a small or a large value is good.
-        patience: values without improvement, at least 1.
-        min_delta: an improvement is larger than this, in the metric's unit.
+        key: in ``state.metrics``; its mean over the ranks is compared, so that all of them decide the same.
+        mode: whether lower (``min``) or higher (``max``) is better.
+        patience: number of values without an improvement, at least 1.
+        min_delta: the smallest change that is an improvement, exclusive, in the metric's unit.
         name: in checkpoints.
 
-    Such a run is completed: ``state.status`` says so, ``state.reason`` begins with ``early stopping:``, it saves, and
-    ``run()`` returns. A value that is not finite is no improvement. Started again, the run only completes; with a
-    larger ``patience`` it goes on.
+    The run ends as ``completed``: ``state.reason`` starts with ``early stopping:``, a checkpoint is saved, ``run()``
+    returns. A value that is not finite is not an improvement. Started again, the run trains nothing further, unless
+    ``patience`` is larger now.
 
     Raises:
         ValueError: a setting is out of its range.
@@ -50,24 +50,24 @@ class EarlyStopping:
             raise ValueError(f"min_delta must be a number of at least 0, got {min_delta}; mode gives the direction.")
         self.key, self.mode, self.patience, self.min_delta, self.name = key, mode, patience, min_delta, name
         self.best: float | None = None
-        """The value to improve on; None: there was no finite one yet."""
+        """The best value so far; None before the first finite one."""
         self.bad = 0
-        """Values since then."""
-        self._watched = WatchedMetric(key, f"EarlyStopping {name!r}")
+        """Number of values since the best one."""
+        self._followed = FollowedMetric(key, f"EarlyStopping {name!r}")
         self._loaded = False
 
     def attach(self, trainer: Trainer, event: Any = TrainingEvents.METRICS_READY) -> None:
-        """Judge at ``event``, where it brings a new value."""
+        """Compare at ``event``, if there is a new value."""
         trainer.register(self.name, self, shared=True)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
-        trainer.add_event_handler(Events.COMPLETED, self._watched.warn_if_never_written)
+        trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Judge a new value; a collective where there is one."""
+        """Compare a new value with the best one; a collective if there is a new value."""
         if trainer.state.status == "completed":
             return
-        value = self._watched.new_value(trainer)
+        value = self._followed.new_value(trainer)
         if value is None:
             return
         if improves(value, self.best, self.mode, self.min_delta):
@@ -82,22 +82,29 @@ class EarlyStopping:
             "mode": self.mode,
             "best": self.best,
             "bad": self.bad,
-            "seen_at": self._watched.seen_at,
+            "seen_at": self._followed.seen_at,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up best value and count; patience and min_delta stay as they were given."""
+        """Restore best value and count; ``patience`` and ``min_delta`` are those given now."""
         self._loaded = True
         if (state["key"], state["mode"]) != (self.key, self.mode):
-            logger.warning("%s followed %s before, now %s: it counts anew.", self.name, state["key"], self.key)
+            logger.warning(
+                "%s followed %s (%s) before and follows %s (%s) now: best value and count start over.",
+                self.name,
+                state["key"],
+                state["mode"],
+                self.key,
+                self.mode,
+            )
             return
-        self.best, self.bad, self._watched.seen_at = state["best"], state["bad"], state["seen_at"]
+        self.best, self.bad, self._followed.seen_at = state["best"], state["bad"], state["seen_at"]
 
     def _start(self, trainer: Trainer) -> None:
         if trainer.state.iteration == 0 and not self._loaded:  # what an earlier run left
             self.best, self.bad = None, 0
         self._loaded = False
-        self._watched.begin(trainer)
+        self._followed.begin(trainer)
         self._finish_if_due(trainer)
 
     def _finish_if_due(self, trainer: Trainer) -> None:

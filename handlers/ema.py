@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, and evaluations that see it in their place."""
+"""An exponential moving average of the weights, used in their place during evaluations."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class EMA:
 
     Args:
         decay: from 0 (the weights themselves) to below 1; 0.999 remembers about the last 1,000 updates.
-        warmup: the decay of update n, counted from 0, is at most ``(1 + n) / (10 + n)``: a short run's average is not
-            held back by the weights that it began with.
-        evaluate: names of the evaluations that see the average; None: all of them.
+        warmup: the decay of update n, counted from 0, is at most ``(1 + n) / (10 + n)``, so that the initial weights do
+            not dominate the average of a short run.
+        evaluate: names of the evaluations that use the average; None: all of them.
         name: in checkpoints; a second average needs its own.
 
-    It moves on applied optimizer steps alone, without a host sync, and is kept in fp32 where the weights have less.
-    Buffers are not averaged: beside the average stand the model's own. While an evaluation runs, the average stands in
-    the model's parameters; they are put back however it ends, and a checkpoint made meanwhile holds them as the model.
-    That takes room for one more copy of the parameters.
+    It is updated by applied optimizer steps only, without a host sync, in fp32 where the parameters have a lower
+    precision. Buffers are not averaged; the model's own are used. During an evaluation the model's parameters hold the
+    average; they are restored however the evaluation ends, and a checkpoint saved meanwhile holds the trained
+    parameters. This needs memory for one more copy of the parameters.
 
     In a checkpoint ``weights`` maps the names of the model's state to the averages, so that
-    ``{**parts["model"], **parts["ema"]["weights"]}`` is the averaged model. Evaluating a checkpoint uses it likewise.
+    ``{**parts["model"], **parts["ema"]["weights"]}`` is the averaged model. ``evaluate`` on a checkpoint uses it too.
 
     Raises:
-        ValueError: ``decay`` is out of its range; two averages are asked to stand in one evaluation.
+        ValueError: ``decay`` is out of its range; two averages are configured for the same evaluation.
         TypeError: (in ``attach``) the trainer's update has no model.
     """
 
     serves_evaluation = True
-    """Its state is loaded where a checkpoint is only evaluated."""
+    """Its state is loaded even if the checkpoint is only evaluated."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class EMA:
             raise ValueError(f"evaluate must be a collection of names, got {evaluate!r}; write ({evaluate!r},).")
         self.decay, self.warmup, self.evaluate, self.name = decay, warmup, evaluate, name
         self.updates = 0
-        """Applied steps that it has followed."""
+        """Applied optimizer steps included so far."""
         self._model: nn.Module | None = None
         self._averages: dict[str, Tensor] = {}
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -63,7 +63,7 @@ class EMA:
         self._began_at = 0
 
     def attach(self, trainer: Trainer, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
-        """Follow the weights at ``event``."""
+        """Update the average at ``event``."""
         model = getattr(trainer.update, "model", None)
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -78,7 +78,7 @@ class EMA:
 
     @torch.no_grad()
     def __call__(self, trainer: Trainer) -> None:
-        """Take in the weights of the update just made."""
+        """Include the weights of the update just made."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         for averages, followed in self._pairs:
             dtype = averages[0].dtype
@@ -91,12 +91,12 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """The averages by the names of the model's state, tied ones under each of theirs; and ``updates``."""
         if not self._averages:
-            self._average_anew()
+            self._reset()
         weights = {name: self._averages[first] for name, first, _ in self._named()}
         return {"updates": self.updates, "weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the averages; the decay stays as it was given.
+        """Restore the averages; ``decay`` is the one given now.
 
         Raises:
             StateMismatch: the model has other parameters than the averaged one.
@@ -109,7 +109,7 @@ class EMA:
                 f"The model is not the one that was averaged ({', '.join(different[:3])} differ): build it as it was "
                 f"saved, or leave the average out with {leave_out(self.name)}."
             )
-        self._average_anew()
+        self._reset()
         with torch.no_grad():
             for name, average in self._averages.items():
                 average.copy_(saved[name])
@@ -118,7 +118,7 @@ class EMA:
     def _start(self, trainer: Trainer) -> None:
         self._began_at = trainer.state.iteration
         if not self._averages or (trainer.state.iteration == 0 and not self._loaded):
-            self._average_anew()
+            self._reset()
         self._loaded = False
 
     def _swap_in(self, trainer: Trainer) -> None:
@@ -131,7 +131,7 @@ class EMA:
         state = registered if isinstance(registered, ModelState) else None  # a user's update may save it by itself
         if state is not None and state.held:
             raise ValueError(
-                f"Two averages are asked to stand in the evaluation {evaluation.name!r}: "
+                f"Two EMA handlers would replace the weights in the evaluation {evaluation.name!r}: "
                 "give each EMA its own evaluations with evaluate=(...)."
             )
         self._reshard()
@@ -148,21 +148,21 @@ class EMA:
 
     @torch.no_grad()
     def _set(self, values: Mapping[str, Tensor]) -> None:
-        """Give the parameters the values of ``values``, in place."""
+        """Copy ``values`` into the parameters, in place."""
         self._reshard()
         own = {first: parameter for _, first, parameter in self._named()}
         torch._foreach_copy_([_local(own[name]) for name in values], [_local(value) for value in values.values()])
 
     def _reshard(self) -> None:
-        """Let FSDP2 drop the whole parameters that it keeps of the last forward: they would outlive other values."""
+        """Make FSDP2 free the unsharded parameters of the last forward, which would keep the old values."""
         assert self._model is not None
         for module in self._model.modules():
             if callable(reshard := getattr(module, "reshard", None)):
                 reshard()
 
     @torch.no_grad()
-    def _average_anew(self) -> None:
-        """Begin with the weights as they are."""
+    def _reset(self) -> None:
+        """Start the average at the current weights."""
         self.updates, self._averages = 0, {}
         groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for _, first, parameter in self._named():
@@ -179,7 +179,7 @@ class EMA:
     def _named(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """Name in the model's state, first name of the same (perhaps tied) parameter, and the parameter."""
         if self._model is None:
-            raise RuntimeError("EMA knows no model yet: call attach(trainer) before.")
+            raise RuntimeError("EMA has no model yet: call attach(trainer) first.")
         first_names: dict[int, str] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if parameter.is_floating_point() or parameter.is_complex():
@@ -190,12 +190,12 @@ class EMA:
         iterations = trainer.state.iteration - self._began_at
         if not self.updates and iterations and not trainer.state.skipped_steps:
             warnings.warn(
-                f"EMA {self.name!r} did not move in {iterations} iterations: the update fired no "
+                f"EMA {self.name!r} was not updated in {iterations} iterations: the update fired no "
                 "OPTIMIZER_STEP_COMPLETED; fire it after optimizer.step(), as Update does.",
                 stacklevel=2,
             )
 
-    _start.phase = Phase.EVALUATE - 1  # type: ignore[attr-defined]  # an evaluation at STARTED sees this run's average
+    _start.phase = Phase.EVALUATE - 1  # type: ignore[attr-defined]  # an evaluation at STARTED uses this run's average
 
 
 def _local(tensor: Tensor) -> Tensor:

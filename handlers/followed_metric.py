@@ -1,4 +1,4 @@
-"""One key of ``state.metrics`` that a handler acts upon."""
+"""One key of ``state.metrics`` that a handler acts on."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ignite.engine import Engine
 from ignite_engine.ranks import agreement
 
 
-class WatchedMetric:
+class FollowedMetric:
     """New values of one metric, the same on every rank, for a handler of ``METRICS_READY``.
 
     Args:
         key: in ``state.metrics``; written on every rank, at the same iterations.
-        watcher: who asks, for the warning about a key that nobody writes.
+        follower: names the handler in the warning about a key that nothing writes.
     """
 
-    def __init__(self, key: str, watcher: str) -> None:
-        self.key, self.watcher = key, watcher
+    def __init__(self, key: str, follower: str) -> None:
+        self.key, self.follower = key, follower
         self.seen_at: int | None = None
-        """The iteration of the last value, for the watcher's state: a value counts once, over a resume too."""
+        """The iteration of the last value, for the handler's state: each value is used once, also over a resume."""
         self._warned = False
 
     def new_value(self, trainer: Engine) -> float | None:
-        """The mean over ranks of the value that is new at this iteration, or None; a collective where there is one."""
+        """The mean over the ranks of the value written at this iteration, or None; a collective if there is one."""
         metrics, iteration = trainer.state.metrics, trainer.state.iteration
         fresh: Mapping[str, Any] = getattr(metrics, "fresh", metrics)
         if self.key not in fresh:
@@ -41,12 +41,12 @@ class WatchedMetric:
         return agreement.mean_floats([float(fresh[self.key])])[0]
 
     def begin(self, trainer: Engine) -> None:
-        """A run begins: forget the value of an iteration that it has not come to, which was another run's."""
+        """At the start of a run: forget a value of a later iteration, which belongs to another run."""
         if self.seen_at is not None and self.seen_at > trainer.state.iteration:
             self.seen_at = None
 
     def warn_if_never_written(self, trainer: Engine) -> None:
-        """Tell, at the end of a run, that there was nothing to act upon."""
+        """Warn at the end of a run in which the key was never written."""
         if self.seen_at is None and trainer.state.iteration and getattr(trainer.state, "status", "") == "completed":
             self._warn(trainer.state.metrics)
 
@@ -56,7 +56,7 @@ class WatchedMetric:
         self._warned = True
         keys = ", ".join(sorted(written)) or "nothing"
         warnings.warn(
-            f"{self.watcher} follows {self.key!r}, which has not been written (written: {keys}): it does nothing; "
+            f"{self.follower} follows {self.key!r}, which has not been written (written: {keys}): it does nothing; "
             "name one of those, or attach the handler that writes it.",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Stop on SIGINT or SIGTERM at a clean edge, saved; save on SIGUSR1 and go on."""
+"""Stop on SIGINT or SIGTERM at a step boundary, saved; on SIGUSR1 save and continue."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class GracefulStop:
         exit: ``run()`` then raises ``Interrupted`` (exit code 128 + signal); False: it returns, with
             ``state.status == "interrupted"``.
 
-    A signal only sets a flag; while one process waits for its loader it also breaks that wait. The same or another
-    signal 0.5 s or more after the first forces the end, without a save. SIGTERM after the committed save is ignored:
-    launchers send it to those that still say goodbye. Handlers are installed while ``run()`` runs and put back after;
-    but once ``Interrupted`` is raised both signals are ignored, as the process ends and all is saved.
+    A signal only sets a flag; on one process it also interrupts a wait for the loader. A second signal 0.5 s or more
+    after the first ends the run at once, without a save. SIGTERM after the last checkpoint is ignored: launchers send
+    it to processes that are still exiting. The signal handlers are installed while ``run()`` runs and restored after
+    it; but with ``Interrupted`` both signals stay ignored, as everything is saved and the process exits.
     """
 
-    phase = Phase.EVALUATE - 1  # an evaluation at STARTED hears signals, too
+    phase = Phase.EVALUATE - 1  # an evaluation at STARTED can be stopped too
 
     def __init__(self, *, exit: bool = True) -> None:
         self.exit = exit
         self._trainer: Trainer | None = None
-        self._first_s: float | None = None
+        self._stopped_at: float | None = None
         self._saved = False
         self._pid = -1
         self._before: dict[int, Any] = {}
 
     def attach(self, trainer: Trainer, event: Any = Events.STARTED) -> None:
-        """Listen for signals from ``event`` on."""
+        """Handle signals from ``event`` on."""
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._committed)
 
     def __call__(self, trainer: Trainer) -> None:
         """Install the signal handlers; only the main thread may."""
-        self._trainer, self._first_s, self._saved, self._pid = trainer, None, False, os.getpid()
+        self._trainer, self._stopped_at, self._saved, self._pid = trainer, None, False, os.getpid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._on_signal)
         trainer.call_at_end(self._restore)
@@ -59,12 +59,12 @@ class GracefulStop:
             self._trainer.request_save()
             return
         now = time.monotonic()
-        if self._first_s is None:
-            self._first_s = now
+        if self._stopped_at is None:
+            self._stopped_at = now
             self._trainer.request_stop(signal.Signals(number).name, number if self.exit else None)
             if self._trainer.fetching and idist.get_world_size() == 1:
                 raise StopRequested
-        elif now - self._first_s >= _FORCE_AFTER_S and not (self._saved and number == signal.SIGTERM):
+        elif now - self._stopped_at >= _FORCE_AFTER_S and not (self._saved and number == signal.SIGTERM):
             raise Interrupted(number)
 
     def _committed(self, trainer: Trainer) -> None:

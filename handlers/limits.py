@@ -1,4 +1,4 @@
-"""What the clock and the file system ask of a run: a save every so often, a stop in time, a stop by a file."""
+"""Save at an interval of time, stop before a time limit, stop when a file appears."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.05, 30.0
 
 
 class SaveEvery:
-    """Ask for a checkpoint when ``minutes`` have gone by since the last one, whatever that one was saved for.
+    """Request a checkpoint when ``minutes`` have passed since the last one, whatever that one was saved for.
 
-    Rank 0's clock counts. A checkpoint may come at another iteration in each run; what is trained does not change.
+    Rank 0's clock decides. The iterations of the checkpoints differ between runs; the training does not.
 
     Raises:
         ValueError: ``minutes`` is not above 0.
@@ -37,35 +37,35 @@ class SaveEvery:
         self._due = math.inf
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Look at the clock at ``event``; the save is at the next edge on which all ranks agree."""
-        trainer.add_event_handler(Events.STARTED, self._count_anew)
-        trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._count_anew)
+        """Read the clock at ``event``; the save is at the next step boundary on which all ranks agree."""
+        trainer.add_event_handler(Events.STARTED, self._restart)
+        trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._restart)
         trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
         if time.monotonic() >= self._due:
-            self._count_anew()
+            self._restart()
             trainer.request_save()
 
-    def _count_anew(self) -> None:
+    def _restart(self) -> None:
         self._due = time.monotonic() + 60.0 * self.minutes if agreement.rank() == 0 else math.inf
 
 
 class WallClockLimit:
-    """Stop in time: what is saved at the stop is on disk before the limit, and the run returns as ``interrupted``.
+    """Stop early enough that the last checkpoint is on disk before the limit; the run returns as ``interrupted``.
 
     Args:
         hours, minutes, seconds: they add up to the limit.
-        margin_s: kept free beside twice what the last save took (``state.save_seconds``) and what an iteration takes.
-            Until a process has saved once, it is all there is for the save. None: a twentieth of the limit, at most
-            30 s.
+        margin_s: reserved in addition to twice the duration of the last save (``state.save_seconds``) and the duration
+            of an iteration. Until a process has saved once, only the margin is reserved for the save. None: 5 % of
+            the limit, at most 30 s.
         since: reading of ``time.monotonic()`` from which the limit counts; None: the start of each ``run()``.
 
     ``state.reason`` is ``time limit of 3600 s``. The clock is read after each iteration and after each batch of an
-    evaluation, which breaks off. A wait for data is not broken.
+    evaluation, which is then interrupted. A wait for data is not interrupted.
 
     Raises:
-        ValueError: the limit is not above 0, or the margin leaves nothing of it.
+        ValueError: the limit is not above 0, or the margin is not below it.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class WallClockLimit:
             )
         self.since = since
         self._deadline = math.inf
-        self._looked_at = self._gap = 0.0
+        self._checked_at = self._gap = 0.0
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Look at the clock at ``event`` and while evaluating."""
+        """Read the clock at ``event`` and during evaluations."""
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
 
     def __call__(self, trainer: Trainer) -> None:
         now = time.monotonic()
-        gap, before = now - self._looked_at, self._gap
-        self._looked_at, self._gap = now, gap
-        # the next look comes an iteration later; of two gaps the shorter, as one of them may hold an evaluation
+        gap, before = now - self._checked_at, self._gap
+        self._checked_at, self._gap = now, gap
+        # the next check is an iteration later; the shorter of two gaps, as one of them may include an evaluation
         if now + min(gap, before) + _saving_s(trainer) >= self._deadline:
             trainer.request_stop(self.reason)
 
@@ -108,53 +108,53 @@ class WallClockLimit:
         return f"time limit of {round(self.limit_s, 3):.16g} s"
 
     def _start(self) -> None:
-        self._looked_at, self._gap = time.monotonic(), 0.0
-        began = self._looked_at if self.since is None else self.since
+        self._checked_at, self._gap = time.monotonic(), 0.0
+        began = self._checked_at if self.since is None else self.since
         self._deadline = began + self.limit_s - self.margin_s
 
     _start.phase = Phase.EVALUATE - 1  # type: ignore[attr-defined]  # an evaluation at STARTED is limited too
 
     def _start_evaluation(self, trainer: Trainer) -> None:
-        def look() -> None:
+        def check() -> None:
             if time.monotonic() + _saving_s(trainer) >= self._deadline:
                 trainer.request_stop(self.reason)
 
-        _while_evaluating(trainer, look)
+        _while_evaluating(trainer, check)
 
 
 class StopFile:
     """Stop when a file appears: ``touch PATH`` saves and ends the run as ``interrupted``, by ``stop file PATH``.
 
     Args:
-        path: looked for at most once a second, on every rank; one rank that sees it is enough.
+        path: checked at most once a second, on every rank; one rank that sees it is enough.
 
-    The file is never removed, so it may stop several runs. One that is there already when a run starts does not stop
-    that run, which says so in one line; touch it again to stop it. A wait for data is not broken.
+    The file is never removed, so it can stop several runs. A file that exists before a run starts does not stop that
+    run, which logs one line; touch the file again to stop it. A wait for data is not interrupted.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._old: tuple[int, int] | None = None
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Look at ``event`` and while evaluating."""
+        """Check at ``event`` and during evaluations."""
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
 
     def __call__(self, trainer: Trainer) -> None:
         now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _LOOK_EVERY_S
+        if now >= self._next_check:
+            self._next_check = now + _CHECK_EVERY_S
             if (found := self._found()) is not None and found != self._old:
                 trainer.request_stop(f"stop file {self.path}")
 
     def _start(self) -> None:
-        self._next_look, self._old = 0.0, self._found()
+        self._next_check, self._old = 0.0, self._found()
         if self._old is not None and agreement.rank() == 0:
             logger.warning(
-                "The stop file %s is from before this run and does not stop it: touch it again to stop, or remove it.",
+                "The stop file %s existed before this run and does not stop it: touch it again to stop, or remove it.",
                 self.path,
             )
 
@@ -164,21 +164,21 @@ class StopFile:
         _while_evaluating(trainer, lambda: self(trainer))
 
     def _found(self) -> tuple[int, int] | None:
-        """What changes when the file is made anew or touched."""
+        """Inode and modification time, which change when the file is created or touched; None without a file."""
         try:
             status = os.stat(self.path)
-        except OSError:  # not there, or not to be seen just now: a file system that fails is no wish to stop
+        except OSError:  # missing, or the file system failed: that is not a request to stop
             return None
         return status.st_ino, status.st_mtime_ns
 
 
 def _saving_s(trainer: Trainer) -> float:
-    """Time for two saves: one may be due at this edge, or be in flight in the background, when the last one follows."""
+    """Time for two saves: one may be due or in flight in the background when the last one follows."""
     return 2 * trainer.state.save_seconds
 
 
-def _while_evaluating(trainer: Trainer, look: Callable[[], None]) -> None:
-    """Call ``look`` after each batch of the evaluation that begins."""
+def _while_evaluating(trainer: Trainer, check: Callable[[], None]) -> None:
+    """Call ``check`` after each batch of the evaluation that is starting."""
     ongoing = trainer.state.evaluating
     assert ongoing is not None
-    ongoing.undo.callback(ongoing.evaluator.add_event_handler(Events.ITERATION_COMPLETED, look).remove)
+    ongoing.undo.callback(ongoing.evaluator.add_event_handler(Events.ITERATION_COMPLETED, check).remove)

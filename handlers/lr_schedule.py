@@ -1,4 +1,4 @@
-"""The handler that moves any schedule with the optimizer: one step per applied update, none for a skipped one."""
+"""The handler that steps a learning-rate schedule: once per applied optimizer step, never for a skipped one."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.handlers.followed_metric import WatchedMetric
+from ignite_engine.handlers.followed_metric import FollowedMetric
 from ignite_engine.schedules import Schedule, set_lr
 
-# what a ReduceLROnPlateau has seen; its settings stay as they were given
+# the history of a ReduceLROnPlateau; its settings are those given now
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class LRSchedule:
     """Steps a schedule once after each applied optimizer step, never after a skipped one, and publishes the LRs.
 
-    torch's ReduceLROnPlateau steps instead at the edge of each iteration that has a new value of ``metric``.
+    torch's ReduceLROnPlateau steps at the boundary of each step that has a new value of ``metric`` instead.
 
     Args:
         scheduler: a :class:`Schedule`, any scheduler of ``torch.optim.lr_scheduler``, or a native one of Ignite (they
-            are called once here for the first update, then once per applied step). Ignite's ``LRScheduler`` is opened
-            and the torch scheduler within is stepped.
+            are called once for the first update, then once per applied step). Of Ignite's ``LRScheduler`` the torch
+            scheduler inside is stepped.
         metric: for ReduceLROnPlateau, a key of ``state.metrics`` that is written on every rank; its mean over the ranks
-            counts, so that the LR is the same on all of them. One value counts as one of torch's epochs.
-        name: the stable name of its state in checkpoints; a second one in the same trainer needs its own.
+            is used, so that the LR is the same on all of them. One value is one epoch in torch's terms.
+        name: of its state in checkpoints; a second schedule of the same trainer needs its own.
 
-    Writes on METRICS_READY, so nothing on quiet iterations: ``lr``, the LR that the last applied update used (before
-    the first: the one it will use), of the first parameter group; with several groups also ``lr/<name of the group>``,
-    where ``group["name"]`` is missing its index. With a ``name`` of your own ``lr`` becomes ``lr/<name>``.
+    Writes on METRICS_READY, so only where something else is logged: ``lr``, the LR of the first parameter group in the
+    last applied update (before the first update: the one that it will use); with several groups also
+    ``lr/<group["name"]>``, or the group's index without a name. With a ``name`` of your own ``lr`` is ``lr/<name>``.
 
     Raises:
-        ValueError: the scheduler needs a metric, or takes none, or (in ``attach``) is not over one of the trainer's
-            optimizers.
+        ValueError: the scheduler needs a metric, or takes none, or (in ``attach``) its optimizer is not one of the
+            trainer's.
         TypeError: not a scheduler.
     """
 
     def __init__(self, scheduler: Any, *, metric: str | None = None, name: str = "lr_schedule") -> None:
         if isinstance(scheduler, ReduceLROnPlateauScheduler):
             raise ValueError(
-                "ReduceLROnPlateauScheduler follows a metric, but of an evaluator it is attached to; "
-                "give torch's ReduceLROnPlateau, and its metric by metric='val/loss', for instance."
+                "ReduceLROnPlateauScheduler reads a metric of the evaluator that it is attached to: "
+                "give torch's ReduceLROnPlateau and the name of its metric, for instance metric='val/loss'."
             )
         is_plateau = isinstance(scheduler, ReduceLROnPlateau)
         if is_plateau and metric is None:
             raise ValueError(
-                "ReduceLROnPlateau follows a metric, and none was named: give metric='val/loss', for instance."
+                "ReduceLROnPlateau needs the name of the metric that it follows: give for instance metric='val/loss'."
             )
         if metric is not None and not is_plateau:
             raise ValueError(
-                f"metric={metric!r} has no effect on a {type(scheduler).__name__}, which moves with the optimizer: "
-                "leave it out, or give a ReduceLROnPlateau."
+                f"metric={metric!r} has no effect on a {type(scheduler).__name__}, which steps with the optimizer: "
+                "remove it, or give a ReduceLROnPlateau."
             )
         if isinstance(scheduler, IgniteTorchScheduler):
-            # Ignite asks chainable torch schedulers for an LR without setting it first, and many go wrong
+            # Ignite reads the next LR of a torch scheduler without setting the previous one: many return wrong ones
             inner = scheduler.lr_scheduler
             scheduler = getattr(inner, "_lr_scheduler", inner)
         if not isinstance(scheduler, (Schedule, LRScheduler, ParamScheduler, ParamGroupScheduler)):
             raise TypeError(
                 f"scheduler must be a Schedule, a torch or an Ignite scheduler, got {type(scheduler).__name__}; "
-                "make one with warmup_cosine(optimizer, warmup=100, total=10_000), for instance."
+                "make one for instance with warmup_cosine(optimizer, warmup=100, total=10_000)."
             )
         self.scheduler: Any = scheduler
         self.name = name
-        self._watched = None if metric is None else WatchedMetric(metric, f"LRSchedule {name!r}")
+        self._followed = None if metric is None else FollowedMetric(metric, f"LRSchedule {name!r}")
         self._called = isinstance(scheduler, (ParamScheduler, ParamGroupScheduler))
         self._primed = not self._called
         self._moved = False
@@ -84,8 +84,8 @@ class LRSchedule:
         known = getattr(getattr(trainer, "update", None), "optimizers", None)
         if isinstance(known, Mapping) and not any(self._optimizer is optimizer for optimizer in known.values()):
             raise ValueError(
-                f"The scheduler of LRSchedule {self.name!r} is not over one of the trainer's optimizers "
-                f"({', '.join(known)}); make it from the optimizer that was given to Update."
+                f"The optimizer of LRSchedule {self.name!r} is not one of the trainer's ({', '.join(known)}): "
+                "make the scheduler from the optimizer that was given to Update."
             )
         self._prepare(trainer)
         if hasattr(trainer, "register"):
@@ -93,9 +93,9 @@ class LRSchedule:
         trainer.add_event_handler(Events.STARTED, self._prepare)
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._publish)
-        if self._watched is not None:
+        if self._followed is not None:
             trainer.add_event_handler(TrainingEvents.METRICS_READY, self._follow)
-            trainer.add_event_handler(Events.COMPLETED, self._watched.warn_if_never_written)
+            trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
         trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1) | Events.COMPLETED, self._warn_if_unmoved)
 
     def __call__(self, trainer: Engine) -> None:
@@ -106,7 +106,7 @@ class LRSchedule:
             self._used = [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in lrs]
         if self._called:
             self.scheduler(trainer)
-        elif self._watched is None:
+        elif self._followed is None:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,9 +114,9 @@ class LRSchedule:
         lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         used = [float(lr) for lr in self._used]
         state = {"scheduler": self.scheduler.state_dict(), "lrs": lrs, "used": used}
-        if self._watched is not None:
+        if self._followed is not None:
             state["scheduler"] = {key: state["scheduler"][key] for key in _PLATEAU_STATE}
-            state["seen_at"] = self._watched.seen_at
+            state["seen_at"] = self._followed.seen_at
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -124,17 +124,17 @@ class LRSchedule:
         if len(state["lrs"]) != len(groups):
             raise StateMismatch(
                 f"The saved state of LRSchedule {self.name!r} has {len(state['lrs'])} parameter groups and "
-                f"the optimizer has {len(groups)}; build the same groups, or leave it out with {leave_out(self.name)}."
+                f"the optimizer has {len(groups)}: build the same groups, or leave it out with {leave_out(self.name)}."
             )
-        if (self._watched is not None) != ("seen_at" in state):
-            kinds = ("a plateau schedule", "one that moves with the optimizer")
+        if (self._followed is not None) != ("seen_at" in state):
+            kinds = ("a plateau schedule", "a schedule that steps with the optimizer")
             was, now = kinds if "seen_at" in state else reversed(kinds)
             raise StateMismatch(
-                f"The saved state of LRSchedule {self.name!r} is that of {was}, and this is {now}; "
+                f"The saved state of LRSchedule {self.name!r} is that of {was}, and this is {now}: "
                 f"build the same kind, or leave it out with {leave_out(self.name)}."
             )
-        if self._watched is not None:
-            self._watched.seen_at = state["seen_at"]
+        if self._followed is not None:
+            self._followed.seen_at = state["seen_at"]
         self.scheduler.load_state_dict(state["scheduler"])
         self._primed, self._used = True, list(state["used"])
         for group, lr in zip(groups, state["lrs"]):
@@ -147,9 +147,9 @@ class LRSchedule:
 
     def _prepare(self, trainer: Engine) -> None:
         self._began_at = trainer.state.iteration
-        if self._watched is not None:
-            self._watched.begin(trainer)
-        # Also on STARTED: an optimizer whose state was loaded without this schedule's carries an LR of its own.
+        if self._followed is not None:
+            self._followed.begin(trainer)
+        # on STARTED too: the loaded state of an optimizer holds an LR, also if this schedule's state was left out
         if isinstance(self.scheduler, Schedule):
             self.scheduler.apply()
         elif not self._primed:
@@ -157,9 +157,9 @@ class LRSchedule:
             self._primed = True
 
     def _follow(self, trainer: Engine) -> None:
-        """Step with a new value; after all that measure and log at this edge."""
-        assert self._watched is not None
-        value = self._watched.new_value(trainer)
+        """Step with a new value, after the handlers that measure and log at this event."""
+        assert self._followed is not None
+        value = self._followed.new_value(trainer)
         if value is not None:
             self.scheduler.step(value)
 
@@ -179,7 +179,7 @@ class LRSchedule:
         iterations = trainer.state.iteration - self._began_at
         if not self._moved and iterations and not getattr(trainer.state, "skipped_steps", 0):
             warnings.warn(
-                f"LRSchedule {self.name!r} did not move in {iterations} iterations: the update fired no "
+                f"LRSchedule {self.name!r} did not step in {iterations} iterations: the update fired no "
                 "OPTIMIZER_STEP_COMPLETED; fire it after optimizer.step(), as Update does.",
                 stacklevel=2,
             )

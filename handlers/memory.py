@@ -1,4 +1,4 @@
-"""Memory of the device and of the host, the worst over the ranks."""
+"""Memory of the device and of the host, the largest over the ranks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _STATUS = Path("/proc/self/status")
 
 
 class MemoryLogger:
-    """Writes how much memory is in use, at its event only; nothing happens between.
+    """Writes how much memory is in use, at its event; it does nothing between its events.
 
     With the model on CUDA: ``memory/allocated_mib`` and ``memory/reserved_mib`` now, ``memory/peak_mib`` (allocated,
-    at most since the last time this handler wrote: it resets torch's peak statistics), ``memory/retries`` and
+    the maximum since this handler last wrote: it resets torch's peak statistics), ``memory/retries`` and
     ``memory/ooms`` (allocations that succeeded after freeing the cache, or failed; totals of the process).
     Everywhere: ``memory/host_rss_mib`` now and ``memory/host_peak_mib``, of the whole process so far (the kernel keeps
-    no peak per interval). Loader workers are processes of their own and not counted.
+    no peak per interval). Loader workers are separate processes and are not included.
 
-    On several ranks each is the largest over them, found in one collective at the event, and ``memory/peak_rank`` is
+    On several ranks each value is the largest over them, by one collective at the event, and ``memory/peak_rank`` is
     the rank whose ``peak_mib`` (without CUDA ``host_rss_mib``) is the largest.
 
-    All memory is in MiB. No state is saved.
+    All values are in MiB, except the two counts. No state is saved.
     """
 
     phase = Phase.MEASURE

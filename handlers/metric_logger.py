@@ -1,4 +1,4 @@
-"""Means over the interval of what the update reports, and the way of all values to the sinks."""
+"""Means over an interval of what the update reports, and the sinks that write all metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MetricLogger:
 
     Args:
         directory: gets a ``metrics.jsonl``; None: no file.
-        sinks: further ones; what fails in a sink is a warning, and training goes on.
+        sinks: further ones; an error in a sink is a warning, and training continues.
         console: print a line at each log point.
         name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
 
@@ -58,7 +58,7 @@ class MetricLogger:
             attach_sink(sink, trainer)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Publish the interval's means and begin the next interval."""
+        """Write the interval's means into ``state.metrics`` and start the next interval."""
         rows, self._interval = self._interval, []
         if not rows:
             return
@@ -83,11 +83,11 @@ class MetricLogger:
             self._interval.append(trainer.state.output)
 
     def _write_rest(self, trainer: Trainer) -> None:
-        """A run's last interval is logged even if it is shorter; one that will be resumed goes on with it."""
+        """Log the last, perhaps shorter interval of a completed run; a resumed run completes it otherwise."""
         if trainer.state.status == "completed":
             self(trainer)
 
-    _collect.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before anything of this event reads the mean
+    _collect.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before any handler of this event reads the mean
 
 
 def _means(rows: list[Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How far a run is and when it will end: one redrawn line on a terminal, a few plain lines anywhere else."""
+"""Progress and time left of a run: one redrawn line on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ BAR_CELLS = 24
 
 
 class Progress:
-    """Shows epoch, iterations done of all, the time left, and the last ``loss`` in ``state.metrics``, on stderr.
+    """Prints epoch, iteration and total, the time left, and the last ``loss`` in ``state.metrics``, on stderr.
 
     On a terminal one line is redrawn, at most ten times a second, and cleared before the loggers print. Elsewhere a
-    line is printed after each further tenth of the run, and after 30 s without one. Rank 0 only; it reads no device
-    and between its lines costs a clock read and two comparisons. The time left assumes the mean pace of this process,
-    evaluations and checkpoints included.
+    line is printed after each tenth of the run, and after 30 s without one. Rank 0 only; it reads nothing from the
+    device, and between its lines costs a clock read and two comparisons. The time left is computed from the mean speed
+    of this process, evaluations and checkpoints included.
     """
 
     def __init__(self) -> None:
         self._drawn = False
         self._next_time = self._next_iteration = 0.0
-        self._started_at, self._first_iteration, self._shown_iteration = 0.0, 0, -1
+        self._started_at, self._first_iteration, self._printed_iteration = 0.0, 0, -1
 
     def attach(self, trainer: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
         if idist.get_rank() != 0:
@@ -44,10 +44,10 @@ class Progress:
     def __call__(self, trainer: Engine) -> None:
         now = perf_counter()
         if now >= self._next_time or trainer.state.iteration >= self._next_iteration:
-            self._show(trainer, now)
+            self._print(trainer, now)
 
     def _start(self, trainer: Engine) -> None:
-        self._started_at, self._first_iteration, self._shown_iteration = perf_counter(), trainer.state.iteration, -1
+        self._started_at, self._first_iteration, self._printed_iteration = perf_counter(), trainer.state.iteration, -1
         self._schedule(trainer, self._started_at)
 
     def _schedule(self, trainer: Engine, now: float) -> None:
@@ -58,9 +58,9 @@ class Progress:
             tenth = total * LINE_SHARE
             self._next_iteration = (math.floor(trainer.state.iteration / tenth + 1e-9) + 1) * tenth
 
-    def _show(self, trainer: Engine, now: float) -> None:
+    def _print(self, trainer: Engine, now: float) -> None:
         self._schedule(trainer, now)
-        self._shown_iteration = trainer.state.iteration
+        self._printed_iteration = trainer.state.iteration
         line = self._line(trainer, now)
         if sys.stderr.isatty():
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
@@ -98,8 +98,8 @@ class Progress:
     _clear.phase = Phase.MEASURE  # type: ignore[attr-defined]  # before the loggers; read by the Trainer
 
     def _finish(self, trainer: Engine) -> None:
-        if sys.stderr.isatty() or self._shown_iteration != trainer.state.iteration:
-            self._show(trainer, perf_counter())
+        if sys.stderr.isatty() or self._printed_iteration != trainer.state.iteration:
+            self._print(trainer, perf_counter())
         if self._drawn:
             sys.stderr.write("\n")
             sys.stderr.flush()
@@ -107,7 +107,7 @@ class Progress:
 
 
 def total_iterations(trainer: Engine) -> int | None:
-    """Iterations at which the run ends; without a length of the data None in the first pass, then by the last one."""
+    """The iteration at which the run ends; None in the first pass over data of unknown length."""
     state = trainer.state
     if state.max_iters is not None:
         return int(state.max_iters)

@@ -1,7 +1,7 @@
-"""Where values end: sinks take what is new in ``state.metrics`` and write it, on rank 0.
+"""Sinks: they write what is new in ``state.metrics`` to a file or a console, on rank 0.
 
-A sink is anything with ``write(iteration, values)``. Those here may be used by other handlers of ours; they know none.
-What fails in a sink is told once by its :class:`Outlet` and never stops the training.
+A sink is anything with ``write(iteration, values)``. An error in a sink is logged once by its :class:`GuardedSink` and
+never stops the training.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """What takes values: ``iteration`` in updates, values by name (``epoch`` among them)."""
+    """Anything that writes values: ``iteration`` counts updates, ``values`` are by name and include ``epoch``."""
 
     def write(self, iteration: int, values: Values) -> None: ...
 
 
 def attach_sink(sink: Sink, trainer: Trainer) -> None:
-    """Let ``sink`` write what is new at each METRICS_READY; one with an ``attach`` of its own sees to that itself."""
+    """Make ``sink`` write what is new at each METRICS_READY; a sink with its own ``attach`` subscribes itself."""
     attach = getattr(sink, "attach", None)
     if attach is not None:
         attach(trainer)
     else:
-        Outlet(sink).attach(trainer)
+        GuardedSink(sink).attach(trainer)
 
 
-class Outlet:
-    """The way from the bus to one sink. The first error is a warning with what to do about it, and training goes on.
+class GuardedSink:
+    """Subscribes one sink to the bus; its first error is a warning with the remedy, and training continues.
 
-    Later points are tried all the same, so a sink whose disk has room again writes again. The state of a sink with a
-    ``name`` is in every checkpoint; one that cannot tell its state is saved without.
+    Later points are still written, so a sink whose disk has room again recovers. The state of a sink with a ``name`` is
+    in every checkpoint; a sink whose ``state_dict`` fails is saved without one.
     """
 
     phase = Phase.LOG
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
-        self.__qualname__ = f"{type(sink).__name__}.write"  # what describe() shows
-        self._told = False
+        self.__qualname__ = f"{type(sink).__name__}.write"  # the name in describe()
+        self._warned = False
 
     def attach(self, trainer: Trainer) -> None:
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self)
@@ -61,20 +61,20 @@ class Outlet:
 
     def __call__(self, trainer: Trainer) -> None:
         iteration, values = trainer.state.iteration, {"epoch": trainer.state.epoch, **trainer.state.metrics.fresh}
-        self.guarded(self.sink.write)(iteration, values)
+        self.guard(self.sink.write)(iteration, values)
 
-    def guarded(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        """``action``, which may fail: then it is told, if it is the first failure, and None is returned."""
+    def guard(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """``action``, except that an error is logged (the first one only) and None is returned."""
 
         def attempt(*arguments: Any) -> Any:
             try:
                 return action(*arguments)
-            except Exception as error:  # a log is no reason to lose a training
-                if not self._told:
-                    self._told = True
+            except Exception as error:  # a lost log point must not lose the training
+                if not self._warned:
+                    self._warned = True
                     named = getattr(self.sink, "name", None)
                     logger.warning(
-                        "The sink %s failed: %s: %s. Training goes on, and later points are tried; %s.",
+                        "The sink %s failed: %s: %s. Training continues and later points are tried; %s.",
                         f"{named} ({type(self.sink).__name__})" if named else type(self.sink).__name__,
                         type(error).__name__,
                         str(error).rstrip("."),
@@ -86,14 +86,14 @@ class Outlet:
 
 
 class SinkState:
-    """A sink's state in a checkpoint; None where the sink could not tell it."""
+    """A sink's state in a checkpoint; None if its ``state_dict`` failed."""
 
     belongs_to_its_run = True
-    """A run that begins with parts of another one's checkpoint keeps logs of its own."""
+    """Not loaded when a run starts from parts of another run's checkpoint: it has its own logs."""
 
-    def __init__(self, outlet: Outlet) -> None:
-        sink: Any = outlet.sink
-        self._save, self._load = outlet.guarded(sink.state_dict), outlet.guarded(sink.load_state_dict)
+    def __init__(self, guarded: GuardedSink) -> None:
+        sink: Any = guarded.sink
+        self._save, self._load = guarded.guard(sink.state_dict), guarded.guard(sink.load_state_dict)
 
     def state_dict(self) -> Any:
         return self._save()
@@ -105,24 +105,25 @@ class SinkState:
 
 def _remedy(error: Exception) -> str:
     if isinstance(error, ImportError):
-        return f"install {(error.name or 'what is missing').partition('.')[0]}, or leave the sink out"
+        return f"install {(error.name or 'the missing package').partition('.')[0]}, or remove the sink"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "make room there"
+        return "free some disk space"
     if isinstance(error, OSError):
-        return "make the place writable, or leave the sink out"
-    return "mend what it names, or leave the sink out"
+        return "make the path writable, or remove the sink"
+    return "fix the error, or remove the sink"
 
 
 class JSONLSink:
-    """One JSON object per iteration, floats in full; a run that is resumed or begun again cuts the file back.
+    """One JSON object per iteration, floats in full precision.
 
-    So no iteration stands twice.
+    A run that is resumed, or started again in the same folder, truncates the file first, so that no iteration appears
+    twice.
 
     Args:
-        path: the file; its folder is made. Values written later for the newest iteration join its line.
+        path: the file; its folder is created. Values written later for the newest iteration are added to its line.
         name: in checkpoints.
 
-    Numbers that JSON does not know (NaN, infinities) are written as strings.
+    NaN and infinities, which JSON does not have, are written as strings.
     """
 
     def __init__(self, path: str | Path, *, name: str = "jsonl") -> None:
@@ -130,40 +131,40 @@ class JSONLSink:
         self._file: IO[bytes] | None = None
         self._line: dict[str, Any] = {}
         self._line_start = 0
-        self._is_whole = True
+        self._line_complete = True
 
     def write(self, iteration: int, values: Values) -> None:
         """Write a line, or add to the newest one if it has the same iteration; rank 0 only."""
         if idist.get_rank() != 0:
             return
-        begins_again = self._file is None and not self._line
-        if begins_again or iteration < self._line.get("iteration", 0):
+        first_write = self._file is None and not self._line
+        if first_write or iteration < self._line.get("iteration", 0):
             self.close()
-            self._cut_back(iteration)
+            self._truncate_from(iteration)
             self._line = {}
         file = self._open()
         if self._line.get("iteration") != iteration:
-            if self._is_whole:  # else the new line takes the place of the torn one
+            if self._line_complete:  # else the new line replaces the torn one
                 self._line_start = file.seek(0, os.SEEK_END)
             self._line = {"iteration": iteration}
         self._line |= {name: _json_value(value) for name, value in values.items()}
         self._write_line(file)
 
     def state_dict(self) -> dict[str, Any]:
-        """The newest line and where it begins; what came before it is on disk."""
+        """The newest line and its offset in bytes; all lines before it are on disk."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
         return {"start": self._line_start, "line": dict(self._line)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut off what was written after the checkpoint."""
+        """Remove what was written after the checkpoint."""
         if idist.get_rank() != 0:
             return
         self._line, self._line_start = dict(state["line"]), state["start"]
         if self._line:
             file = self._open()
-            self._line_start = min(self._line_start, file.seek(0, os.SEEK_END))  # another file: no hole in it
+            self._line_start = min(self._line_start, file.seek(0, os.SEEK_END))  # a shorter file: leave no hole
             self._write_line(file)
         elif self.path.exists():
             self._open().truncate(self._line_start)
@@ -180,8 +181,8 @@ class JSONLSink:
             self._file = self.path.open("r+b")
         return self._file
 
-    def _cut_back(self, iteration: int) -> None:
-        """Cut off what a run that is begun again has written from ``iteration`` on, and a line it did not end."""
+    def _truncate_from(self, iteration: int) -> None:
+        """Remove the lines from ``iteration`` on, which this run writes again, and an incomplete last line."""
         if not self.path.exists():
             return
         with self.path.open("rb+") as file:
@@ -195,16 +196,16 @@ class JSONLSink:
     def _write_line(self, file: IO[bytes]) -> None:
         ordered: dict[str, Any] = {key: self._line[key] for key in ("iteration", "epoch") if key in self._line}
         ordered |= {key: self._line[key] for key in sorted(self._line) if key not in ordered}
-        self._is_whole = False
+        self._line_complete = False
         file.seek(self._line_start)
         file.write(json.dumps(ordered).encode() + b"\n")
         file.truncate()
         file.flush()
-        self._is_whole = True
+        self._line_complete = True
 
 
 class ConsoleSink:
-    """One readable line per log point on rank 0's standard output: the loss and its like before ``group/name``.
+    """One readable line per log point on rank 0's standard output; names without a ``/`` come first.
 
     Args:
         stream: None: ``sys.stdout`` at the time of writing.
@@ -224,7 +225,7 @@ class ConsoleSink:
 
 
 def _iteration_of(line: bytes) -> float:
-    """Of one of our lines; infinity for what is none."""
+    """The iteration of a line; infinity if the line is not one of ours."""
     try:
         return float(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError):
@@ -236,7 +237,7 @@ def _is_grouped(item: tuple[str, Any]) -> bool:
 
 
 def number_of(value: Any) -> float | None:
-    """``value`` as a float, None if it is no number."""
+    """``value`` as a float, None if it is not a number."""
     if hasattr(value, "item"):
         value = value.item()
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

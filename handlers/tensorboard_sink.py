@@ -14,19 +14,19 @@ import ignite.distributed as idist
 from ignite.engine import Events
 
 from ignite_engine import Trainer
-from ignite_engine.handlers.sinks import Outlet, Values, number_of
+from ignite_engine.handlers.sinks import GuardedSink, Values, number_of
 
 
 class TensorBoardSink:
-    """A sink for ``tensorboard --logdir``: one event file each time that the run starts or goes on.
+    """A sink for ``tensorboard --logdir``: one event file per start or resume of the run.
 
     Args:
         directory: of the run; the files lie in its ``tensorboard`` folder.
-        name: in checkpoints, which hold the last iteration of each series. A resumed run begins its file with the
-            mark at which TensorBoard drops what the run before wrote beyond the checkpoint, and writes no point twice.
+        name: in checkpoints, which hold the last iteration of each series. The event file of a resumed run starts with
+            a session mark that makes TensorBoard drop the points after the checkpoint, so that none appears twice.
 
-    The package tensorboard is imported at the first value; torch.utils.tensorboard, with its background thread whose
-    errors come late, is not used. Rank 0 only.
+    The package tensorboard is imported at the first value. torch.utils.tensorboard is not used: its background thread
+    raises errors late. Rank 0 only.
     """
 
     def __init__(self, directory: str | Path, *, name: str = "tensorboard") -> None:
@@ -37,14 +37,14 @@ class TensorBoardSink:
         self._points = 0
 
     def attach(self, trainer: Trainer) -> None:
-        """Write what is new at each METRICS_READY; the file is closed when the run ends in whatever way."""
-        outlet = Outlet(self)
-        outlet.attach(trainer)
+        """Write what is new at each METRICS_READY; the file is closed when the run ends for any reason."""
+        guarded = GuardedSink(self)
+        guarded.attach(trainer)
 
         def start(trainer: Trainer) -> None:
             if trainer.state.iteration == 0:
                 self._written = {}
-            trainer.call_at_end(outlet.guarded(lambda trainer: self.close()))
+            trainer.call_at_end(guarded.guard(lambda trainer: self.close()))
 
         trainer.add_event_handler(Events.STARTED, start)
 
@@ -71,7 +71,7 @@ class TensorBoardSink:
             self._add(step=iteration, summary=Summary(value=points))
             self._writer.flush()
         except OSError:
-            self._give_up_file()
+            self._abandon_file()
             raise
         self._points += len(new)
         self._written |= dict.fromkeys(new, iteration)
@@ -81,7 +81,7 @@ class TensorBoardSink:
         return {"written": dict(self._written)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin a new file, at whose first mark TensorBoard drops what comes after the saved state."""
+        """Start a new event file, whose session mark makes TensorBoard drop the points after the saved state."""
         self.close()
         self._written = dict(state["written"])
 
@@ -90,9 +90,9 @@ class TensorBoardSink:
         if writer is not None:
             writer.close()
 
-    def _give_up_file(self) -> None:
-        """TensorBoard reads no further than a torn record: the next point begins a new file."""
-        with contextlib.suppress(OSError):  # what is buffered still does not fit
+    def _abandon_file(self) -> None:
+        """TensorBoard stops reading at a torn record, so the next point goes into a new file."""
+        with contextlib.suppress(OSError):  # closing flushes the buffer, and the disk is full
             self.close()
         if self._file is not None and not self._points:
             self._file.unlink(missing_ok=True)

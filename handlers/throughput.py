@@ -1,4 +1,4 @@
-"""How fast training goes, and where an iteration's time goes, by the host's clock."""
+"""Training speed, and how the time of an iteration is spent, by the host's clock."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ignite_engine.ranks.agreement import gather_floats
 
 
 class Throughput:
-    """Rates and mean times since it last wrote; a few clock reads an iteration, no host sync.
+    """Rates and mean times since it last wrote; a few clock reads per iteration, no host sync.
 
     Args:
-        tokens_fn: ``tokens_fn(batch) -> int`` counts the tokens of a micro-batch as the loader gave it, on the host.
-        samples_fn: the same for samples; without it the first dimension of the first tensor or array in the
-            micro-batch. A batch without one counts none, and ``samples_per_s`` is not written.
+        tokens_fn: ``tokens_fn(batch) -> int`` counts the tokens of a micro-batch (on the host, as loaded).
+        samples_fn: the same for samples; without it, the first dimension of the first tensor or array in the
+            micro-batch. If there is none, ``samples_per_s`` is not written.
 
-    An iteration counts from GET_BATCH_STARTED to ITERATION_COMPLETED (or to the evaluation that begins there), so
-    evaluations, checkpoints and other handlers between iterations are in no rate. Written at the event:
+    An iteration is timed from GET_BATCH_STARTED to ITERATION_COMPLETED (or to an evaluation that starts there), so
+    evaluations, checkpoints and other handlers between iterations are not included. Written at the event:
 
     - ``throughput/steps_per_s`` (iterations), ``throughput/samples_per_s``, ``throughput/tokens_per_s`` (with
-      ``tokens_fn``): over all ranks, by the time of the slowest;
-    - ``throughput/data_wait_share``: the part of the iterations' time spent waiting for the loader, 0 to 1;
-    - ``time/step_ms``, ``time/data_wait_ms``, and where the update fires the optimizer's events
+      ``tokens_fn``): summed over the ranks, divided by the time of the slowest;
+    - ``throughput/data_wait_share``: the share of the time spent waiting for the loader, 0 to 1;
+    - ``time/step_ms``, ``time/data_wait_ms``, and if the update fires the optimizer's events
       ``time/forward_backward_ms`` (to OPTIMIZER_STEP_STARTED) and ``time/optimizer_ms`` (clip and step): means per
-      iteration and over ranks. On CUDA these say when the host had queued the work, not when the device had done it.
+      iteration and over ranks. On CUDA these are the times to queue the work, not to execute it.
 
-    Ranks meet in one collective at the event, never between. No state is saved.
+    One collective at the event, none between. No state is saved.
     """
 
     phase = Phase.MEASURE
@@ -40,7 +40,7 @@ class Throughput:
     ) -> None:
         self.tokens_fn = tokens_fn
         self.samples_fn = samples_fn if samples_fn is not None else _samples
-        self._restart()
+        self._reset()
         self._started: float | None = None
         self._batch_ready = self._step_started = 0.0
 
@@ -51,7 +51,7 @@ class Throughput:
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._start_step)
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self._end_step)
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_SKIPPED, self._end_step)
-        # whichever comes first: an evaluation runs before all else in ITERATION_COMPLETED
+        # whichever is first: an evaluation runs before the other handlers of ITERATION_COMPLETED
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._end_iteration)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._end_iteration)
         trainer.add_event_handler(event, self)
@@ -59,7 +59,7 @@ class Throughput:
     def __call__(self, trainer: Engine) -> None:
         sums = (self._steps, self._total_s, self._wait_s, self._compute_s, self._step_s, self._samples, self._tokens)
         rows = gather_floats([float(value) for value in sums])
-        self._restart()
+        self._reset()
         steps, total, wait, compute, step, samples, tokens = (sum(column) for column in zip(*rows))
         slowest = max(row[1] for row in rows)
         if not steps or not slowest:
@@ -77,7 +77,7 @@ class Throughput:
             metrics["time/forward_backward_ms"] = 1e3 * compute / steps
             metrics["time/optimizer_ms"] = 1e3 * step / steps
 
-    def _restart(self) -> None:
+    def _reset(self) -> None:
         self._steps = self._samples = self._tokens = 0
         self._total_s = self._wait_s = self._compute_s = self._step_s = 0.0
 
@@ -85,7 +85,7 @@ class Throughput:
         self._started = None
 
     def _start_wait(self, trainer: Engine) -> None:
-        if self._started is None:  # fired again when the loader was exhausted and starts anew: still the same wait
+        if self._started is None:  # fired again when an exhausted loader is restarted: still the same wait
             self._started = perf_counter()
 
     def _end_wait(self, trainer: Engine) -> None:
@@ -110,7 +110,7 @@ class Throughput:
         self._steps += 1
         state: Any = trainer.state
         micro_batches = state.batch if getattr(trainer, "accumulation_steps", None) is not None else (state.batch,)
-        if getattr(state, "padding", 0):  # repeats with weight zero are no samples
+        if getattr(state, "padding", 0):  # repeated batches with weight zero are not samples
             micro_batches = micro_batches[: -state.padding]
         for micro_batch in micro_batches:
             self._samples += self.samples_fn(micro_batch)

@@ -20,7 +20,7 @@ from ignite_engine.checkpointing import (
     require_exact,
 )
 from ignite_engine.handlers.checkpoint.saver import Saver
-from ignite_engine.handlers.followed_metric import WatchedMetric, improves
+from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Checkpoint:
         self.strict, self.name = strict, name
         retention = Retention(keep_last=keep_last, keep_best=keep_best, best=best, mode=mode, keep_every=keep_every)
         self._saver = Saver(directory, retention, SaveFilter(exclude, keep_fn), config, labels)
-        self._watched = None if best is None else WatchedMetric(best, f"{type(self).__name__}(best=...)")
+        self._watched = None if best is None else FollowedMetric(best, f"{type(self).__name__}(best=...)")
         self._trainer: Trainer | None = None
         self._due = self._must = False
         self._best: float | None = None

@@ -1,8 +1,8 @@
-"""The process that talks to ClearML, started as a script by the sink beside it and imported by nobody.
+"""The process that reports to ClearML: a script that the sink beside it starts; nothing imports it.
 
-What ClearML does to its process (signal handlers, patched functions, threads, hooks on fork and exit) happens here and
-not where the model trains. It reads one JSON object a line from standard input until that ends, and answers on
-standard output with ``{"task_id": ...}`` once there is a task, or with ``{"error": ...}``.
+ClearML changes its process: signal handlers, patched functions, threads, hooks on fork and exit. Here that does not
+reach the training process. The script reads one JSON object per line from standard input until it ends, and answers on
+standard output with ``{"task_id": ...}`` once the task exists, or with ``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FRAMEWORKS = (
     "tfdefines", "joblib", "megengine", "catboost", "gradio", "jsonargparse",
 )  # fmt: skip
 START_WITHIN_S, END_WITHIN_S = 60, 600
-KILLED = "the training process ended without a word; it was perhaps killed"
+KILLED = "the training process ended without reporting a status; it was probably killed"
 
 
 class Session:
@@ -36,8 +36,8 @@ class Session:
 
     Args:
         settings: of the sink beside it: ``offline``, ``folder``, ``project``, ``task``, ``tags``, ``config``,
-            ``environment``, ``command`` (``sys.argv`` of the training), ``task_id`` (of the task to go on with, or
-            None) and ``written`` (the last iteration of each of its series).
+            ``environment``, ``command`` (``sys.argv`` of the training), ``task_id`` (of the task to
+            continue, or None) and ``written`` (the last reported iteration of each series).
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Session:
         if self.offline:
             os.environ |= {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": str(folder)}
             if before:
-                cut_back(folder / "offline" / before / "metrics.jsonl", settings["written"])
+                drop_later_points(folder / "offline" / before / "metrics.jsonl", settings["written"])
         else:
             os.environ.pop("CLEARML_OFFLINE_MODE", None)
         sys.argv = settings["command"]
@@ -58,26 +58,26 @@ class Session:
 
         tasks: Any = Task
         reporting: Any = BackendTask
-        # with it a report blocks for seconds and close() takes up to two minutes
+        # with the subprocess a report blocks for seconds and close() takes up to two minutes
         reporting._report_subprocess_enabled = False
         if self.offline:
             SessionCache.SESSION_CACHE_FOLDER = str(folder)  # else a file in the user's home
-        goes_on = before if before and before.startswith("offline-") == self.offline else None
+        continued = before if before and before.startswith("offline-") == self.offline else None
         self.task = tasks.init(
             project_name=settings["project"],
             task_name=settings["task"],
             tags=settings["tags"],
             reuse_last_task_id=False,
-            continue_last_task=goes_on or False,
+            continue_last_task=continued or False,
             auto_connect_arg_parser=False,
             auto_connect_frameworks={**dict.fromkeys(FRAMEWORKS, False), "detect_repository": not self.offline},
             auto_resource_monitoring=False,
             auto_connect_streams=False,
         )
         self.known_until = -1
-        """Points up to this iteration are on the server already."""
-        if self.task.id == goes_on:
-            self.task.set_initial_iteration(0)  # our iterations go on by themselves
+        """Points up to this iteration are already on the server."""
+        if self.task.id == continued:
+            self.task.set_initial_iteration(0)  # our iteration numbers already continue
             if not self.offline:
                 self.known_until = self.task.get_last_iteration()
         elif before:
@@ -115,11 +115,11 @@ class Session:
             number = float(value)
             if math.isfinite(number):
                 self.logger.report_scalar(title, series or title, number, iteration)
-            else:  # ClearML would draw it as 0
+            else:  # ClearML would plot it as 0
                 self.logger.report_text(f"iteration {iteration}: {name} is {value}", print_console=False)
 
     def _register_model(self) -> None:
-        """Name the newest checkpoint as the task's output model; its files stay where they are."""
+        """Register the newest checkpoint as the task's output model, by path; its files are not uploaded."""
         from clearml import OutputModel
 
         if self.model is None:
@@ -128,18 +128,18 @@ class Session:
             self._output = OutputModel(task=self.task, name="checkpoint", framework="PyTorch")
             if self.offline:
                 model: Any = self._output._get_base_model()
-                model.locked = False  # 2.1.12 asks for it and does not set it
+                model.locked = False  # clearml 2.1.12 reads it without setting it
         uri = Path(self.model["path"]).as_uri()
         self._output.update_weights(register_uri=uri, iteration=self.model["iteration"], update_comment=False)
 
     def end(self, status: str, reason: str) -> None:
         """Close the task as ``completed``, ``interrupted`` or ``failed``."""
-        if self.offline:  # only the newest: each would become a model when the session is imported
+        if self.offline:  # only the newest: on import each one becomes a model
             self._register_model()
         self.task.set_user_properties(status=status, reason=reason)
         self.task.flush(wait_for_uploads=True)
         self.task.close()
-        # after close(), which marks every task that did not raise in this process as completed
+        # after close(), which marks the task as completed unless this process raised
         if self.offline:
             return
         if status == "failed":
@@ -148,11 +148,11 @@ class Session:
             self.task.stopped(status_reason=reason, force=True)
 
 
-def cut_back(path: Path, written: Mapping[str, int]) -> None:
+def drop_later_points(path: Path, written: Mapping[str, int]) -> None:
     """Drop the points of an offline session that a resumed run will report again.
 
     Args:
-        path: its ``metrics.jsonl``, a list of events a line; it need not be there.
+        path: its ``metrics.jsonl``, with a list of events per line; it may be missing.
         written: the last iteration to keep of each series.
     """
     if not path.exists():
@@ -161,11 +161,14 @@ def cut_back(path: Path, written: Mapping[str, int]) -> None:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             events = json.loads(line)
-        except ValueError:  # the process was killed while it wrote
+        except ValueError:  # an incomplete line of a killed process
             continue
         kept.append([each for each in events if each.get("iter", 0) <= written.get(series_of(each), -1)])
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(events) + "\n" for events in kept if events), encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(events) + "\n" for events in kept if events)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
@@ -178,53 +181,53 @@ def series_of(event: Mapping[str, Any]) -> str:
 def main() -> int:
     """Serve one training; returns the exit code."""
     ignore_stops()
-    os.nice(5)  # the training goes first
+    os.nice(5)  # the training has priority
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # ClearML prints
+    os.dup2(2, 1)  # what ClearML prints must not mix with the answers
     messages: Iterator[dict[str, Any]] = (json.loads(line) for line in sys.stdin.buffer if line.endswith(b"\n"))
     settings = next(messages, None)
     if settings is None:
         return 0
     failed = False
 
-    def say(**answer: str) -> None:
+    def answer(**values: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # the training was killed
-            print(json.dumps(answer), file=answers, flush=True)
+            print(json.dumps(values), file=answers, flush=True)
 
-    def tell(error: Exception) -> None:
+    def fail(error: Exception) -> None:
         nonlocal failed
         failed = True
         traceback.print_exc()
-        say(error=f"{type(error).__name__}: {error}")
+        answer(error=f"{type(error).__name__}: {error}")
 
-    def give_up(*_: Any) -> None:
-        say(error="TimeoutError: ClearML's server did not answer")
+    def time_out(*_: Any) -> None:
+        answer(error="TimeoutError: ClearML's server did not answer")
         os._exit(1)
 
-    signal.signal(signal.SIGALRM, give_up)  # ClearML itself would try for ever
+    signal.signal(signal.SIGALRM, time_out)  # ClearML itself retries without end
     signal.alarm(START_WITHIN_S)
     try:
         session = Session(settings)
     except Exception as error:
-        tell(error)
+        fail(error)
         return 1
     signal.alarm(0)
-    ignore_stops()  # Task.init() takes the signals
-    say(task_id=session.task.id)
+    ignore_stops()  # again: Task.init() installs handlers of its own
+    answer(task_id=session.task.id)
     for message in chain(messages, [{"status": "failed", "reason": KILLED}]):
         if "status" in message:
             signal.alarm(END_WITHIN_S)
         try:
             session.take(message)
-        except Exception as error:  # the other values are worth having
-            tell(error)
+        except Exception as error:  # the other values can still be reported
+            fail(error)
         if "status" in message:
             break
     return int(failed)
 
 
 def ignore_stops() -> None:
-    """A stop is for the training, which then says how it ended."""
+    """Ignore stop signals: the training handles them and then reports how it ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 

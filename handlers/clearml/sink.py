@@ -1,4 +1,4 @@
-"""What a run measures, was configured with and ended as, in ClearML; offline, in the run's folder, by default."""
+"""Reports a run's metrics, config and outcome to ClearML; by default offline, in the run's folder."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing.environment import environment_values
-from ignite_engine.handlers.sinks import Outlet, Values, number_of
+from ignite_engine.handlers.sinks import GuardedSink, Values, number_of
 
 _SCRIPT = Path(__file__).with_name("session.py")
 _MOST_BYTES = 64 * 2**20
 _ID_WITHIN_S = 10.0
-# ClearML would take this process for a worker of the training, or wait for a rank 0 that it knows.
+# With these ClearML treats its process as a worker of the training, or waits for rank 0.
 _NOT_FOR_THE_SESSION = ("CLEARML_PROC_MASTER_ID", "TRAINS_PROC_MASTER_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 logger = logging.getLogger(__name__)
 
 
 def server_is_configured() -> bool:
-    """Whether the user has told ClearML about a server, in its file or in its environment variables."""
+    """Whether a ClearML server is configured, in its file or in environment variables."""
     if os.environ.get("CLEARML_OFFLINE_MODE", "0").lower() not in ("", "0", "false"):
         return False
     file = Path(os.environ.get("CLEARML_CONFIG_FILE", "~/clearml.conf")).expanduser()
@@ -39,23 +39,23 @@ def server_is_configured() -> bool:
 
 
 class ClearMLLogger:
-    """A sink that is a ClearML task: metrics, config, environment, the newest checkpoint, and how the run ended.
+    """A sink that reports metrics, config, environment, the newest checkpoint and the run's outcome to a ClearML task.
 
     Args:
-        directory: of the run. Offline, the session lies in ``clearml/offline/<task id>`` below it, with a zip of it
-            beside when the run has ended; ``clearml.Task.import_offline_session`` takes either.
+        directory: of the run. Offline, the session is in ``clearml/offline/<task id>`` below it, and after the run as a
+            zip file beside it; ``clearml.Task.import_offline_session`` reads either.
         project: of ClearML.
-        task: the task's name; None: the directory's.
-        config: becomes the task's hyperparameters and a configuration object.
+        task: the task's name; None: that of the directory.
+        config: reported as the task's hyperparameters and as a configuration object.
         tags: of the task.
-        offline: None: online where the user has configured a server, by ``clearml.conf`` or ``CLEARML_`` variables.
-        close_within_s: how long the end of a run waits, at most, until all has been written or sent; usually well
+        offline: None: online if a server is configured, by ``clearml.conf`` or ``CLEARML_`` variables.
+        close_within_s: how long the end of a run waits at most until everything is written or sent; usually well
             under a second.
-        name: in checkpoints, which hold the task's id: a resumed run goes on with its task, and reports no point twice.
+        name: in checkpoints, which hold the task's id: a resumed run continues its task and reports no point twice.
 
-    ClearML runs in a process of its own (``session.py``), which the run starts and ends. To report is to write
-    a line into a pipe; signals, exit hooks, forks and torch.save of the training stay as they are. Values that are no
-    finite numbers become a line in the task's log. Rank 0 only.
+    ClearML runs in a separate process (``session.py``), which the run starts and ends. A report is a line written to a
+    pipe; signal handlers, exit hooks, forks and torch.save of the training process are not touched. Values that are not
+    finite become a line in the task's log. Rank 0 only.
     """
 
     def __init__(
@@ -74,29 +74,29 @@ class ClearMLLogger:
         self.project, self.task, self.config, self.tags = project, task, config, list(tags)
         self.offline, self.close_within_s = offline, close_within_s
         self.task_id: str | None = None
-        """ClearML's id of the task; None until there is one."""
+        """ClearML's id of the task; None until it is known."""
         self._written: dict[str, int] = {}
         self._session: _Session | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Report what is new at each METRICS_READY, from STARTED to the end of the run in whatever way."""
-        outlet = Outlet(self)
-        outlet.attach(trainer)
-        start, register, end = outlet.guarded(self._start), outlet.guarded(self._register), outlet.guarded(self._end)
+        """Report what is new at each METRICS_READY, from STARTED until the run ends for any reason."""
+        guarded = GuardedSink(self)
+        guarded.attach(trainer)
+        start, register, end = guarded.guard(self._start), guarded.guard(self._register), guarded.guard(self._end)
 
-        def start_and_see_to_the_end(trainer: Trainer) -> None:
+        def start_session(trainer: Trainer) -> None:
             start(trainer)
             trainer.call_at_end(end)
 
         if idist.get_rank() == 0:
-            trainer.add_event_handler(Events.STARTED, start_and_see_to_the_end)
+            trainer.add_event_handler(Events.STARTED, start_session)
             trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, register)
 
     def write(self, iteration: int, values: Values) -> None:
         """Report the numbers among ``values``; rank 0 only.
 
         Raises:
-            RuntimeError: ClearML's process has ended; the message says why.
+            RuntimeError: ClearML's process has ended; the message has the reason.
         """
         if self._session is None:
             return
@@ -110,12 +110,12 @@ class ClearMLLogger:
             self._written |= dict.fromkeys(new, iteration)
 
     def state_dict(self) -> dict[str, Any]:
-        """The task, and the last iteration of each of its series."""
-        self._learn_id(_ID_WITHIN_S)
+        """The task's id, and the last reported iteration of each series."""
+        self._read_id(_ID_WITHIN_S)
         return {"task_id": self.task_id, "written": dict(self._written)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the saved task when the run starts."""
+        """Continue the saved task when the run starts."""
         self.task_id, self._written = state["task_id"], dict(state["written"])
 
     def _start(self, trainer: Trainer) -> None:
@@ -138,7 +138,7 @@ class ClearMLLogger:
         }
         self._session = _Session(folder / "session.log", settings)
         if self.task_id:
-            logger.info("ClearML goes on with task %s.", self.task_id)
+            logger.info("ClearML continues task %s.", self.task_id)
 
     def _register(self, trainer: Trainer) -> None:
         path = trainer.state.checkpoint_path
@@ -150,78 +150,78 @@ class ClearMLLogger:
             try:
                 self._session.end(trainer.state.status, trainer.state.reason, self.close_within_s)
             finally:
-                self._learn_id(0)
+                self._read_id(0)
                 self._session = None
 
-    def _learn_id(self, within_s: float) -> None:
+    def _read_id(self, within_s: float) -> None:
         if self._session is not None:
             self.task_id = self._session.task_id(within_s) or self.task_id
 
 
 class _Session:
-    """Our end of the process that runs ``session.py``; nothing here waits but where a limit is given."""
+    """The training's side of the process that runs ``session.py``; only methods with a time limit block."""
 
     def __init__(self, log: Path, settings: Mapping[str, Any]) -> None:
         self.log = log
         environment = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_THE_SESSION}
         with log.open("ab") as messages:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", str(_SCRIPT)],  # -P: the handlers beside it must shadow no package
+                [sys.executable, "-P", str(_SCRIPT)],  # -P: modules beside the script must not shadow packages
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=messages,
                 env=environment,
-                start_new_session=True,  # a Ctrl-C is for the training
+                start_new_session=True,  # Ctrl-C must reach the training only
             )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._to, self._from = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
-        self._waiting, self._heard = bytearray(), bytearray()
+        self._unsent, self._received = bytearray(), bytearray()
         self._id: str | None = None
         self._error: str | None = None
         self._waited = False
         self.send(settings)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Hand a message over, or keep it until there is room in the pipe.
+        """Write a message to the pipe, or keep it until there is room.
 
         Raises:
-            RuntimeError: the process has ended, or takes nothing any more.
+            RuntimeError: the process has ended, or no longer reads.
         """
-        if len(self._waiting) > _MOST_BYTES:
-            raise RuntimeError(f"ClearML's process takes nothing any more; {self.log} may say why")
-        self._waiting += json.dumps(message).encode() + b"\n"
+        if len(self._unsent) > _MOST_BYTES:
+            raise RuntimeError(f"ClearML's process no longer reads; see {self.log}")
+        self._unsent += json.dumps(message).encode() + b"\n"
         self._push()
 
     def task_id(self, within_s: float) -> str | None:
-        """The task's id; None if it is not known within ``within_s``, which is waited for once only."""
+        """The task's id; None if it is not known within ``within_s``, for which only the first call waits."""
         until = time.monotonic() + (0 if self._waited else within_s)
         self._waited = self._waited or within_s > 0
-        while self._id is None and self._error is None and self._listen(until):
+        while self._id is None and self._error is None and self._receive(until):
             pass
         return self._id
 
     def end(self, status: str, reason: str | None, within_s: float) -> None:
-        """Say how the run ended and wait for the process, which otherwise ends by itself.
+        """Report how the run ended and wait for the process to exit.
 
         Raises:
-            RuntimeError: it failed, or is not ready within ``within_s``.
+            RuntimeError: it failed, or is still running after ``within_s``.
         """
         until = time.monotonic() + within_s
         assert self.process.stdin is not None and self.process.stdout is not None
-        with contextlib.suppress(RuntimeError):  # told below, by what it said last
+        with contextlib.suppress(RuntimeError):  # raised below, with its last error
             self.send({"status": status, "reason": reason})
-            while self._waiting and select.select([], [self._to], [], max(until - time.monotonic(), 0))[1]:
+            while self._unsent and select.select([], [self._to], [], max(until - time.monotonic(), 0))[1]:
                 self._push()
         self.process.stdin.close()
-        while self._listen(until):
+        while self._receive(until):
             pass
         try:
             code = self.process.wait(max(until - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             raise RuntimeError(
-                f"ClearML's process is not ready after {within_s:g} s; it goes on alone, {self.log} says how far it is"
+                f"ClearML's process still sends after {within_s:g} s and continues in the background; see {self.log}"
             ) from None
         finally:
             self.process.stdout.close()
@@ -230,29 +230,29 @@ class _Session:
 
     def _push(self) -> None:
         try:
-            while self._waiting:
-                del self._waiting[: os.write(self._to, self._waiting)]
+            while self._unsent:
+                del self._unsent[: os.write(self._to, self._unsent)]
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self._waiting.clear()
+            self._unsent.clear()
             raise self._failure() from None
 
     def _failure(self) -> RuntimeError:
-        while self._error is None and self._listen(time.monotonic() + 1):
+        while self._error is None and self._receive(time.monotonic() + 1):
             pass
-        return RuntimeError(f"ClearML's process has ended: {self._error or 'it did not say why'}; see {self.log}")
+        return RuntimeError(f"ClearML's process has ended: {self._error or 'it reported no error'}; see {self.log}")
 
-    def _listen(self, until: float) -> bool:
-        """Take in one piece of what the process says; False: nothing came in time, or it has said all."""
+    def _receive(self, until: float) -> bool:
+        """Read what the process has answered; False if nothing came in time, or its output has ended."""
         if self.process.stdout is None or self.process.stdout.closed:
             return False
         if not select.select([self._from], [], [], max(until - time.monotonic(), 0))[0]:
             return False
         piece = os.read(self._from, 65536)
-        self._heard += piece
-        while (line_end := self._heard.find(b"\n")) >= 0:
-            answer = json.loads(self._heard[:line_end])
-            del self._heard[: line_end + 1]
+        self._received += piece
+        while (line_end := self._received.find(b"\n")) >= 0:
+            answer = json.loads(self._received[:line_end])
+            del self._received[: line_end + 1]
             self._id, self._error = answer.get("task_id", self._id), self._error or answer.get("error")
         return bool(piece)

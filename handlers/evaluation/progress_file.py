@@ -1,7 +1,7 @@
-"""How far an evaluation has come, in a file: a long one that was killed or stopped goes on from there.
+"""The progress of an evaluation in a file, from which a long one that was killed or stopped continues.
 
-The file counts only for the evaluation that it was written in: same set, iteration, weights, limit and ranks. As
-training is bit for bit, a run that resumes from the checkpoint before comes to that evaluation again.
+The file is valid only for the evaluation in which it was written: same set, iteration, weights, limit and number of
+ranks. As training is reproduced bit for bit, a run resumed from the previous checkpoint reaches that evaluation again.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ class EvaluationProgress:
     """The progress file of one named set; every method is a collective.
 
     Args:
-        directory: of such files, seen by rank 0; it is made when the first one is written.
+        directory: of the progress files, accessible to rank 0; it is created with the first one.
         name: of the set.
         every: batches between two writes.
 
-    A file that cannot be written is a warning: the evaluation goes on, and would begin anew after a kill.
+    A file that cannot be written is a warning: the evaluation continues, and would start over after a kill.
     """
 
     def __init__(self, directory: str | Path, name: str, every: int) -> None:
         self.path = Path(directory) / f"{quote(name, safe='')}.progress"
         self.name, self.every = name, every
-        self._told = False
+        self._warned = False
 
     def usable(self, evaluator: Engine, model: object, *, sized: bool) -> bool:
-        """Whether an evaluation can be taken up in its middle; what is in the way is told once.
+        """Whether an evaluation can be continued in its middle; the reason against it is logged once.
 
         Args:
-            sized: every rank's loader says how many batches it has.
+            sized: every rank's loader has a length.
         """
-        found = next(filter(None, agreement.gather_objects(self._problem(evaluator, model, sized))), None)
-        if found is not None and not self._told:
-            self._told = True
-            logger.warning("The evaluation of %s always begins at its first batch: %s.", self.name, found)
+        found = next(filter(None, agreement.gather_objects(self._unsupported_reason(evaluator, model, sized))), None)
+        if found is not None and not self._warned:
+            self._warned = True
+            logger.warning("The evaluation of %s always starts at its first batch: %s.", self.name, found)
         return found is None
 
-    def _problem(self, evaluator: Engine, model: object, sized: bool) -> str | None:
+    def _unsupported_reason(self, evaluator: Engine, model: object, sized: bool) -> str | None:
         if not isinstance(model, nn.Module):
-            return "its evaluator has no model, by whose weights evaluations are told apart"
+            return "its evaluator has no model, whose weights identify an evaluation"
         if not sized and agreement.world_size() > 1:
-            return "its data has no length, and the ranks would not know when to write together"
+            return "its data has no length, so that the ranks cannot agree when to write"
         for name, metric in metric_state.metrics_of(evaluator).items():
             if (found := metric_state.problem(metric)) is not None:
-                return f"its metric {name!r} cannot be saved, as {found}, which is no plain data"
+                return f"its metric {name!r} cannot be saved: {found}, which is not plain data"
         return None
 
     def begin(
         self, evaluator: Engine, model: nn.Module, source: DataSource, *, iteration: int, limit: int | None
     ) -> OngoingProgress:
-        """Take up what the file holds, if it is of this very evaluation: ``source`` then stands at its batch."""
+        """Read the file; if it is of this evaluation, ``source`` is moved to its batch."""
         what = {
             "format": _FORMAT,
             "name": self.name,
@@ -83,11 +83,11 @@ class EvaluationProgress:
             "ranks": agreement.world_size(),
         }
         ongoing = OngoingProgress(self, evaluator, model, source, what)
-        ongoing.take_up(agreement.broadcast_object(self._read(what) if agreement.rank() == 0 else None))
+        ongoing.continue_from(agreement.broadcast_object(self._read(what) if agreement.rank() == 0 else None))
         return ongoing
 
     def _read(self, what: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The file's content if it is of the evaluation ``what``, as far as can be told without the weights."""
+        """The file's content, if all but the weights matches the evaluation ``what``."""
         try:
             digest, _, content = self.path.read_bytes().partition(b"\n")
             if hashlib.sha256(content).hexdigest().encode() != digest:
@@ -96,7 +96,7 @@ class EvaluationProgress:
         except FileNotFoundError:
             return None
         except (OSError, CheckpointError) as error:
-            logger.warning("%s is not used, the evaluation begins anew: %s.", self.path, one_line(error).rstrip("."))
+            logger.warning("%s is not used, the evaluation starts over: %s.", self.path, one_line(error).rstrip("."))
             return None
         other = [f"{key} {saved.get(key)}, not {value}" for key, value in what.items() if saved.get(key) != value]
         if other:
@@ -104,10 +104,10 @@ class EvaluationProgress:
         return None if other else saved
 
     def write(self, saved: Mapping[str, Any]) -> None:
-        """Put ``saved`` in the place of the file, whole and durable; rank 0 only.
+        """Replace the file by ``saved``, atomically and synced to disk; rank 0 only.
 
         Raises:
-            OSError: the file before it stands.
+            OSError: the previous file is still in place.
         """
         buffer = io.BytesIO()
         torch.save(dict(saved), buffer)
@@ -118,7 +118,7 @@ class EvaluationProgress:
 
 
 class OngoingProgress:
-    """Of one evaluation. ``start`` is the batch that it begins with, 0 unless it goes on."""
+    """The progress of one evaluation. ``start`` is its first batch, 0 unless it is continued."""
 
     def __init__(
         self, kept: EvaluationProgress, evaluator: Engine, model: nn.Module, source: DataSource, what: dict[str, Any]
@@ -130,8 +130,8 @@ class OngoingProgress:
         self._mine: Mapping[str, Any] = {}
         self._failed = False
 
-    def take_up(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from ``saved``, the same on every rank, if weights, metrics and data are those it was written with."""
+    def continue_from(self, saved: Mapping[str, Any] | None) -> None:
+        """Continue from ``saved``, on every rank, if weights, metrics and data are those it was written with."""
         if saved is None:
             return
         path = self._kept.path
@@ -142,19 +142,19 @@ class OngoingProgress:
         try:
             if sorted(mine["metrics"]) != sorted(self._metrics):
                 known = [sorted(each) for each in (mine["metrics"], self._metrics)]
-                raise ValueError(f"It holds the metrics {known[0]}, now there are {known[1]}.")
+                raise ValueError(f"It has the metrics {known[0]}, the evaluator has {known[1]}.")
             agreement.agreed(lambda: self._source.load_state_dict(mine["data"]))
         except ValueError as error:
             self._source.load_state_dict({"pass": pass_number, "batch": 0, "ended": False})
-            logger.warning("%s is not used, the evaluation begins anew: %s", path, error)
+            logger.warning("%s is not used, the evaluation starts over: %s", path, error)
             return
         self.start, self._mine = self._source.batch, mine
         if agreement.rank() == 0:
-            logger.info("The evaluation of %s goes on after %d batches, from %s.", self._kept.name, self.start, path)
+            logger.info("The evaluation of %s continues after %d batches, from %s.", self._kept.name, self.start, path)
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """The evaluator runs within it: once Ignite has reset metrics and iteration, they are put where they were."""
+        """While the evaluator runs: restores metrics and iteration once Ignite has reset them."""
         if not self.start:
             yield
             return
@@ -167,7 +167,7 @@ class OngoingProgress:
         self._evaluator.state.iteration = self.start
 
     def restore_rng(self) -> None:
-        """Put this rank's generators where they were; after the loader's iterator was made."""
+        """Restore this rank's generators; after the loader's iterator was created."""
         if self.start:
             rng.restore(dict(self._mine["rng"]))
 
@@ -176,7 +176,7 @@ class OngoingProgress:
         return batches > self.start and batches % self._kept.every == 0
 
     def write(self, batches: int) -> None:
-        """Keep what ``batches`` batches have come to; every rank after the same number."""
+        """Save the progress after ``batches`` batches; every rank calls it after the same number."""
         if self._failed or batches <= self.start:
             return
         self._source.batch = batches
@@ -186,9 +186,10 @@ class OngoingProgress:
             if agreement.rank() == 0:
                 self._kept.write(saved)
         except CheckpointError as error:  # on every rank
-            self._give_up(error)
-        except OSError as error:  # on rank 0, whose peers go on meeting it
-            self._give_up(error, failed=False)
+            self._warn(error)
+            self._failed = True
+        except OSError as error:  # on rank 0, which still takes part in the next collectives
+            self._warn(error)
 
     def _state(self) -> dict[str, Any]:
         metrics = {name: metric_state.capture(metric) for name, metric in self._metrics.items()}
@@ -206,16 +207,15 @@ class OngoingProgress:
             self._weights = agreement.gather_objects(digest.hexdigest())
         return self._weights
 
-    def _give_up(self, error: Exception, *, failed: bool = True) -> None:
+    def _warn(self, error: Exception) -> None:
         logger.warning(
-            "The progress of the evaluation of %s is not kept: %s. It goes on, and begins anew if it is cut off.",
+            "The progress of the evaluation of %s is not saved: %s. It continues, and starts over if interrupted.",
             self._kept.name,
             one_line(error).rstrip("."),
         )
-        self._failed = failed
 
     def complete(self) -> None:
-        """The evaluation is at its end: the file goes."""
+        """The evaluation has ended: delete the file."""
         if agreement.rank() == 0:
             with contextlib.suppress(OSError):
                 self._kept.path.unlink(missing_ok=True)

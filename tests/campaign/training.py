@@ -173,7 +173,7 @@ FORGOTTEN: dict[str, list[tuple[Any, str]]] = {
     "evaluation": [(Evaluation, "load_state_dict")],
     "best score": [(Checkpoint, "load_state_dict")],
     "interval of the log": [(MetricLogger, "load_state_dict")],
-    "log on disk": [(JSONLSink, "load_state_dict"), (JSONLSink, "_cut_back")],
+    "log on disk": [(JSONLSink, "load_state_dict"), (JSONLSink, "_truncate_from")],
 }
 
 

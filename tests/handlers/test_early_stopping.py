@@ -84,21 +84,21 @@ def test_a_value_counts_once_however_often_others_are_written() -> None:
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(other=1.0))
     run(trainer, 4, patience=3)
 
-    assert trainer.state.iteration == 24  # 5.0 stands in state.metrics at 13 iterations, and is new at three
+    assert trainer.state.iteration == 24  # 5.0 is in state.metrics at 13 iterations, and new at three of them
 
 
-def test_last_edge_comes_once_and_saves(tmp_path: Path) -> None:
+def test_last_step_boundary_comes_once_and_saves(tmp_path: Path) -> None:
     """In the middle of an epoch, and where nothing else asked for a save."""
     trainer = trainer_with([5.0] * 20, event=Events.ITERATION_COMPLETED)
-    edges: list[tuple[int, bool]] = []
+    boundaries: list[tuple[int, bool]] = []
     trainer.add_event_handler(
-        TrainingEvents.RESUME_POINT, lambda: edges.append((trainer.state.iteration, trainer.state.last))
+        TrainingEvents.RESUME_POINT, lambda: boundaries.append((trainer.state.iteration, trainer.state.last))
     )
     checkpoint = Checkpoint(tmp_path)
     checkpoint.attach(trainer, Events.EPOCH_COMPLETED)
     run(trainer, patience=3)
 
-    assert edges == [(1, False), (2, False), (3, False), (4, True)]
+    assert boundaries == [(1, False), (2, False), (3, False), (4, True)]
     assert [each.iteration for each in checkpoint.store.checkpoints()] == [4]
     assert (trainer.state.status, trainer.state.epoch) == ("completed", 1)
 
@@ -155,7 +155,7 @@ def test_finished_run_started_again_trains_nothing_and_saves_nothing(
     assert torch.equal(weights(again), weights(first))
 
 
-def test_finished_run_goes_on_with_more_patience(tmp_path: Path) -> None:
+def test_finished_run_continues_with_more_patience(tmp_path: Path) -> None:
     run(trainer_with(FALLING_THEN_FLAT), folder=tmp_path)
     again = trainer_with(FALLING_THEN_FLAT)
     run(again, folder=tmp_path, patience=4)
@@ -163,7 +163,7 @@ def test_finished_run_goes_on_with_more_patience(tmp_path: Path) -> None:
     assert (again.state.status, again.state.reason, again.state.epoch) == ("completed", "max_epochs", 8)
 
 
-def test_another_metric_counts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_metric_starts_the_count_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(trainer_with(FALLING_THEN_FLAT), folder=tmp_path)
     again = trainer_with([float(-epoch) for epoch in range(8)], key="val/other")
     EarlyStopping("val/other", patience=2).attach(again)
@@ -173,10 +173,10 @@ def test_another_metric_counts_anew(tmp_path: Path, caplog: pytest.LogCaptureFix
     again.run(numbers_loader(), max_epochs=8)
 
     assert (again.state.epoch, again.state.reason) == (8, "max_epochs")
-    assert "followed val/loss before, now val/other: it counts anew" in caplog.text
+    assert "follows val/other (min) now: best value and count start over" in caplog.text
 
 
-def test_second_run_in_one_process_counts_anew() -> None:
+def test_second_run_in_one_process_starts_the_count_over() -> None:
     trainer = trainer_with((5.0, 5.0, 5.0, 5.0))
     stopping = run(trainer, 2)  # one value without improvement
     trainer.run(numbers_loader(), max_epochs=2)
@@ -202,7 +202,7 @@ def test_value_at_a_look_before_the_resumed_training_does_not_count_twice(tmp_pa
     assert resumed.state.epoch == 4
 
 
-def test_key_that_an_evaluation_does_not_write_is_told_at_once() -> None:
+def test_key_that_an_evaluation_does_not_write_is_a_warning_at_once() -> None:
     trainer = trainer_with([1.0] * 3, key="val/accuracy")
     told_at: list[int] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -217,7 +217,7 @@ def test_key_that_an_evaluation_does_not_write_is_told_at_once() -> None:
     ]
 
 
-def test_key_that_nobody_writes_is_told_at_the_end() -> None:
+def test_key_that_is_never_written_is_a_warning_at_the_end() -> None:
     trainer = trainer_with([1.0] * 3, key="accuracy")
     with pytest.warns(UserWarning, match=r"follows 'val/loss', which has not been written \(written: accuracy\)"):
         run(trainer, 3)

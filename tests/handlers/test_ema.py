@@ -1,4 +1,4 @@
-"""The average has exact values, stands in the evaluations it is told of, and leaves no trace in the weights."""
+"""The average has exact values, replaces the weights in the named evaluations only, and restores them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def batch_of(dtype: torch.dtype, number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3, generator=generator).to(dtype), torch.randn(4, 1, generator=generator).to(dtype)
 
 
-def test_average_waits_for_skipped_steps_and_moves_once_per_update() -> None:
+def test_average_waits_for_skipped_steps_and_is_updated_once_per_step() -> None:
     heavy = iter([1, 1, 0, 0, 1, 1])
     trainer = trainer_of(accumulation_steps=2, weight_fn=lambda batch: next(heavy))
     ema, averages = EMA(0.5), list[Tensor]()
@@ -87,7 +87,7 @@ def test_average_waits_for_skipped_steps_and_moves_once_per_update() -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters of four types and a tied one; a whole number that is none of the average's business."""
+    """Parameters of four types and a tied one; an integer that is not averaged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,24 +160,24 @@ def test_nothing_is_read_from_the_device() -> None:
 # --- evaluations ------------------------------------------------------------------------------------------------------
 
 
-def test_evaluations_that_it_is_told_of_see_it_and_the_others_the_weights() -> None:
-    trainer, told, other = trainer_of(), list[Tensor](), list[Tensor]()
+def test_named_evaluations_use_the_average_and_the_others_the_weights() -> None:
+    trainer, named, other = trainer_of(), list[Tensor](), list[Tensor]()
     ema = EMA(0.9, evaluate=("val",))
     ema.attach(trainer)
     live: list[Tensor] = []
     averages: list[Tensor] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: live.append(weights(trainer)))
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: averages.append(average_of(ema).clone()))
-    evaluation_of(trainer, told, "val").attach(trainer, Events.ITERATION_COMPLETED)
+    evaluation_of(trainer, named, "val").attach(trainer, Events.ITERATION_COMPLETED)
     evaluation_of(trainer, other, "other").attach(trainer, Events.ITERATION_COMPLETED)
     trainer.run(numbers_loader(), max_epochs=1)
 
-    assert len(told) == 6 and not any(torch.equal(*pair) for pair in zip(averages, live, strict=True))
-    assert all(torch.equal(*pair) for pair in zip(told, averages, strict=True))
+    assert len(named) == 6 and not any(torch.equal(*pair) for pair in zip(averages, live, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(named, averages, strict=True))
     assert all(torch.equal(*pair) for pair in zip(other, live, strict=True))
 
 
-def test_it_stands_until_the_handlers_of_the_evaluation_have_run() -> None:
+def test_average_is_in_place_until_the_handlers_of_the_evaluation_have_run() -> None:
     trainer, seen = trainer_of(), list[Tensor]()
     ema = EMA(0.9)
     evaluation_of(trainer, []).attach(trainer)
@@ -247,7 +247,7 @@ def test_weights_are_put_back_on_any_error(act: Callable[[], None], error: type[
     assert trainer.state.evaluating is None
 
 
-def test_evaluation_broken_off_by_a_stop_saves_the_weights(tmp_path: Path) -> None:
+def test_evaluation_interrupted_by_a_stop_saves_the_weights(tmp_path: Path) -> None:
     trainer, seen = trainer_of(), list[Tensor]()
     EMA(0.9).attach(trainer)
 
@@ -292,7 +292,7 @@ def test_what_is_saved_in_the_middle_of_an_evaluation_is_the_weights() -> None:
 
 
 class Unsized:
-    """Three batches without a length: the last iteration has an edge of its own before its epoch is evaluated."""
+    """Three batches without a length: the last iteration has its own step boundary before its epoch is evaluated."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter([batch_of(torch.float32, number) for number in range(3)])
@@ -323,13 +323,15 @@ def test_two_averages_in_one_evaluation_are_refused() -> None:
     evaluation_of(trainer, []).attach(trainer)
     live: list[Tensor] = []
     trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, lambda: live.append(weights(trainer)))
-    with pytest.raises(ValueError, match=r"asked to stand in the evaluation 'val': give each EMA its own evaluations"):
+    with pytest.raises(
+        ValueError, match=r"would replace the weights in the evaluation 'val': give each EMA its own evaluations"
+    ):
         trainer.run(numbers_loader(), max_epochs=1)
 
     assert torch.equal(weights(trainer), live[-1])
 
 
-def test_two_averages_stand_each_in_its_own_evaluation() -> None:
+def test_two_averages_have_each_its_own_evaluation() -> None:
     trainer, slow, fast = trainer_of(), list[Tensor](), list[Tensor]()
     emas = EMA(0.9, warmup=False, evaluate=("slow",)), EMA(0.5, warmup=False, evaluate=("fast",), name="fast")
     for ema in emas:
@@ -362,7 +364,7 @@ def run_with(folder: Path | None, stop_at: int | None = None) -> tuple[Trainer, 
 
 
 @pytest.mark.parametrize("cut", [1, 6, 9])
-def test_resumed_average_goes_on_bit_for_bit(tmp_path: Path, cut: int) -> None:
+def test_resumed_average_continues_bit_for_bit(tmp_path: Path, cut: int) -> None:
     whole, expected, seen = run_with(None)
     _, _, before = run_with(tmp_path, stop_at=cut)
     resumed, ema, after = run_with(tmp_path)
@@ -372,7 +374,7 @@ def test_resumed_average_goes_on_bit_for_bit(tmp_path: Path, cut: int) -> None:
     assert all(torch.equal(*pair) for pair in zip([*before, *after], seen, strict=True))
 
 
-def test_checkpoint_without_an_average_begins_one_with_the_loaded_weights(tmp_path: Path) -> None:
+def test_checkpoint_without_an_average_starts_one_at_the_loaded_weights(tmp_path: Path) -> None:
     first = trainer_of()
     checkpoint = Checkpoint(tmp_path)
     checkpoint.attach(first)
@@ -389,7 +391,7 @@ def test_checkpoint_without_an_average_begins_one_with_the_loaded_weights(tmp_pa
     assert torch.equal(at_start[0], weights(first)) and ema.updates == 6
 
 
-def test_second_run_in_one_process_begins_with_the_weights_as_they_are() -> None:
+def test_second_run_in_one_process_starts_at_the_current_weights() -> None:
     trainer, seen = trainer_of(), list[Tensor]()
     evaluation_of(trainer, seen).attach(trainer, Events.STARTED)  # attached before the average
     ema = EMA(0.9)
@@ -401,7 +403,7 @@ def test_second_run_in_one_process_begins_with_the_weights_as_they_are() -> None
     assert torch.equal(seen[1], between) and ema.updates == 6
 
 
-def test_average_of_another_model_is_told_in_one_line() -> None:
+def test_average_of_another_model_is_a_one_line_error() -> None:
     ema, other = EMA(), EMA()
     ema.attach(trainer_of())
     other.attach(trainer_of(linear(features=5)))
@@ -462,7 +464,7 @@ def test_an_average_that_never_moves_is_a_warning() -> None:
 
     trainer = Trainer(Silent())
     EMA().attach(trainer)
-    with pytest.warns(UserWarning, match="EMA 'ema' did not move in 2 iterations: the update fired no"):
+    with pytest.warns(UserWarning, match="EMA 'ema' was not updated in 2 iterations: the update fired no"):
         trainer.run([0, 1], max_epochs=1)
     moved = trainer_of()
     EMA().attach(moved)

@@ -1,4 +1,4 @@
-"""A signal stops a run at a clean edge, saved, with the exit code that says so."""
+"""A signal stops a run at a step boundary, saved, with the exit code of the signal."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def iterations(directory: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_run_at_a_saved_edge(number: signal.Signals, tmp_path: Path) -> None:
-    trainer, heard = stoppable(tmp_path), list[str]()
+def test_signal_ends_the_run_at_a_saved_step_boundary(number: signal.Signals, tmp_path: Path) -> None:
+    trainer, fired = stoppable(tmp_path), list[str]()
     # in the middle of the second update
     trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED(once=3), lambda: send(number))
-    trainer.add_event_handler(Events.COMPLETED, lambda: heard.append("COMPLETED"))
+    trainer.add_event_handler(Events.COMPLETED, lambda: fired.append("COMPLETED"))
     with pytest.raises(Interrupted) as caught:
         trainer.run(numbers_loader(), max_epochs=3)
 
-    assert caught.value.code == 128 + number and heard == ["COMPLETED"]
+    assert caught.value.code == 128 + number and fired == ["COMPLETED"]
     assert (trainer.state.iteration, trainer.state.micro_batches) == (2, 4)
     assert (trainer.state.status, trainer.state.reason) == ("interrupted", number.name)
     assert iterations(tmp_path) == [2]
@@ -91,7 +91,7 @@ def test_run_may_return_instead_of_exiting(tmp_path: Path) -> None:
     assert trainer.run(numbers_loader(), max_epochs=3).iteration == 9
 
 
-def test_sigusr1_saves_and_goes_on(tmp_path: Path) -> None:
+def test_sigusr1_saves_and_the_run_continues(tmp_path: Path) -> None:
     trainer = stoppable(tmp_path)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGUSR1))
     state = trainer.run(numbers_loader(), max_epochs=2)
@@ -99,7 +99,7 @@ def test_sigusr1_saves_and_goes_on(tmp_path: Path) -> None:
     assert (state.status, state.iteration) == ("completed", 6) and iterations(tmp_path) == [2, 6]
 
 
-def test_handlers_are_there_while_it_runs_and_put_back_after(tmp_path: Path) -> None:
+def test_signal_handlers_are_installed_while_it_runs_and_restored_after(tmp_path: Path) -> None:
     def mine(*_: Any) -> None: ...
 
     for number in SIGNALS:
@@ -188,7 +188,7 @@ def signal_when(event: threading.Event) -> threading.Thread:
     return thread
 
 
-def test_signal_breaks_the_wait_for_data(tmp_path: Path) -> None:
+def test_signal_interrupts_the_wait_for_data(tmp_path: Path) -> None:
     trainer, data, started = stoppable(tmp_path), Blocking(), time.monotonic()
     thread = signal_when(data.waiting)
     with pytest.raises(Interrupted):
@@ -202,7 +202,7 @@ def test_signal_breaks_the_wait_for_data(tmp_path: Path) -> None:
     assert (loaded["data"]["batch"], loaded["trainer"]["micro_batches"]) == (2, 2)
 
 
-def test_signal_breaks_the_wait_of_an_evaluation(tmp_path: Path) -> None:
+def test_signal_interrupts_the_wait_of_an_evaluation(tmp_path: Path) -> None:
     from ignite_engine import create_evaluator
 
     trainer, data, started = stoppable(tmp_path), Blocking(), time.monotonic()
@@ -230,7 +230,7 @@ GracefulStop().attach(trainer)
 checkpoint.resume()
 
 @trainer.on(Events.ITERATION_COMPLETED)
-def tell():
+def report():
     if sys.argv[2] == "slow":
         print("iteration", trainer.state.iteration, flush=True)
         time.sleep(0.05)
@@ -240,9 +240,9 @@ print("weights", weights(trainer).tolist())
 """
 
 
-def start(directory: Path, pace: str) -> subprocess.Popen[str]:
+def start(directory: Path, speed: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(directory), pace],
+        [sys.executable, "-c", SCRIPT, str(directory), speed],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 

@@ -138,7 +138,7 @@ def test_time_limit_ends_the_run(clock: Clock) -> None:
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def test_timer_counts_and_averages_what_it_is_told_to(clock: Clock) -> None:
+def test_timer_counts_and_averages_between_its_events(clock: Clock) -> None:
     trainer, timer = Trainer(lambda engine, batch: clock.sleep(2.0)), Timer(average=True)
     timer.attach(
         trainer,
@@ -194,7 +194,7 @@ EACH = pytest.mark.parametrize(
 
 
 @EACH
-def test_basic_time_profiler_tells_data_update_and_handlers_apart(clock: Clock, event: Any) -> None:
+def test_basic_time_profiler_separates_data_update_and_handlers(clock: Clock, event: Any) -> None:
     trainer, profiler = slow_trainer(clock, event), BasicTimeProfiler()
     profiler.attach(trainer)
     trainer.run(SlowData(clock), max_epochs=2)
@@ -295,13 +295,13 @@ def test_model_checkpoint_writes_at_its_event(tmp_path: Path) -> None:
 
 
 def test_epoch_output_store_keeps_every_output_of_the_epoch() -> None:
-    trainer, store, heard = trainer_of(), EpochOutputStore(), list[float]()
+    trainer, store, outputs = trainer_of(), EpochOutputStore(), list[float]()
     store.attach(trainer, "outputs")
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: heard.append(loss_of(trainer.state.output)))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(loss_of(trainer.state.output)))
     state = trainer.run(numbers_loader(6, 2), max_epochs=2)
 
-    assert [loss_of(output) for output in store.data] == heard[3:]
-    assert state.outputs is store.data and len(set(heard)) == 6  # type: ignore[attr-defined]
+    assert [loss_of(output) for output in store.data] == outputs[3:]
+    assert state.outputs is store.data and len(set(outputs)) == 6  # type: ignore[attr-defined]
 
 
 def test_ema_follows_the_weights_of_each_iteration() -> None:

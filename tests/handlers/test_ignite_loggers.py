@@ -117,7 +117,7 @@ def scalars_of(folder: Path) -> dict[str, dict[int, float]]:
     return {tag: {each.step: each.value for each in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-def test_fbresearch_logger_tells_epochs_iterations_outputs_and_rate(caplog: pytest.LogCaptureFixture) -> None:
+def test_fbresearch_logger_logs_epochs_iterations_outputs_and_rate(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fb")
     trainer = trainer_of(lr=0.25)
     update: Any = trainer.update
@@ -129,11 +129,11 @@ def test_fbresearch_logger_tells_epochs_iterations_outputs_and_rate(caplog: pyte
     lines = [record.getMessage() for record in caplog.records if record.name == "fb"]
 
     assert [line for line in lines if "start epoch" in line] == [f"Train: start epoch [{epoch}/2]" for epoch in (1, 2)]
-    told = [line for line in lines if "[3/3]" in line]
-    for epoch, line in enumerate(told, 1):
+    last = [line for line in lines if "[3/3]" in line]
+    for epoch, line in enumerate(last, 1):
         assert line.startswith(f"Epoch [{epoch}/2]") and "lr: 0.25000" in line
         assert f"loss: {losses[3 * epoch - 1]:.4f}" in line
-    assert len(told) == 2 and any("run completed" in line for line in lines)
+    assert len(last) == 2 and any("run completed" in line for line in lines)
 
 
 # in a process of its own: ClearML takes the signals, patches torch and keeps threads

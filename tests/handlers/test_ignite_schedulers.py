@@ -1,4 +1,4 @@
-"""Ignite's parameter schedulers and metrics on our bus: values that Ignite itself or arithmetic foretells."""
+"""Ignite's parameter schedulers and metrics on our bus: values that Ignite itself or arithmetic predicts."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_scheduler_moves_once_per_optimizer_step(make: Make, accumulation_steps:
 
 
 @pytest.mark.parametrize("make", SCHEDULERS, ids=lambda make: make.__name__)
-def test_scheduler_is_saved_and_goes_on(make: Make) -> None:
+def test_scheduler_is_saved_and_resumed(make: Make) -> None:
     """Attached with no word more, it is in every checkpoint of ours, and the resumed run has the same rates."""
     whole, rates = scheduled(make)
     saved: dict[str, Any] = {}
@@ -217,7 +217,7 @@ def measured() -> Trainer:
 
 
 @pytest.mark.parametrize("iteration", [2, 4, 6, 9])  # in an epoch, at the end of one, and of the run
-def test_metrics_are_saved_under_their_names_and_go_on(iteration: int) -> None:
+def test_metrics_are_saved_under_their_names_and_resumed(iteration: int) -> None:
     whole, saved = measured(), dict[str, Any]()
 
     def save() -> None:
@@ -236,7 +236,7 @@ def test_metrics_are_saved_under_their_names_and_go_on(iteration: int) -> None:
         assert found == expected and len(found) == 5
 
 
-def test_metric_whose_own_state_ignite_cannot_load_goes_on() -> None:
+def test_metric_whose_own_state_ignite_cannot_load_is_resumed() -> None:
     """Ignite's ``load_state_dict`` raises for lists of tensors, and forgets attributes that are no part of its keys."""
 
     def make() -> Trainer:
@@ -287,7 +287,7 @@ def test_metric_that_cannot_be_saved_is_in_the_exactness_report() -> None:
     assert trainer.registry.capture()[1][name] == {}
 
 
-def test_metrics_go_on_after_a_stop_in_this_process() -> None:
+def test_metrics_continue_after_a_stop_in_this_process() -> None:
     whole, stopped = measured(), measured()
     expected = dict(whole.run(numbers_loader(6, 2), max_epochs=2).metrics)
     stopped.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: stopped.request_stop("for now"))

@@ -1,4 +1,4 @@
-"""What the clock or a file asks for happens at a clean edge, saved, and the run says why."""
+"""A time limit or a stop file takes effect at a step boundary, saved, and the run has the reason."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_save_due_just_before_the_stop_leaves_time_for_the_last_one(
     assert ends[45] == ([29], 44.0)
 
 
-def test_one_long_gap_is_no_pace(clock: Clock) -> None:
+def test_one_long_gap_does_not_count_as_the_time_of_an_iteration(clock: Clock) -> None:
     """An evaluation of 30 s between two updates of 1 s does not end the run 30 s early."""
     trainer = trainer_of()
     passing(trainer, clock, 1.0)
@@ -169,7 +169,7 @@ def test_one_long_gap_is_no_pace(clock: Clock) -> None:
     assert trainer.run(numbers_loader(4), max_iters=1000).iteration == 29
 
 
-def test_limit_counts_from_where_it_is_told(clock: Clock) -> None:
+def test_limit_counts_from_the_given_start(clock: Clock) -> None:
     trainer = trainer_of()
     passing(trainer, clock, 1.0)
     WallClockLimit(seconds=60, margin_s=0, since=clock.now - 20).attach(trainer)
@@ -187,7 +187,7 @@ def test_each_run_has_its_limit(clock: Clock) -> None:
     assert (first, trainer.run(numbers_loader(4), max_iters=100).iteration) == (9, 18)
 
 
-def test_limit_breaks_an_evaluation_off(clock: Clock, tmp_path: Path) -> None:
+def test_limit_interrupts_an_evaluation(clock: Clock, tmp_path: Path) -> None:
     trainer, batches = saving(tmp_path), list[int]()
 
     def predict(model: Any, batch: Any) -> Any:
@@ -204,7 +204,7 @@ def test_limit_breaks_an_evaluation_off(clock: Clock, tmp_path: Path) -> None:
     assert (batches, state.evaluations, saved(tmp_path)) == ([2] * 30, 0, [2])
 
 
-def test_evaluation_is_broken_off_in_time_for_a_save_in_flight_and_the_last_one(
+def test_evaluation_is_interrupted_in_time_for_a_save_in_flight_and_the_last_one(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, batches, began = trainer_of(), list[int](), clock.now
@@ -306,11 +306,11 @@ def test_old_file_does_not_stop_the_next_run_and_a_touch_does(
     with caplog.at_level(logging.WARNING):
         assert (run(touch_at=99).status, run(touch_at=3).iteration) == ("completed", 3)
     lines = [record.getMessage() for record in caplog.records if "stop file" in record.getMessage()]
-    said = f"The stop file {path} is from before this run and does not stop it: touch it again to stop, or remove it."
+    said = f"The stop file {path} existed before this run and does not stop it: touch it again to stop, or remove it."
     assert lines == [said] * 2
 
 
-def test_file_breaks_an_evaluation_off(clock: Clock, tmp_path: Path) -> None:
+def test_file_interrupts_an_evaluation(clock: Clock, tmp_path: Path) -> None:
     trainer, batches = saving(tmp_path / "saved"), list[int]()
 
     def predict(model: Any, batch: Any) -> Any:
@@ -330,12 +330,12 @@ def test_file_breaks_an_evaluation_off(clock: Clock, tmp_path: Path) -> None:
 
 
 def test_quiet_iterations_ask_for_nothing(tmp_path: Path) -> None:
-    """None of the three makes the Trainer visit its edge."""
+    """None of the three adds work at the step boundaries."""
     trainer = trainer_of()
     for handler in (SaveEvery(minutes=60), WallClockLimit(hours=1), StopFile(tmp_path / "stop")):
         handler.attach(trainer)
-    edges = list[int]()
-    trainer._edge = lambda *, last: edges.append(trainer.state.iteration)  # type: ignore[method-assign]
+    boundaries = list[int]()
+    trainer._edge = lambda *, last: boundaries.append(trainer.state.iteration)  # type: ignore[method-assign]
     trainer.run(numbers_loader(8), max_epochs=2)
 
-    assert edges == [4, 8] and not trainer.hears(TrainingEvents.RESUME_POINT)
+    assert boundaries == [4, 8] and not trainer.hears(TrainingEvents.RESUME_POINT)

@@ -144,7 +144,7 @@ def test_nan_is_logged(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"iteration": 1, "epoch": 1, "loss": "nan"}]
 
 
-def test_second_run_begins_a_new_interval() -> None:
+def test_second_run_starts_a_new_interval() -> None:
     trainer = counting([1.0, 2.0, 3.0])
     MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: trainer.terminate(skip_completed=True))

@@ -39,7 +39,7 @@ def terminal(columns: int) -> Iterator[Callable[[], str]]:
             text += os.read(master, 65536)
         return text[:-1].decode()
 
-    before = sys.stderr  # not in a fixture: pytest sets it anew before the test itself
+    before = sys.stderr  # not in a fixture: pytest sets it again before the test itself
     with os.fdopen(slave, "w") as stream:
         sys.stderr = stream
         try:
@@ -116,13 +116,13 @@ def test_data_without_a_length_is_counted_without_a_total(capsys: pytest.Capture
     assert re.fullmatch(r"epoch 1/1  iteration 7/7 100%  elapsed 0:00  ETA 0:00\n", capsys.readouterr().err)
 
 
-def test_the_time_left_is_at_the_pace_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_left_is_computed_from_the_speed_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
     handler, trainer = Progress(), Trainer(lambda engine, batch: None)
     handler.attach(trainer)
     trainer.state.iteration, trainer.state.max_iters = 9_000, 10_000  # as a resume leaves them
     handler._start(trainer)
     trainer.state.iteration = 9_010
-    handler._show(trainer, handler._started_at + 40.0)
+    handler._print(trainer, handler._started_at + 40.0)
     assert "elapsed 0:40  ETA 1:06:00" in capsys.readouterr().err  # 990 iterations at 4 s
 
 

@@ -135,7 +135,7 @@ def test_second_run_of_one_process_doubles_no_line(tmp_path: Path) -> None:
     assert all(before["loss"] != after["loss"] for before, after in zip(first, second, strict=True))
 
 
-def test_run_that_goes_on_without_a_saved_position_keeps_the_lines_before(tmp_path: Path) -> None:
+def test_run_that_continues_without_a_saved_position_keeps_the_lines_before(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = JSONLSink(path)
     for iteration in (1, 2, 3):
@@ -167,7 +167,7 @@ def test_console_shows_the_loss_before_the_groups(capsys: pytest.CaptureFixture[
 
 
 class Broken:
-    """Fails at the iterations that it is told to; its state cannot be told either."""
+    """Fails at the given iterations; its state_dict fails too."""
 
     name = "broken"
 
@@ -206,8 +206,8 @@ def test_failing_sink_warns_once_and_stops_neither_the_training_nor_the_others(
     assert [line["iteration"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert broken.got == [0, 1, 5, 6]
     assert warnings_of(caplog) == [
-        "The sink broken (Broken) failed: RuntimeError: the line is dead. Training goes on, and later points are "
-        "tried; mend what it names, or leave the sink out."
+        "The sink broken (Broken) failed: RuntimeError: the line is dead. Training continues and later points are "
+        "tried; fix the error, or remove the sink."
     ]
 
 
@@ -222,7 +222,7 @@ def test_sink_without_a_state_to_tell_is_saved_without(tmp_path: Path, caplog: p
         trainer.run([0.0, 1.0, 2.0, 3.0], max_iters=end)
 
     assert broken.got == [0, 3, 4]
-    assert [text for text in warnings_of(caplog) if "install line, or leave the sink out" in text] != []
+    assert [text for text in warnings_of(caplog) if "install line, or remove the sink" in text] != []
 
 
 @contextmanager
@@ -254,7 +254,7 @@ def test_full_disk_loses_lines_and_tears_none(tmp_path: Path, caplog: pytest.Log
 
     assert sizes == [len("".join(json.dumps(line) + "\n" for line in before)) + 7]  # the disk was full indeed
     assert [line["iteration"] for line in lines(path)] == [1, 2, 5, 6]
-    assert len(warnings_of(caplog)) == 1 and "make room there." in warnings_of(caplog)[0]
+    assert len(warnings_of(caplog)) == 1 and "free some disk space." in warnings_of(caplog)[0]
 
 
 def test_place_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -263,10 +263,10 @@ def test_place_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytes
     MetricLogger(tmp_path / "file", console=False).attach(trainer)
 
     assert trainer.run(range(3)).status == "completed"
-    assert len(warnings_of(caplog)) == 1 and "make the place writable, or leave the sink out." in warnings_of(caplog)[0]
+    assert len(warnings_of(caplog)) == 1 and "make the path writable, or remove the sink." in warnings_of(caplog)[0]
 
 
-def test_a_handlers_error_is_no_sinks() -> None:
+def test_an_error_of_a_handler_is_raised() -> None:
     trainer = counting()
     MetricLogger(console=False).attach(trainer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: 1 / 0)

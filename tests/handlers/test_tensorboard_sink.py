@@ -53,7 +53,7 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("die_at", [2, 6, 8, 11])
-def test_killed_and_resumed_no_point_stands_twice(die_at: int, tmp_path: Path) -> None:
+def test_killed_and_resumed_no_point_appears_twice(die_at: int, tmp_path: Path) -> None:
     """At 2 before the first checkpoint, at 8 right after one."""
     trainer = built(tmp_path)
     trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
@@ -71,7 +71,7 @@ def test_killed_and_resumed_no_point_stands_twice(die_at: int, tmp_path: Path) -
     assert scalars(tmp_path) == once
 
 
-def test_second_run_of_a_trainer_goes_on(tmp_path: Path) -> None:
+def test_second_run_of_a_trainer_continues(tmp_path: Path) -> None:
     trainer = trainer_of()
     MetricLogger(sinks=[TensorBoardSink(tmp_path)], console=False).attach(trainer)
     trainer.run(numbers_loader(4), max_epochs=1)
@@ -80,7 +80,7 @@ def test_second_run_of_a_trainer_goes_on(tmp_path: Path) -> None:
     assert [step for step, _ in scalars(tmp_path)["loss"]] == [1, 2, 3, 4]
 
 
-def test_nan_is_written_and_what_is_no_number_is_not(tmp_path: Path) -> None:
+def test_nan_is_written_and_what_is_not_a_number_is_left_out(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     sink.write(1, {"loss": math.nan, "word": "good", "flag": True, "epoch": 1})
 
@@ -116,10 +116,10 @@ def test_full_disk_and_a_missing_package_are_one_warning_each(
     trainer.run(numbers_loader(24))
 
     assert state.status == trainer.state.status == "completed" and left == []
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == 2 and "make room there." in told[0]
-    assert "The sink tensorboard (TensorBoardSink) failed: ModuleNotFoundError" in told[1]
-    assert "install tensorboard" in told[1]
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 2 and "free some disk space." in warned[0]
+    assert "The sink tensorboard (TensorBoardSink) failed: ModuleNotFoundError" in warned[1]
+    assert "install tensorboard" in warned[1]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

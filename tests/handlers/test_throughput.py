@@ -19,7 +19,9 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.throughput import Throughput
 
 COMPUTE_S, WAIT_S, ELSEWHERE_S, STEP_S = 0.02, 0.01, 0.1, 0.005
-SLACK_S = 0.04  # what a busy machine may add to an epoch outside of the sleeps; well below what is told apart
+SLACK_S = (
+    0.04  # what a busy machine may add to an epoch outside of the sleeps; well below the differences that are tested
+)
 
 
 class Slept:
@@ -124,7 +126,7 @@ def test_evaluations_and_handlers_between_iterations_are_in_no_rate(update: str)
     assert seen[0]["throughput/steps_per_s"] == pytest.approx(1e3 / seen[0]["time/step_ms"])
 
 
-def test_every_interval_begins_anew_and_an_event_without_iterations_writes_nothing() -> None:
+def test_every_interval_starts_at_zero_and_an_event_without_iterations_writes_nothing() -> None:
     trainer = slow_trainer()
     seen = published(trainer)
     throughput = Throughput()

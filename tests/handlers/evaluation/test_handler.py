@@ -126,7 +126,7 @@ def test_limit_takes_the_first_batches() -> None:
         Evaluation(evaluator, data, limit=0)
 
 
-def test_several_sets_have_each_their_own_pace() -> None:
+def test_several_sets_have_each_their_own_interval() -> None:
     trainer = trainer_of()
     order: list[tuple[str, int]] = []
     for name, event in (("val", Events.EPOCH_COMPLETED), ("test", Events.ITERATION_COMPLETED(every=4))):
@@ -199,7 +199,7 @@ def test_evaluator_works_again_after_an_error() -> None:
     assert state.evaluations == 1 and state.metrics["val/loss"] > 0
 
 
-def test_data_without_a_length_is_measured_anew_each_time() -> None:
+def test_data_without_a_length_is_measured_at_each_evaluation() -> None:
     trainer, evaluator, means = trainer_of(), averaging(), list[float]()
     data = Batches(3, 5, 2)
     Evaluation(evaluator, data).attach(trainer)
@@ -225,7 +225,7 @@ def test_limit_over_data_without_a_length() -> None:
 
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("at", [0, 2])
-def test_stop_breaks_an_evaluation_off_and_the_resumed_run_makes_it_up(sized: bool, at: int, tmp_path: Path) -> None:
+def test_evaluation_interrupted_by_a_stop_is_run_first_by_the_resumed_run(sized: bool, at: int, tmp_path: Path) -> None:
     def make() -> tuple[Trainer, Checkpoint, list[Any]]:
         trainer, seen = trainer_of(), list[Any]()
 

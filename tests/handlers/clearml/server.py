@@ -1,4 +1,4 @@
-"""As much of a ClearML server as a task needs, on the loopback: it keeps what it is told and answers from it."""
+"""As much of a ClearML server as a task needs, on the loopback: it stores what is reported and answers from that."""
 
 from __future__ import annotations
 

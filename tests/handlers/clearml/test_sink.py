@@ -1,4 +1,4 @@
-"""What ClearML is told, read back from its offline session and from a server; and what the training notices of it."""
+"""What is reported to ClearML, read back from its offline session and from a server; and its effect on the training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, ClearMLLogger, GracefulStop, MemoryLogger, MetricLogger
 from ignite_engine.handlers.clearml import sink as clearml_log
 from tests.builders import numbers_loader, trainer_of
-from tests.handlers.clearml_server import clearml_server
+from tests.handlers.clearml.server import clearml_server
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +36,11 @@ def nothing_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
 
 
-class Told:
+class Reported:
     """An offline session, read from its zip."""
 
     def __init__(self, run: Path) -> None:
-        (zipped,) = run.glob("clearml/offline/*.zip")  # one session, however often the run went on
+        (zipped,) = run.glob("clearml/offline/*.zip")  # one session, however often the run was resumed
         with zipfile.ZipFile(zipped) as archive:
             self.task: dict[str, Any] = json.loads(archive.read("task.json"))
             lines = archive.read("metrics.jsonl").decode().splitlines() if "metrics.jsonl" in archive.namelist() else []
@@ -70,36 +70,40 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
 
 
-def test_offline_session_tells_metrics_memory_config_environment_model_and_ending(tmp_path: Path) -> None:
+def test_offline_session_has_metrics_memory_config_environment_model_and_outcome(tmp_path: Path) -> None:
     trainer, sink = built(tmp_path, config={"optimizer": {"lr": 0.25}, "empty": None}, project="mine", tags=["first"])
     MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=6))
     trainer.run(numbers_loader())
 
-    told = Told(tmp_path)
-    assert (told.task["id"], told.task["project_name"], told.task["tags"]) == (sink.task_id, "mine", ["first"])
-    assert told.task["name"] == tmp_path.name
-    assert [point[2:] for point in told.points if point[0] == "loss"] == [
+    reported = Reported(tmp_path)
+    assert (reported.task["id"], reported.task["project_name"], reported.task["tags"]) == (
+        sink.task_id,
+        "mine",
+        ["first"],
+    )
+    assert reported.task["name"] == tmp_path.name
+    assert [point[2:] for point in reported.points if point[0] == "loss"] == [
         (line["iteration"], line["loss"]) for line in lines(tmp_path)
     ]
-    memory = {point[1]: point[2:] for point in told.points if point[0] == "memory"}
+    memory = {point[1]: point[2:] for point in reported.points if point[0] == "memory"}
     assert memory["host_rss_mib"] == (6, lines(tmp_path)[-1]["memory/host_rss_mib"])
-    assert told.task["hyperparams"]["optimizer"]["lr"]["value"] == "0.25"
-    assert "lr = 0.25" in told.task["configuration"]["config"]["value"]
-    environment = told.task["configuration"]["environment"]["value"]
+    assert reported.task["hyperparams"]["optimizer"]["lr"]["value"] == "0.25"
+    assert "lr = 0.25" in reported.task["configuration"]["config"]["value"]
+    environment = reported.task["configuration"]["environment"]["value"]
     assert f'torch = "{torch.__version__}"' in environment and "working_directory" in environment
-    models = [model["weights"] for model in told.task["offline_output_models"]]
+    models = [model["weights"] for model in reported.task["offline_output_models"]]
     assert [(model["register_uri"], model["iteration"]) for model in models] == [
         ((tmp_path / "checkpoints" / "iteration_00000006").as_uri(), 6)
     ]
-    assert told.ending == ("completed", "max_epochs")
+    assert reported.ending == ("completed", "max_epochs")
 
 
-def test_resumed_run_goes_on_with_its_task_and_no_point_stands_twice(tmp_path: Path) -> None:
+def test_resumed_run_continues_its_task_and_no_point_appears_twice(tmp_path: Path) -> None:
     trainer, first = built(tmp_path)
     trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=6), lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.run(numbers_loader(24))
-    failed = Told(tmp_path)
+    failed = Reported(tmp_path)
     trainer, second = built(tmp_path)
     trainer.run(numbers_loader(24))
     expected = [(line["iteration"], line["loss"]) for line in lines(tmp_path)]
@@ -109,14 +113,14 @@ def test_resumed_run_goes_on_with_its_task_and_no_point_stands_twice(tmp_path: P
 
     assert failed.ending == ("failed", "ZeroDivisionError: division by zero")
     assert [point[2] for point in failed.points if point[0] == "loss"] == [1, 2, 3, 4, 5, 6]  # two of them to be cut
-    assert first.task_id == second.task_id == third.task_id == Told(tmp_path).task["id"]
-    told = Told(tmp_path)
-    assert [point[2:] for point in told.points if point[0] == "loss"] == expected
-    assert max(Counter(point[:3] for point in told.points).values()) == 1
-    assert told.ending == ("completed", "max_epochs")
+    assert first.task_id == second.task_id == third.task_id == Reported(tmp_path).task["id"]
+    reported = Reported(tmp_path)
+    assert [point[2:] for point in reported.points if point[0] == "loss"] == expected
+    assert max(Counter(point[:3] for point in reported.points).values()) == 1
+    assert reported.ending == ("completed", "max_epochs")
 
 
-def test_stop_is_ours_and_clearml_hears_of_it_from_us(tmp_path: Path) -> None:
+def test_stop_is_handled_by_the_run_and_reported_to_clearml(tmp_path: Path) -> None:
     """A Ctrl-C or a cluster's SIGTERM goes to every process; ClearML's own waits for the training's word."""
     trainer, sink = built(tmp_path)
     GracefulStop(exit=False).attach(trainer)
@@ -131,8 +135,10 @@ def test_stop_is_ours_and_clearml_hears_of_it_from_us(tmp_path: Path) -> None:
     state = trainer.run(numbers_loader(24))
 
     assert (state.status, state.reason) == ("interrupted", "SIGINT") and state.iteration < 12
-    assert Told(tmp_path).ending == ("interrupted", "SIGINT")
-    assert [point[2] for point in Told(tmp_path).points if point[0] == "loss"] == list(range(1, state.iteration + 1))
+    assert Reported(tmp_path).ending == ("interrupted", "SIGINT")
+    assert [point[2] for point in Reported(tmp_path).points if point[0] == "loss"] == list(
+        range(1, state.iteration + 1)
+    )
 
 
 def test_training_process_stays_as_it_is(tmp_path: Path) -> None:
@@ -159,22 +165,22 @@ def test_training_process_stays_as_it_is(tmp_path: Path) -> None:
     assert "clearml" not in sys.modules
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
-    assert Told(tmp_path).points
+    assert Reported(tmp_path).points
 
 
 def test_forked_loader_workers_and_the_task_leave_each_other_alone(tmp_path: Path) -> None:
     trainer, _ = built(tmp_path, saves=False)
     trainer.run(numbers_loader(num_workers=2, multiprocessing_context="fork"))
 
-    assert [point[2] for point in Told(tmp_path).points if point[0] == "loss"] == [1, 2, 3, 4, 5, 6]
-    assert Told(tmp_path).ending == ("completed", "max_epochs")
+    assert [point[2] for point in Reported(tmp_path).points if point[0] == "loss"] == [1, 2, 3, 4, 5, 6]
+    assert Reported(tmp_path).ending == ("completed", "max_epochs")
 
 
-def test_killed_training_is_told_as_failed(tmp_path: Path) -> None:
+def test_killed_training_is_reported_as_failed(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from ignite.engine import Events
-from tests.handlers.test_clearml import Path, built, numbers_loader
+from tests.handlers.clearml.test_sink import Path, built, numbers_loader
 trainer, sink = built(Path({str(tmp_path)!r}))
 trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: os.kill(os.getpid(), signal.SIGKILL))
 trainer.run(numbers_loader(24))
@@ -186,24 +192,24 @@ trainer.run(numbers_loader(24))
         time.sleep(0.05)
 
     assert done.returncode == -signal.SIGKILL
-    assert Told(tmp_path).ending[0] == "failed" and "perhaps killed" in Told(tmp_path).ending[1]
-    assert [point[2] for point in Told(tmp_path).points if point[0] == "loss"] == [1, 2]
+    assert Reported(tmp_path).ending[0] == "failed" and "probably killed" in Reported(tmp_path).ending[1]
+    assert [point[2] for point in Reported(tmp_path).points if point[0] == "loss"] == [1, 2]
 
 
 def _log(run: Path) -> bytes:
     return (run / "clearml" / "session.log").read_bytes()
 
 
-def test_what_is_no_finite_number_is_a_line_and_no_point(tmp_path: Path) -> None:
+def test_value_that_is_not_finite_is_a_line_and_not_a_point(tmp_path: Path) -> None:
     sink = ClearMLLogger(tmp_path)
     trainer = Trainer(lambda engine, batch: batch)
     MetricLogger(sinks=[sink], console=False).attach(trainer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(word="good", flag=True))
     trainer.run([1.0, float("nan"), float("inf")])
 
-    told = Told(tmp_path)
-    assert [point for point in told.points if point[0] != "epoch"] == [("loss", "loss", 1, 1.0)]
-    assert "iteration 2: loss is nan" in told.log and "iteration 3: loss is inf" in told.log
+    reported = Reported(tmp_path)
+    assert [point for point in reported.points if point[0] != "epoch"] == [("loss", "loss", 1, 1.0)]
+    assert "iteration 2: loss is nan" in reported.log and "iteration 3: loss is inf" in reported.log
 
 
 def test_a_report_takes_less_than_100_us_and_close_less_than_a_second(tmp_path: Path) -> None:
@@ -223,10 +229,10 @@ def test_a_report_takes_less_than_100_us_and_close_less_than_a_second(tmp_path: 
 
     assert sorted(took_s)[150] < 100e-6  # in the middle: a first one warms up
     assert closing_s < 3  # 0.2 to 0.4 s; with ClearML's reporting process it would be 5 to 119 s
-    assert len(Told(tmp_path).points) == 300 * len(values)
+    assert len(Reported(tmp_path).points) == 300 * len(values)
 
 
-def test_session_that_fails_is_one_warning_and_training_goes_on(
+def test_session_that_fails_is_one_warning_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = tmp_path / "failing.py"
@@ -237,9 +243,9 @@ def test_session_that_fails_is_one_warning_and_training_goes_on(
     state = trainer.run(numbers_loader())
 
     assert (state.status, len(lines(tmp_path))) == ("completed", 6)
-    told = [text for text in warnings_of(caplog) if "sink" in text]
-    assert len(told) == 1 and told[0].startswith("The sink clearml (ClearMLLogger) failed: RuntimeError: ")
-    assert "ended: ValueError: wrong key; see " in told[0]
+    reported = [text for text in warnings_of(caplog) if "sink" in text]
+    assert len(reported) == 1 and reported[0].startswith("The sink clearml (ClearMLLogger) failed: RuntimeError: ")
+    assert "ended: ValueError: wrong key; see " in reported[0]
 
 
 def test_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -249,7 +255,7 @@ def test_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog: pytes
     trainer.run(numbers_loader())
 
     assert trainer.state.status == "completed"
-    assert len(warnings_of(caplog)) == 1 and "make the place writable" in warnings_of(caplog)[0]
+    assert len(warnings_of(caplog)) == 1 and "make the path writable" in warnings_of(caplog)[0]
 
 
 def test_other_ranks_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""An evaluation that is cut off goes on where it was, to the bits of a whole one; or begins anew and says so."""
+"""An interrupted evaluation continues where it was, to the bits of a whole one; or starts over and logs why."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint, Evaluation, StopFile, WallClockLimit
-from ignite_engine.handlers.evaluation import progress_file as evaluation_progress
+from ignite_engine.handlers.evaluation import progress_file
 from ignite_engine.ranks import agreement
 from tests.builders import Numbers, numbers_loader, trainer_of
 
@@ -111,7 +111,7 @@ def whole(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("how", "at", "goes_on_at"), [("kill", 8, 6), ("kill", 3, 3), ("stop", 8, 8), ("stop", 1, 1)])
-def test_cut_off_evaluation_goes_on_to_the_same_bits(
+def test_interrupted_evaluation_continues_to_the_same_bits(
     how: str, at: int, goes_on_at: int, tmp_path: Path, whole: list[dict[str, Any]]
 ) -> None:
     cut = Run(tmp_path)
@@ -125,7 +125,7 @@ def test_cut_off_evaluation_goes_on_to_the_same_bits(
     assert resumed.numbers.loaded == [*range(2 * goes_on_at, 20), *range(20)], "what is skipped was loaded"
 
 
-def test_it_may_be_cut_off_again_and_again(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
+def test_it_may_be_interrupted_again_and_again(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     for at, kept in ((4, 3), (4, 6), (2, 6)):
         run = Run(tmp_path)
         run.cut_off(at)
@@ -137,7 +137,7 @@ def test_it_may_be_cut_off_again_and_again(tmp_path: Path, whole: list[dict[str,
     assert last.batches == [6] * 4 + [12] * 10
 
 
-def test_file_goes_when_the_evaluation_is_complete(tmp_path: Path) -> None:
+def test_file_is_deleted_when_the_evaluation_is_complete(tmp_path: Path) -> None:
     run, there = Run(tmp_path), list[bool]()
     run.seen = lambda count: there.append(run.file.exists())
     run.train()
@@ -145,7 +145,7 @@ def test_file_goes_when_the_evaluation_is_complete(tmp_path: Path) -> None:
     assert there == ([False] * 3 + [True] * 7) * 2 and not list(run.file.parent.iterdir())
 
 
-def test_evaluation_shorter_than_its_pace_writes_nothing(tmp_path: Path) -> None:
+def test_evaluation_shorter_than_the_interval_writes_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, every=10)
     run.train()
 
@@ -209,14 +209,14 @@ def with_code(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (damaged, "is not used, the evaluation begins anew: its content has changed."),
+        (damaged, "is not used, the evaluation starts over: its content has changed."),
         (with_code, "nothing in it was executed."),
-        (lambda path: path.write_bytes(b""), "is not used, the evaluation begins anew: its content has changed."),
-        (lambda path: path.unlink() or path.mkdir(), "is not used, the evaluation begins anew: Is a directory"),
+        (lambda path: path.write_bytes(b""), "is not used, the evaluation starts over: its content has changed."),
+        (lambda path: path.unlink() or path.mkdir(), "is not used, the evaluation starts over: Is a directory"),
     ],
     ids=["flipped bit", "code", "empty", "directory"],
 )
-def test_harmed_file_is_told_and_not_used(
+def test_damaged_file_is_logged_and_not_used(
     harm: Callable[[Path], Any],
     said: str,
     tmp_path: Path,
@@ -253,13 +253,13 @@ def other_metrics(run: Run) -> None:
     [
         (reweighted, "is of other weights and not used."),
         (relimited, "is of another evaluation (limit None, not 9) and not used."),
-        (other_metrics, "It holds the metrics ['drawn', 'loss', 'spread'], now there are ['drawn', 'loss', 'more', 's"),
+        (other_metrics, "has the metrics ['drawn', 'loss', 'spread'], the evaluator has ['drawn', 'loss', 'more', 's"),
         (lambda run: setattr(run.evaluation, "data", loader(run.numbers, 4)), "made with batch_size 2"),
         (lambda run: setattr(run.evaluation, "data", loader(Numbers(18), 2)), "made with samples 20"),
     ],
     ids=["weights", "limit", "metrics", "batch size", "data"],
 )
-def test_another_evaluation_begins_at_its_first_batch(
+def test_another_evaluation_starts_at_its_first_batch(
     change: Callable[[Run], Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its metrics are those of a run that never saw the file."""
@@ -289,13 +289,13 @@ class Refusing:
         return getattr(agreement, name)
 
 
-def test_no_rank_goes_on_if_another_cannot(
+def test_no_rank_continues_if_another_cannot(
     tmp_path: Path, whole: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Run(tmp_path).cut_off(8)
     resumed = Run(tmp_path)
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(evaluation_progress, "agreement", Refusing())
+        patched.setattr(progress_file, "agreement", Refusing())
         assert resumed.train() == whole
     assert resumed.batches == [6] * 10 + [12] * 10 and "The peer has other data." in caplog.text
 
@@ -312,7 +312,9 @@ def test_progress_of_an_earlier_iteration_is_not_used(tmp_path: Path, caplog: py
     assert "is of another evaluation (iteration 6, not 12) and not used." in caplog.text
 
 
-def test_metric_that_cannot_be_saved_is_told_when_attached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_metric_that_cannot_be_saved_is_a_warning_when_attached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Window(Metric):
         def reset(self) -> None:
             self.last = deque[int](maxlen=3)
@@ -326,8 +328,8 @@ def test_metric_that_cannot_be_saved_is_told_when_attached(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING):
         run = Run(tmp_path, metrics={"window": Window()})
         assert [record.getMessage() for record in caplog.records] == [
-            "The evaluation of val always begins at its first batch: its metric 'window' cannot be saved, as Window "
-            "keeps a collections.deque in last, which is no plain data."
+            "The evaluation of val always starts at its first batch: its metric 'window' cannot be saved: Window keeps "
+            "a collections.deque in last, which is not plain data."
         ]
         assert run.train() == [{"val/window": 3.0}] * 2
     assert len([record for record in caplog.records if "window" in record.getMessage()]) == 1
@@ -340,7 +342,7 @@ def test_file_that_cannot_be_written_costs_no_training(
     (tmp_path / "progress").write_text("in the way")
     with caplog.at_level(logging.WARNING):
         assert Run(tmp_path).train() == whole
-    assert "The progress of the evaluation of val is not kept: Not a directory" in caplog.text
+    assert "The progress of the evaluation of val is not saved: Not a directory" in caplog.text
 
 
 def test_settings_are_checked() -> None:
@@ -348,7 +350,7 @@ def test_settings_are_checked() -> None:
         Evaluation(create_evaluator(nn.Linear(1, 1), lambda model, batch: batch), [], progress="x", progress_every=0)
 
 
-# -- evaluations that are made up -------------------------------------------------------------------------------------
+# -- evaluations that the resumed run has to repeat -------------------------------------------------------------------
 
 
 def evaluated(trainer: Trainer, event: Any, seen: Callable[[], None]) -> list[Any]:
@@ -369,7 +371,7 @@ def evaluated(trainer: Trainer, event: Any, seen: Callable[[], None]) -> list[An
 
 
 @pytest.mark.parametrize("event", [Events.STARTED, Events.ITERATION_COMPLETED(every=3), Events.EPOCH_COMPLETED])
-def test_stopped_twice_in_one_evaluation_it_is_made_up_there(event: Any, tmp_path: Path) -> None:
+def test_evaluation_stopped_twice_is_run_by_the_resumed_run_at_its_iteration(event: Any, tmp_path: Path) -> None:
     """Without progress: from its first batch, at its iteration, from the random numbers that it would have had."""
 
     def run(folder: Path, stop_at: int | None) -> tuple[Trainer, list[Any]]:
@@ -398,7 +400,7 @@ def test_stopped_twice_in_one_evaluation_it_is_made_up_there(event: Any, tmp_pat
 
 
 def test_training_loader_is_evaluated_whole_in_a_resumed_epoch(tmp_path: Path) -> None:
-    """The loader stands in the middle of its pass, for the training alone."""
+    """The loader is in the middle of its pass, for the training only."""
 
     def run(folder: Path, updates: int) -> list[Any]:
         trainer, data = trainer_of(), numbers_loader(12, shuffle=True)
