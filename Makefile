@@ -1,4 +1,4 @@
-# Needs Python 3.11 or newer, git and make; everything else lands in $(VENV), at the versions of constraints.txt.
+# Needs Python 3.11 or newer, git and make; everything else is installed into $(VENV), at the versions of constraints.txt.
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/byte_gpt.yaml
@@ -10,7 +10,7 @@ SHELL := /bin/bash
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# An environment made for another program must not lead ours to other packages.
+# Paths set for another program must not bring other packages into this environment.
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
@@ -21,11 +21,11 @@ help:  ## print the targets
 
 install: $(STAMP)  ## make .venv with the pinned versions and the package in editable mode
 
-# torch goes first and alone, so that no other package draws another build of it; setuptools comes along, pinned, and
+# torch is installed first and alone, so that no other package selects another build of it; setuptools, pinned, then
 # builds the package without a download of its own.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
-	  "Python 3.11 or newer is needed, $(PYTHON) is %d.%d: say make PYTHON=/path/to/python3.11." % sys.version_info[:2])'
+	  "Python 3.11 or newer is needed, $(PYTHON) is %d.%d: use make PYTHON=/path/to/python3.11." % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt torch setuptools
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
@@ -40,7 +40,7 @@ test: $(STAMP)  ## run the tests; PYTEST_ARGS="-k schedule"
 ignite: $(STAMP)  ## run Ignite's own tests against the Trainer; downloads its source
 	$(BIN)/python -m tests.ignite_suite $(ARGS)
 
-check: lint types imports  ## lint and format, types, import direction; make -k check goes on after a failure
+check: lint types imports  ## lint, format, types and import rules; make -k check continues after a failure
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -53,18 +53,18 @@ types: $(STAMP)
 imports: $(STAMP)
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_architecture.py
 
-format: $(STAMP)  ## rewrite the files as check wants them
+format: $(STAMP)  ## rewrite the files as check expects them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-campaign: $(STAMP)  ## kill and resume in every way (20 idle minutes); what passed at this commit is left out; docs/campaign.md
+campaign: $(STAMP)  ## kill and resume runs in every way (20 idle minutes), except what passed at this commit; docs/campaign.md
 	$(BIN)/python -m tests.campaign $(ARGS)
 
-search: $(STAMP)  ## draw updates and resumed runs at random and judge them, MINUTES=20 each; docs/search.md
+search: $(STAMP)  ## compare random updates and resumed runs with references, MINUTES=20 each; docs/search.md
 	$(BIN)/python -m tests.search all --minutes $(MINUTES) $(ARGS)
 
-bench: $(STAMP)  ## measure against the hand-written loop
+bench: $(STAMP)  ## measure the overhead against a hand-written loop
 	$(BIN)/python -m benchmarks.overhead $(ARGS)
 
-clean:  ## remove .venv, builds and caches; runs stay
+clean:  ## remove .venv, builds and caches, but no runs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

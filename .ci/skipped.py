@@ -1,7 +1,7 @@
-"""Print the skipped tests and exit 1 if one of them is not on the list, for the reason the list gives.
+"""Print the skipped tests and exit 1 if one of them is not on the list with the reason that the list gives.
 
-Usage: ``python3 .ci/skipped.py SKIPPED ALLOWED``. SKIPPED is what ``pytest --skipped-to`` wrote: one JSON object a line
-with ``test`` and ``reason``. ALLOWED has one ``test pattern | reason`` a line, ``*`` standing for anything in both.
+Usage: ``python3 .ci/skipped.py SKIPPED ALLOWED``. SKIPPED is what ``pytest --skipped-to`` wrote: a JSON object per line
+with ``test`` and ``reason``. ALLOWED has one ``test pattern | reason`` per line; ``*`` matches anything in both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def matches(pattern: str, text: str) -> bool:
-    """True if ``text`` is ``pattern``, each ``*`` standing for anything; brackets mean themselves (not in fnmatch)."""
+    """True if ``text`` matches ``pattern``, where ``*`` is any text; unlike in fnmatch, brackets are literal."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), text, re.DOTALL) is not None
 
 
@@ -36,7 +36,7 @@ def read_allowed(path: Path) -> list[tuple[str, str]]:
 
 def main(skipped_file: str, allowed_file: str) -> int:
     if not Path(skipped_file).is_file() or not Path(skipped_file).read_text().strip():
-        print("Skipped tests: the report is missing, the test run did not get to its end.")
+        print("Skipped tests: the report is missing, because the test run did not finish.")
         return 1
     lines = [json.loads(line) for line in Path(skipped_file).read_text().splitlines()]
     skipped = [(line["test"], line["reason"]) for line in lines if "test" in line]
@@ -46,9 +46,9 @@ def main(skipped_file: str, allowed_file: str) -> int:
     for test, reason in skipped:
         listed = any(matches(pattern, test) and matches(why, reason) for pattern, why in allowed)
         refused += not listed
-        print(f"  {'on the list ' if listed else 'NOT ALLOWED'} {test}: {reason}")
+        print(f"  {'allowed    ' if listed else 'NOT ALLOWED'} {test}: {reason}")
     if refused:
-        print(f"{refused} skipped for a reason that {allowed_file} does not give: mend the test or add it there.")
+        print(f"{refused} skipped for a reason that is not in {allowed_file}: fix the test or add it there.")
     return 1 if refused else 0
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.checkpoint_format [--rounds N] [--width 2048] [--threads 1] [--directory DIR] [--json PATH]
 
-In each round every format is written, fsynced, and loaded into the tensors of a run that stands ready, in an order
-drawn anew. See ``benchmarks/README.md`` for how to read it.
+In each round every format is written, fsynced, and loaded into allocated tensors, in random order. See
+``benchmarks/README.md`` for how to read it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from benchmarks.ratios import ratio_of_medians
 from ignite_engine.checkpointing import CheckpointStore
 
 State = dict[str, Any]
-YARDSTICK = "torch.save"
+BASELINE = "torch.save"
 _HEADS = {"write": "write_s", "load": "load_s", "write CPU": "write_cpu_s", "load CPU": "load_cpu_s"}
 
 
-# -- the formats: each writes below a folder that is there and empty, and gives back what it wrote --------------------
+# -- the formats: each writes into an empty folder, and returns what it wrote --------------------
 
 
 def write_torch(folder: Path, state: State) -> None:
@@ -56,7 +56,7 @@ def read_torch(folder: Path, state: State) -> State:
 
 
 def read_torch_mapped(folder: Path, state: State) -> State:
-    """Without a copy of the file in memory, and without its check sums."""
+    """Without a copy of the file in memory, and without its checksums."""
     return torch.load(folder / "state.pt", map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
 
 
@@ -76,13 +76,13 @@ def read_safetensors(folder: Path, state: State) -> State:
 
 
 def write_dcp(folder: Path, state: State) -> None:
-    with warnings.catch_warnings(action="ignore"):  # of one process without torch.distributed, which is meant
+    with warnings.catch_warnings(action="ignore"):  # that torch.distributed is not initialized, as intended
         dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)  # type: ignore[attr-defined]  # torch hides it
     _synchronise(folder / "dcp")
 
 
 def read_dcp(folder: Path, state: State) -> State:
-    """It loads in place, into the tensors of ``state``."""
+    """Loads in place, into the tensors of ``state``."""
     with warnings.catch_warnings(action="ignore"):
         dcp.load(state, checkpoint_id=folder / "dcp", no_dist=True)  # type: ignore[attr-defined]  # torch hides it
     return state
@@ -140,7 +140,7 @@ def _with_tensors(rest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
 @dataclass
 class Measured:
-    """Seconds per round by the clock and of CPU time (which neighbours and the disk do not lengthen), bytes on disk."""
+    """Seconds per round, wall-clock and CPU time (without the disk and other processes), and bytes on disk."""
 
     write_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
@@ -150,7 +150,7 @@ class Measured:
 
 
 def training_state(width: int) -> State:
-    """A model of 12 layers and the state of an AdamW that has stepped; width 2048: 50M parameters."""
+    """A model of 12 layers and the state of an AdamW after one step; width 2048: 50M parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(12)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -161,10 +161,10 @@ def training_state(width: int) -> State:
 
 
 def measure(rounds: int, width: int, directory: Path) -> dict[str, Measured]:
-    """Time every format; one round first that does not count.
+    """Time every format; the first round is not counted.
 
     Raises:
-        RuntimeError: a format did not give back what it was given.
+        RuntimeError: a format did not restore what it was given.
     """
     state, ready = training_state(width), training_state(width)
     found = {name: Measured() for name in FORMATS}
@@ -191,7 +191,7 @@ def measure(rounds: int, width: int, directory: Path) -> dict[str, Measured]:
             found[name].bytes = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
             pairs = zip(_tensors(state), _tensors(ready), strict=True)
             if not all(torch.equal(one, other) for one, other in pairs):
-                raise RuntimeError(f"{name} did not give back what it was given.")
+                raise RuntimeError(f"{name} did not restore what it was given.")
             shutil.rmtree(folder)
     return found
 
@@ -240,7 +240,7 @@ def _samples() -> dict[str, Any]:
 
 
 def holds(directory: Path) -> dict[str, dict[str, str]]:
-    """For each format and kind of data: ``as it was``, ``changed`` or ``refused``; and whether code in a file runs."""
+    """For each format and kind of data: ``restored``, ``changed`` or ``refused``; and whether code in a file runs."""
     table: dict[str, dict[str, str]] = {}
     logging.disable()  # DCP logs a traceback for each refusal
     for name in list(FORMATS)[:3]:
@@ -255,14 +255,14 @@ def holds(directory: Path) -> dict[str, dict[str, str]]:
             except (Exception, CheckpointException):  # DCP's is a BaseException
                 table[name][kind] = "refused"
             else:
-                table[name][kind] = "as it was" if _same(value, back) else "changed"
+                table[name][kind] = "restored" if _same(value, back) else "changed"
         table[name]["code in a file"] = "runs" if _code_runs(name, directory) else "does not run"
     logging.disable(logging.NOTSET)
     return table
 
 
 def _blank(value: Any, seen: dict[int, Tensor]) -> Any:
-    """The same form with other content, for a format that loads in place; one tensor twice stays one."""
+    """The same structure with other values, for a format that loads in place; a tensor that occurs twice stays one."""
     if isinstance(value, Tensor):
         return seen.setdefault(id(value), torch.zeros_like(value))
     if isinstance(value, dict):
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--width", type=int, default=2048, help="of 12 linear layers; 2048: 50M parameters")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--directory", type=Path, help="where it writes; default: a temporary folder")
+    parser.add_argument("--directory", type=Path, help="to write in; default: a temporary folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -321,10 +321,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = f"{name:<38}{each.bytes / 2**20:>8.1f}"
         for key in _HEADS.values():
             values = getattr(each, key)
-            line += f"{median(values):>13.2f}{ratio_of_medians(values, getattr(found[YARDSTICK], key))!s:>23}"
+            line += f"{median(values):>13.2f}{ratio_of_medians(values, getattr(found[BASELINE], key))!s:>23}"
         print(line)
     print(f"\n{'':<30}" + "".join(f"{name:>14}" for name in table))
-    for kind in table[YARDSTICK]:
+    for kind in table[BASELINE]:
         print(f"{kind:<30}" + "".join(f"{table[name][kind]:>14}" for name in table))
     if options.json is not None:
         times = {name: asdict(each) for name, each in found.items()}

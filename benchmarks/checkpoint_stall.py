@@ -2,8 +2,8 @@
 
     python -m benchmarks.checkpoint_stall [--rounds N] [--width 2048] [--threads 1] [--directory DIR] [--json PATH]
 
-One process, one training run. In each round every contender saves once, in an order drawn anew; between two saves
-training goes on until the one before is on disk. See ``benchmarks/README.md`` for how to read it.
+One process, one training run. In each round every contender saves once, in random order; between two saves
+training continues until the first is on disk. See ``benchmarks/README.md`` for how to read it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STALL_GOAL, COPYING_GOAL = 0.1, 1.3
 
 
 class Contenders:
-    """The saves, by name; each is called at an edge and returns a function that says whether it has ended."""
+    """The saves, by name; each is called at a step boundary and returns a function that says whether it has ended."""
 
     def __init__(self, directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.directory, self.model, self.optimizer = directory, model, optimizer
@@ -76,7 +76,7 @@ class Contenders:
         import torch.distributed.checkpoint as dcp
 
         shutil.rmtree(self.directory / "dcp", ignore_errors=True)
-        with warnings.catch_warnings(action="ignore"):  # of one process without torch.distributed, which is meant
+        with warnings.catch_warnings(action="ignore"):  # that torch.distributed is not initialized, which is intended
             dcp.save(self.state(), checkpoint_id=self.directory / "dcp", no_dist=True)  # type: ignore[attr-defined]
         return _ended
 
@@ -94,9 +94,9 @@ class Measured:
     """Seconds by contender and round; and the bytes of the state.
 
     Attributes:
-        stall: the edge, and the wait before the optimizer's step.
-        copying: what the save's own iteration took beyond a quiet one. Ours copies in it, all others do everything.
-        after: what the iterations after it took beyond quiet ones, until the save had ended. Ours hashes and writes.
+        stall: the step boundary, and the wait before the optimizer's step.
+        copying: extra time of the save's own iteration. Ours copies in it, the others do everything.
+        after: extra time of the iterations after it until the save has ended. Ours hashes and writes.
     """
 
     stall: dict[str, list[float]]
@@ -106,7 +106,7 @@ class Measured:
 
 
 def measure(rounds: int, width: int, directory: Path) -> Measured:
-    """Train, and save in turn by each contender; the first round does not count."""
+    """Train, and save in turn by each contender; the first round is not counted."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(width, width), nn.ReLU())))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
@@ -114,7 +114,7 @@ def measure(rounds: int, width: int, directory: Path) -> Measured:
     contenders = Contenders(directory, model, optimizer)
     contenders.trainer = trainer
     checkpoint = Checkpoint(directory / "background", keep_last=1, background=True)
-    checkpoint.attach(trainer, Events.COMPLETED)  # that is: when `choose` says so
+    checkpoint.attach(trainer, Events.COMPLETED)  # and whenever `choose` calls it
 
     def ours() -> Callable[[], bool]:
         before = trainer.state.checkpoint_path
@@ -137,7 +137,7 @@ def measure(rounds: int, width: int, directory: Path) -> Measured:
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def choose() -> None:
-        """The next contender's turn, once the one before is on disk and training has gone on for a while."""
+        """Start the next contender's turn when the previous save is on disk and enough iterations have passed."""
         iterations = spans[current[0]][-1] if current[0] else []
         if trainer.state.iteration < 3 or (current[0] and not (len(iterations) >= QUIET_ITERATIONS and current[1]())):
             return
@@ -155,10 +155,10 @@ def measure(rounds: int, width: int, directory: Path) -> Measured:
         if current[0] and not spans[current[0]][-1] and current[0] != OURS:
             current[1] = saves[current[0]]()
 
-    def account(iteration_s: float, held_up_s: float) -> None:
+    def account(iteration_s: float, stall_s: float) -> None:
         if current[0]:
             if not spans[current[0]][-1]:
-                stalls[current[0]].append(held_up_s)
+                stalls[current[0]].append(stall_s)
             spans[current[0]][-1].append(iteration_s)
 
     clock.listener = account
@@ -174,31 +174,31 @@ def measure(rounds: int, width: int, directory: Path) -> Measured:
 
 
 class _Clock:
-    """Tells of each iteration, from one edge to the next, how long it took, and for how long a save held it up."""
+    """Reports for each iteration, from one step boundary to the next, its duration and how long a save stalled it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.listener: Callable[[float, float], None] = lambda *_: None
-        self._edge = self._wait = time.perf_counter()
-        self._held_up = 0.0
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, _handler(self.edge_begins, -1))
-        trainer.add_event_handler(Events.GET_BATCH_STARTED, _handler(self.edge_ends, -1))
+        self._boundary = self._wait = time.perf_counter()
+        self._stall = 0.0
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, _handler(self.boundary_begins, -1))
+        trainer.add_event_handler(Events.GET_BATCH_STARTED, _handler(self.boundary_ends, -1))
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, _handler(self.wait_begins, -1))
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, _handler(self.wait_ends, 100))
 
-    def edge_begins(self) -> None:
-        """The iteration that is over began with the edge before: a save's own iteration is the one after its edge."""
+    def boundary_begins(self) -> None:
+        """An iteration starts with the step boundary before it: a save's own iteration follows its boundary."""
         now = time.perf_counter()
-        self.listener(now - self._edge, self._held_up)
-        self._edge, self._held_up = now, 0.0
+        self.listener(now - self._boundary, self._stall)
+        self._boundary, self._stall = now, 0.0
 
-    def edge_ends(self) -> None:
-        self._held_up += time.perf_counter() - self._edge
+    def boundary_ends(self) -> None:
+        self._stall += time.perf_counter() - self._boundary
 
     def wait_begins(self) -> None:
         self._wait = time.perf_counter()
 
     def wait_ends(self) -> None:
-        self._held_up += time.perf_counter() - self._wait
+        self._stall += time.perf_counter() - self._wait
 
 
 def _handler(function: Callable[[], None], phase: int) -> Callable[[], None]:
@@ -225,8 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint_stall", description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--width", type=int, default=2048, help="of 12 linear layers; 2048: 50M parameters")
-    parser.add_argument("--threads", type=int, default=1, help="for the maths")
-    parser.add_argument("--directory", type=Path, help="where it saves; default: a temporary folder")
+    parser.add_argument("--threads", type=int, default=1, help="for computation")
+    parser.add_argument("--directory", type=Path, help="to save in; default: a temporary folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)

@@ -1,4 +1,4 @@
-"""What a training loop costs per micro-batch, beside the maths: ours, hand-written ones, Ignite's engine.
+"""The overhead of a training loop per micro-batch: ours, hand-written ones, Ignite's engine.
 
     python -m benchmarks.overhead [--quick] [--rounds N] [--settings bare,full] [--contenders plain,ours] [--json PATH]
 
@@ -34,7 +34,7 @@ LEAST_ROUNDS = 15
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write the JSON; 0 if all did the same work, else 1."""
+    """Measure, print the tables, write the JSON; returns 0 if all did the same work, otherwise 1."""
     options = _parse(arguments)
     chosen = [
         (setting, name)
@@ -70,10 +70,10 @@ def ratios(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     """Every contender against the plain loop and against the cheapest one of its setting."""
     rows = []
     for result in measured:
-        for yardstick in measured:
-            if yardstick.setting == result.setting and yardstick.name in ("plain", "cheapest"):
-                ratio = ratio_of_medians(result.cpu_us, yardstick.cpu_us)
-                rows.append({"setting": result.setting, "contender": result.name, "to": yardstick.name} | asdict(ratio))
+        for baseline in measured:
+            if baseline.setting == result.setting and baseline.name in ("plain", "cheapest"):
+                ratio = ratio_of_medians(result.cpu_us, baseline.cpu_us)
+                rows.append({"setting": result.setting, "contender": result.name, "to": baseline.name} | asdict(ratio))
     return rows
 
 
@@ -83,9 +83,9 @@ def targets(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     rows = []
     for target in TARGETS:
         contender = by_name.get((target.setting, target.contender))
-        yardstick = by_name.get((target.setting, target.yardstick))
-        if contender is not None and yardstick is not None:
-            ratio = ratio_of_medians(contender, yardstick)
+        baseline = by_name.get((target.setting, target.baseline))
+        if contender is not None and baseline is not None:
+            ratio = ratio_of_medians(contender, baseline)
             rows.append(asdict(target) | asdict(ratio) | {"verdict": target.verdict(ratio)})
     return rows
 
@@ -105,11 +105,11 @@ def print_report(report: dict[str, Any], measured: Sequence[Measured]) -> None:
     if report["targets"]:
         print("\ntargets")
     for row in report["targets"]:
-        what = f"{row['setting']}: {row['contender']} / {row['yardstick']}"
+        what = f"{row['setting']}: {row['contender']} / {row['baseline']}"
         goal = f"goal {row['goal']}, limit {row['limit']}"
         print(f"{what:28}{_interval(row):24}{goal:24}{row['verdict']}")
     if report["rounds"] < LEAST_ROUNDS:
-        print(f"fewer than {LEAST_ROUNDS} rounds: a try, not a measurement")
+        print(f"fewer than {LEAST_ROUNDS} rounds: too few for a measurement")
 
 
 def _is_row_of(row: dict[str, Any], result: Measured) -> bool:
@@ -121,7 +121,7 @@ def _interval(row: dict[str, Any] | None) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What the numbers hold for: processor, versions, commit."""
+    """The conditions of a measurement: processor, versions, commit."""
     names = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     root = Path(__file__).parent
     git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -143,10 +143,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     parser.add_argument("--rounds", type=int, help="counted rounds per contender (default 60; 3 with --quick)")
     parser.add_argument("--micro-batches", type=int, help=f"per round, a multiple of {LOG_EVERY}")
-    parser.add_argument("--quick", action="store_true", help="3 short rounds: does it run, is the work equal")
+    parser.add_argument("--quick", action="store_true", help="3 short rounds, to check that it runs")
     parser.add_argument("--settings", type=_names, default=list(CONTENDERS), help="of bare,full")
     parser.add_argument("--contenders", type=_names, help=f"of {','.join(CONTENDERS['full'])}")
-    parser.add_argument("--json", type=Path, help="write everything there")
+    parser.add_argument("--json", type=Path, help="file for all results")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (3 if options.quick else 60)
     options.micro_batches = options.micro_batches or (LOG_EVERY * (2 if options.quick else 3))
@@ -160,7 +160,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _check_known(parser: argparse.ArgumentParser, option: str, given: list[str], known: list[str]) -> None:
     for name in given:
         if name not in known:
-            parser.error(f"{option} knows {', '.join(known)}; got {name!r}.")
+            parser.error(f"{option} must be one of {', '.join(known)}, got {name!r}.")
 
 
 def _names(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ratios of medians, how sure they are, and the targets they are held against."""
+"""Ratios of medians, their confidence intervals, and the targets they are compared with."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Target:
-    """``contender`` must cost at most ``goal`` times ``yardstick``, and never more than ``limit`` times."""
+    """``contender`` should cost at most ``goal`` times ``baseline``, and never more than ``limit`` times."""
 
     setting: str
     contender: str
-    yardstick: str
+    baseline: str
     goal: float
     limit: float
 
     def verdict(self, ratio: Ratio) -> str:
-        """``met``, ``within the limit`` or ``missed``, by the ratio itself and not by its interval."""
+        """``met``, ``within the limit`` or ``missed``, by the ratio itself, not its interval."""
         if ratio.value <= self.goal:
             return "met"
         return "within the limit" if ratio.value <= self.limit else "missed"
@@ -58,7 +58,7 @@ def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float], r
     """
     if len(numerator) != len(denominator) or not numerator:
         raise ValueError(
-            f"Ratios need the same rounds of both, at least one, got {len(numerator)} and {len(denominator)}."
+            f"Both sides need the same number of rounds, at least one, got {len(numerator)} and {len(denominator)}."
         )
     pairs = list(zip(numerator, denominator, strict=True))
     draw = random.Random(0)

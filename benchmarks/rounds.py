@@ -1,4 +1,4 @@
-"""Contenders in processes of their own, kept alive, that take turns: a slow minute of the machine hits them all."""
+"""Contenders in separate, long-lived processes that take turns, so that a slow minute affects all of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Worker:
         self.pipe, far_end = context.Pipe()
         arguments = (far_end, setting, name, micro_batches, passes)
         self.process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
-        # Ctrl-C is for the parent, which ends its workers; what is ignored here is ignored in a child from its start
+        # Ctrl-C is handled by the parent, which ends its workers; a child inherits what is ignored here
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self.process.start()
@@ -65,10 +65,10 @@ class _Worker:
 
 
 def measure(contenders: Sequence[tuple[str, str]], micro_batches: int, rounds: int) -> list[Measured]:
-    """Run every ``(setting, name)`` for ``rounds`` rounds of ``micro_batches``, one at a time, in an order drawn anew.
+    """Run every ``(setting, name)`` for ``rounds`` rounds of ``micro_batches``, one at a time, in random order.
 
     A round is an epoch of one single run; between its epochs a contender waits for its turn, which costs no CPU time.
-    Two more rounds at the beginning are not counted.
+    Two additional rounds at the start are not counted.
 
     Raises:
         RuntimeError: a contender died.
@@ -78,7 +78,7 @@ def measure(contenders: Sequence[tuple[str, str]], micro_batches: int, rounds: i
     try:
         for setting, name in contenders:
             workers.append(_Worker(setting, name, micro_batches, passes))
-            if len(workers) % 2 == 0:  # starting all at once would only make them fight for the cores
+            if len(workers) % 2 == 0:  # started all at once they would only compete for the cores
                 workers[-1].receive()
         for index, worker in enumerate(workers):
             if index % 2 == 0:
@@ -124,4 +124,4 @@ def _work(pipe: Connection, setting: str, name: str, micro_batches: int, passes:
     pipe.send(time.process_time() - since)
     pipe.send(weights_digest(work.model))
     pipe.send(len(work.log))
-    pipe.recv()  # terminated here: leaving by itself would be measured as somebody else's noise
+    pipe.recv()  # terminated here: its own exit would disturb another's round

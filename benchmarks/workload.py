@@ -1,4 +1,4 @@
-"""The work that every contender of the overhead benchmark does: one tiny model, one optimizer, the same batches."""
+"""The work of every contender of the overhead benchmark: one tiny model, one optimizer, the same batches."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LOG_EVERY = 48  # micro-batches
 LEARNING_RATE = 1e-3
 WARMUP = 100  # updates
 TOTAL = 10_000  # updates
-# In updates, and nobody's multiple of another: as rare and as uneven as real evaluation, saving and reporting are.
+# In updates; no period is a multiple of another: as rare and uneven as real evaluation, saving and reporting.
 HANDLER_PERIOD = 500
 
 
 @dataclass
 class Workload:
-    """What a contender is handed. It may read everything, and trains ``model`` in place.
+    """The input of a contender, which trains ``model`` in place.
 
     Args:
-        log: the running loss at each log point; the only thing a contender writes besides the weights.
+        log: the running loss at each log point; a contender writes only this and the weights.
     """
 
     model: nn.Module
@@ -37,10 +37,10 @@ class Workload:
 
 
 class Batches:
-    """A sized loader of micro-batches that live in memory, so that no time goes into loading.
+    """A sized loader of micro-batches in memory, so that loading takes no time.
 
     Args:
-        gate: called whenever a pass begins; the benchmark stops its clock, and waits for its turn, in there.
+        gate: called at the start of each pass; in it the benchmark stops its clock and waits for its turn.
     """
 
     def __init__(self, batches: list[Batch], gate: Callable[[], None] = lambda: None) -> None:
@@ -59,18 +59,18 @@ def build(micro_batches: int, epochs: int, gate: Callable[[], None] = lambda: No
     """The same work on every call: a 64-128-128-10 perceptron, AdamW, batches of 32, all from one seed.
 
     Raises:
-        ValueError: ``micro_batches`` would leave a group or a log line unfinished at the end of an epoch.
+        ValueError: an epoch of ``micro_batches`` would end within a group or a log interval.
     """
     if micro_batches < 1 or micro_batches % LOG_EVERY:
         raise ValueError(
             f"micro_batches must be a positive multiple of {LOG_EVERY}, got {micro_batches}: "
-            "contenders that cannot end on a short group must do equal work."
+            "some contenders cannot end on a short group, and all must do equal work."
         )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-    # foreach, as torch chooses on a GPU: the slower loop over single tensors would hide more of the overhead
+    # foreach is torch's choice on a GPU; a loop over single tensors is slower and would hide more of the overhead
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
-    # Few distinct batches, so that the caches hold them and the measure is the loop, not the memory.
+    # few distinct batches, which fit the caches: the loop is measured, not the memory
     distinct = [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(LOG_EVERY)]
     batches = distinct * (micro_batches // LOG_EVERY)
     return Workload(model, optimizer, Batches(batches, gate), epochs)

@@ -1,4 +1,4 @@
-"""Gradient accumulation in a loop of your own: an update for every 4 micro-batches, and one for the short tail.
+"""Gradient accumulation in a hand-written loop: an update per 4 micro-batches, and one for the last group.
 
     python examples/accumulate_by_hand.py [EPOCHS]
 

@@ -1,8 +1,8 @@
-"""Real text that is on every machine: the source of Python's standard library, as bytes, and n-gram models of it.
+"""A text corpus that every machine has, the source of Python's standard library, as bytes, and n-gram models of it.
 
-A file is for validation when the SHA-256 of its path, relative to the library, is 0 modulo 10. Both splits are read
-once into a cache folder and memory-mapped from there; files there are made aside and renamed into place, so that any
-number of processes may race for them.
+A file is in the validation split if the SHA-256 of its path, relative to the library, is 0 modulo 10. Both splits are
+read once into a cache folder and memory-mapped from there; files are written aside and renamed into place, so that
+several processes may do so at once.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Integers = npt.NDArray[np.int64]
 
 
 def is_for_validation(relative_path: str) -> bool:
-    """Whether the file at this posix path, relative to the library, is held out."""
+    """Whether the file at this POSIX path, relative to the library, is in the validation split."""
     return int(hashlib.sha256(relative_path.encode()).hexdigest(), 16) % 10 == 0
 
 
 def source_files(library: Path) -> dict[str, Path]:
-    """All ``*.py`` of the library by sorted relative posix path, without third-party packages."""
+    """All ``*.py`` of the library by sorted relative POSIX path, without third-party packages."""
     files = {path.relative_to(library).as_posix(): path for path in library.rglob("*.py") if path.is_file()}
     third_party = {"site-packages", "dist-packages"}
     return {name: files[name] for name in sorted(files) if third_party.isdisjoint(name.split("/"))}
@@ -49,11 +49,11 @@ class Corpus:
 
     train: Path
     val: Path
-    counts: Path  # n-gram counts of ``train``, made when first asked for
+    counts: Path  # n-gram counts of ``train``, created when first used
 
 
 def open_corpus(cache_dir: str | os.PathLike[str] | None = None, library: Path | None = None) -> Corpus:
-    """The corpus, read from the library unless it is in the cache.
+    """The corpus, read from the library unless it is cached.
 
     Args:
         cache_dir: default ``$XDG_CACHE_HOME/ignite_engine``, or ``~/.cache/ignite_engine``.
@@ -82,7 +82,7 @@ def open_corpus(cache_dir: str | os.PathLike[str] | None = None, library: Path |
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Make the file aside and rename it: others see all of it or nothing, and the last one to finish stays."""
+    """Write a temporary file and rename it: readers see a complete file or none, and the last writer wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -101,12 +101,12 @@ def open_bytes(path: Path) -> Bytes:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Pairs of ``context`` bytes and the same moved on by one, both int64 of shape ``(context,)``.
+    """Pairs of ``context`` bytes and the same shifted by one, both int64 of shape ``(context,)``.
 
     Args:
-        path: of a split; mapped in each process that reads it.
-        starts: where the windows begin.
-        jitter: each window is moved on by a random 0 .. ``jitter - 1`` bytes, from torch's generator.
+        path: of a split; memory-mapped in each process that reads it.
+        starts: the first byte of each window.
+        jitter: each access shifts the window by 0 .. ``jitter - 1`` bytes, drawn from torch's generator.
     """
 
     def __init__(self, path: Path, starts: Integers, context: int, *, jitter: int = 1) -> None:
@@ -126,11 +126,11 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_bytes": None}  # a pickled memory map would be a copy of the split
+        return {**self.__dict__, "_bytes": None}  # pickling a memory map copies the split
 
 
 def training_windows(path: Path, context: int) -> Windows:
-    """Windows side by side over the whole split, each at a random place of its stretch.
+    """Adjacent windows over the whole split, each shifted at random by up to its own length.
 
     Raises:
         ValueError: the split is shorter than two windows.
@@ -138,18 +138,18 @@ def training_windows(path: Path, context: int) -> Windows:
     count = path.stat().st_size // context - 1
     if count < 1:
         raise ValueError(
-            f"context is {context} bytes, but {path} has {path.stat().st_size}: expected two windows at least."
+            f"context is {context} bytes, but {path} has {path.stat().st_size}: expected at least two windows."
         )
     return Windows(path, np.arange(count) * context, context, jitter=context)
 
 
 def validation_windows(path: Path, context: int, limit: int) -> Windows:
-    """At most ``limit`` windows that do not overlap, spread evenly over the split, the same each time.
+    """At most ``limit`` windows that do not overlap, spread evenly over the split, always the same.
 
     Raises:
         ValueError: ``limit`` is below 1, or the split is shorter than a window.
     """
-    usable = path.stat().st_size - 2  # two bytes go before the first that is predicted, for the order-2 model
+    usable = path.stat().st_size - 2  # the order-2 model needs two bytes before the first predicted one
     count = min(limit, usable // context)
     if count < 1:
         raise ValueError(f"Expected at least one validation window, got {limit} of {context} bytes on {usable} bytes.")
@@ -157,7 +157,7 @@ def validation_windows(path: Path, context: int, limit: int) -> Windows:
 
 
 def predicted_positions(windows: Windows) -> Integers:
-    """Where in the split the bytes lie that the windows ask for."""
+    """Positions in the split of the bytes that the windows' targets hold."""
     return (windows.starts[:, None] + np.arange(1, windows.context + 1)).ravel()
 
 
@@ -165,11 +165,11 @@ class NgramModels:
     """Byte models of order 0, 1 and 2: p(byte | the n bytes before) = (count + 0.1) / (count of context + 25.6)."""
 
     def __init__(self, counts: Sequence[tuple[Integers, Integers]]) -> None:
-        self.counts = counts  # for each order, the (n+1)-grams that occur, sorted, and how often
+        self.counts = counts  # for each order, the sorted (n+1)-grams that occur, and their counts
 
     @classmethod
     def of(cls, corpus: Corpus) -> NgramModels:
-        """Counted on the training split, or from the cache; a few seconds the first time."""
+        """The models of the training split, cached; counting takes a few seconds the first time."""
         if not corpus.counts.exists():
             models = cls.counted(open_bytes(corpus.train))
             arrays = {f"{what}{n}": each for n, pair in zip(ORDERS, models.counts, strict=True)
@@ -197,7 +197,7 @@ class NgramModels:
 
 
 def grams(text: Bytes, order: int) -> Integers:
-    """Each byte from number ``order`` on and the ``order`` before it, as one number, the earliest most significant."""
+    """Each byte from index ``order`` on, with the ``order`` bytes before it, as one big-endian number."""
     number = np.zeros(len(text) - order, dtype=np.int64)
     for start in range(order + 1):
         number *= 256

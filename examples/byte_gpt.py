@@ -1,8 +1,8 @@
-"""A small GPT over the bytes of Python's standard library, and how it stands against n-gram models of them.
+"""A small GPT over the bytes of Python's standard library, compared with n-gram models of the same bytes.
 
-The task of ``configs/byte_gpt.yaml``. What is not of the textbook: beside each byte the model sees the last 2, 3, ...
-bytes as one hashed n-gram, from tables of embeddings. They cost a look-up, and spare a small model on a CPU the
-training time in which attention would find out about its nearest neighbours.
+The task of ``configs/byte_gpt.yaml``. One thing differs from a textbook GPT: in addition to each byte the model sees
+the last 2, 3, ... bytes as hashed n-grams with their own embedding tables. A table costs one look-up and saves a small
+model on a CPU the training time that attention would need to learn about adjacent bytes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from torch.nn import functional
 from ignite_engine import Task, Trainer, TrainingEvents
 
 VOCABULARY = 256
-# Adam moves each weight by about the learning rate, whatever its gradient. A row that comes up rarely needs longer
-# steps than a matrix bears: so it is small in the table and scaled where it is used.
+# Adam changes each weight by about the learning rate, whatever its gradient. Rarely used rows need larger steps than
+# matrices tolerate: so the tables hold small values that are scaled where they are used.
 EMBEDDING_SCALE = 8.0
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # Fibonacci hashing (Knuth, TAOCP 3, section 6.4), as a signed 64-bit number
 
@@ -44,14 +44,14 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # Fibonacci hashing (Knuth, TAOCP 3, s
 class Options:
     """The config's ``task_options``."""
 
-    context: int = 256  # bytes that the model sees at once
+    context: int = 256  # bytes in a window
     width: int = 128  # of the residual stream
     layers: int = 3
     heads: int = 4
     dropout: float = 0.05  # probability, on the embeddings and on what each block adds
     ngram_orders: Sequence[int] = (2, 3, 4, 5, 6)  # bytes in an n-gram, 2 to 7
     ngram_slots: int = 2**14  # rows of each table, a power of two
-    ngram_width: int = 64  # of an embedding, that of a single byte included
+    ngram_width: int = 64  # of each embedding, single bytes included
     validation_windows: int = 1024  # at most; each of ``context`` bytes
     cache_dir: str | None = None  # of the corpus; None: $XDG_CACHE_HOME/ignite_engine or ~/.cache/ignite_engine
 
@@ -67,17 +67,17 @@ class Options:
 
 
 class NgramEmbedding(nn.Module):
-    """Bytes ``(batch, time)`` to ``(batch, time, features)``: that of the byte, and of each n-gram which ends there."""
+    """Bytes ``(batch, time)`` to ``(batch, time, features)``: embeddings of the byte and the n-grams ending there."""
 
     def __init__(self, options: Options) -> None:
         super().__init__()
         self.orders = list(options.ngram_orders)
         self.bits = options.ngram_slots.bit_length() - 1
-        # one table each, none larger than a few MB: the allocator hands back fresh pages for large gradients
+        # separate tables, none larger than a few MB: for larger gradients the allocator returns fresh pages each time
         rows = [VOCABULARY, *(options.ngram_slots for _ in self.orders)]
         tables = [nn.Embedding(count, options.ngram_width) for count in rows]
         for table in tables:
-            nn.init.normal_(table.weight, std=0.05 if table is tables[0] else 0.01)  # an n-gram never seen says little
+            nn.init.normal_(table.weight, std=0.05 if table is tables[0] else 0.01)  # an unseen n-gram adds little
         self.tables = nn.ModuleList(tables)
         self.features = options.ngram_width * len(rows)
 
@@ -87,7 +87,7 @@ class NgramEmbedding(nn.Module):
         return torch.cat(rows, dim=-1) * EMBEDDING_SCALE
 
     def _slots(self, inputs: Tensor, order: int) -> Tensor:
-        padded = functional.pad(inputs, (order - 1, 0))  # before the window there are zeros
+        padded = functional.pad(inputs, (order - 1, 0))  # zeros precede the window
         key = torch.zeros_like(inputs)
         for offset in range(order):
             key = key * VOCABULARY + padded[:, offset : offset + inputs.shape[1]]
@@ -96,7 +96,7 @@ class NgramEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a squared-ReLU MLP, each on the normed stream and added to it."""
+    """Causal self-attention and a squared-ReLU MLP, each with a pre-norm and a residual connection."""
 
     def __init__(self, options: Options) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Block(nn.Module):
         for layer in (self.qkv, self.mlp_in):
             nn.init.normal_(layer.weight, std=0.7 * width**-0.5)
         for layer in (self.attention_out, self.mlp_out):
-            nn.init.zeros_(layer.weight)  # a fresh block adds nothing
+            nn.init.zeros_(layer.weight)  # an untrained block adds nothing
 
     def forward(self, stream: Tensor, mask: Tensor) -> Tensor:
         stream = stream + self.dropout(self.attention_out(self._attend(self.attention_norm(stream), mask)))
@@ -123,7 +123,7 @@ class Block(nn.Module):
     def _attend(self, inputs: Tensor, mask: Tensor) -> Tensor:
         batch, time, width = inputs.shape
         query, key, value = self.qkv(inputs).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        # spelt out: on CPU the backward pass of scaled_dot_product_attention takes three times as long in bf16
+        # written out: on CPU the backward of scaled_dot_product_attention takes three times as long in bf16
         scores = (query * (width // self.heads) ** -0.5) @ key.transpose(-1, -2) + mask.to(query.dtype)
         attended: Tensor = scores.softmax(dim=-1) @ value
         return attended.transpose(1, 2).reshape(batch, time, width)
@@ -153,7 +153,7 @@ class ByteGPT(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         time = inputs.shape[1]
         stream = self.mix(self.embedding_dropout(self.embedding(inputs)))
-        # the stream is in autocast's precision; it begins at unit scale, however much the tables have grown
+        # the stream is in autocast's precision; the norm makes it start at unit scale, whatever the tables' scale
         stream = self.embedding_norm(stream + self.positions.weight[:time].to(stream.dtype)).to(stream.dtype)
         for block in self.blocks:
             stream = block(stream, self.mask[:time, :time])
@@ -162,7 +162,7 @@ class ByteGPT(nn.Module):
 
 
 def weight_decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay as the optimizer says, vectors (the scales of the norms) not at all."""
+    """Two groups: matrices with the optimizer's weight decay, vectors (scales of the norms) without."""
     parameters = list(model.parameters())
     return [
         {"name": "decay", "params": [each for each in parameters if each.dim() >= 2]},
@@ -171,10 +171,10 @@ def weight_decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class BaselineReport:
-    """Compares the model with the n-gram models on the very bytes that are evaluated.
+    """Compares the model with n-gram models on the bytes that are evaluated.
 
-    Each evaluation also gets ``baseline/order_0_bits_per_byte`` and so on; a run that completes prints a table on
-    rank 0. The models are counted at the first evaluation: a few seconds, and less from the cache.
+    Each evaluation also writes ``baseline/order_0_bits_per_byte`` and so on; a completed run prints a table on rank 0.
+    The n-gram models are built at the first evaluation: a few seconds, less from the cache.
     """
 
     metric = "val/bits_per_byte"
@@ -183,17 +183,17 @@ class BaselineReport:
         self.corpus, self.windows = corpus, windows
 
     def attach(self, trainer: Trainer, event: Any = TrainingEvents.EVALUATION_COMPLETED) -> None:
-        """Write the values at ``event``; the table is due at the end."""
+        """Write the values at ``event``, and print the table at the end."""
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(Events.COMPLETED, self.print_table)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Write the baselines beside the model's own value."""
+        """Write the baselines into ``state.metrics``."""
         for order, bits in zip(ORDERS, self.evaluated, strict=True):
             trainer.state.metrics[f"baseline/order_{order}_bits_per_byte"] = bits
 
     def print_table(self, trainer: Trainer) -> None:
-        """Print the comparison, if the run got to its end and was evaluated."""
+        """Print the comparison if the run completed and was evaluated."""
         state = trainer.state
         if state.status == "completed" and self.metric in state.metrics and idist.get_rank() == 0:
             print(self.table(state.metrics[self.metric]), flush=True)
@@ -217,7 +217,7 @@ class BaselineReport:
 
     @cached_property
     def whole_split(self) -> list[float]:
-        """Bits per byte of each order on all of the validation split, but its first two bytes."""
+        """Bits per byte of each order on the validation split, except its first two bytes."""
         text = open_bytes(self.corpus.val)
         return self._models.bits_per_byte(text, torch.arange(max(ORDERS), len(text)).numpy())
 
@@ -232,7 +232,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def predict(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits ``(bytes, 256)`` and targets ``(bytes,)``: one row per byte, so that metrics weigh by bytes."""
+    """Logits ``(bytes, 256)`` and targets ``(bytes,)``: one row per byte, so that metrics are means over bytes."""
     inputs, targets = batch
     return model(inputs).flatten(0, 1), targets.flatten()
 
@@ -241,8 +241,8 @@ def build(options: Mapping[str, Any]) -> Task:
     """The task; ``options`` are the fields of :class:`Options`.
 
     Raises:
-        TypeError: an option that there is not.
-        ValueError: an option's value cannot be.
+        TypeError: an unknown option.
+        ValueError: an option with an invalid value.
     """
     chosen = Options(**options)
     corpus = open_corpus(chosen.cache_dir)

@@ -1,7 +1,7 @@
-"""Handwritten digits: scikit-learn's bundled 1,797 images of 8 x 8 pixels, a small CNN, and a test fifth held out.
+"""Handwritten digits: the 1,797 images of 8 x 8 pixels bundled with scikit-learn, a small CNN, a held-out test set.
 
-The task of ``configs/digits.yaml``; ``pip install ignite-engine[examples]`` brings scikit-learn. The images come with
-the package: nothing is downloaded.
+The task of ``configs/digits.yaml``; ``pip install ignite-engine[examples]`` installs scikit-learn, and the images with
+it: nothing else is downloaded.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.utils.data import Dataset
 from ignite_engine import Task
 
 CLASSES = 10
-BRIGHTEST = 16.0  # of a pixel, as scikit-learn stores it
-GROUPS = 8  # of channels that are normalised together
+BRIGHTEST = 16.0  # maximum pixel value in scikit-learn's data
+GROUPS = 8  # of the group normalization
 
 
 @dataclass(frozen=True)
 class Options:
     """The config's ``task_options``."""
 
-    width: int = 32  # channels of the first block; the others have twice and four times as many
+    width: int = 32  # channels of the first block; the second has twice, the third four times as many
     dropout: float = 0.3  # probability, before the last layer
-    rotation: float = 12.0  # degrees by which a training image is turned at most, either way
-    split_seed: int = 0  # which images are for training, validation and test; not the run's seed
+    rotation: float = 12.0  # maximum rotation of a training image, in degrees, either way
+    split_seed: int = 0  # of the split into training, validation and test images; not the run's seed
 
     def __post_init__(self) -> None:
         if self.width < GROUPS or self.width % GROUPS:
@@ -46,8 +46,8 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
     Args:
         images: shape ``(count, 1, 8, 8)``.
         digits: shape ``(count,)``.
-        rotation: each image is turned by up to so many degrees, drawn anew each time from torch's generator, which the
-            loader seeds for each sample; 0 leaves them as they are.
+        rotation: maximum angle in degrees; each access draws one from torch's generator, which the loader seeds per
+            sample. 0: no rotation.
     """
 
     def __init__(self, images: Tensor, digits: Tensor, *, rotation: float = 0.0) -> None:
@@ -70,7 +70,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Network(nn.Module):
-    """Images ``(batch, 1, 8, 8)`` to logits ``(batch, 10)``: three convolutions, a mean over the pixels, one layer."""
+    """Images ``(batch, 1, 8, 8)`` to logits ``(batch, 10)``: three convolutions, average pooling, one linear layer."""
 
     def __init__(self, options: Options) -> None:
         super().__init__()
@@ -92,17 +92,17 @@ class Network(nn.Module):
 
 
 def block(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
-    """A 3 x 3 convolution that keeps the size, and a norm without buffers, which would not be those of the average."""
+    """A 3 x 3 convolution of equal size, and GroupNorm: it has no buffers, which weight averaging would not average."""
     return nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(GROUPS, outputs), nn.ReLU()
 
 
 def load_splits(seed: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Images and digits of ``train``, ``val`` and ``test``: three fifths, one and one, drawn by ``seed``."""
+    """Images and digits of ``train`` (3/5), ``val`` (1/5) and ``test`` (1/5), split at random by ``seed``."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the digits are in scikit-learn, which is not installed: pip install 'ignite-engine[examples]'"
+            "the images are part of scikit-learn, which is not installed: pip install 'ignite-engine[examples]'"
         ) from error
     pixels, digits = load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).float().reshape(-1, 1, 8, 8) / BRIGHTEST
@@ -129,8 +129,8 @@ def build(options: Mapping[str, Any]) -> Task:
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
-        TypeError: an option that there is not.
-        ValueError: an option's value cannot be.
+        TypeError: an unknown option.
+        ValueError: an option with an invalid value.
     """
     chosen = Options(**options)
     splits = load_splits(chosen.split_seed)

@@ -1,4 +1,4 @@
-"""A test skipped in silence proves nothing: .ci/run fails on one that tests/allowed_skips.txt gives no reason for."""
+"""A test that is skipped silently proves nothing: .ci/run fails unless tests/allowed_skips.txt lists its reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_passes(): ...
 
 
 def judged(folder: Path, allowed: str) -> subprocess.CompletedProcess[str]:
-    """What .ci/run says of TESTS with this list of allowed skips."""
+    """What .ci/run reports about TESTS with this list of allowed skips."""
     (folder / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (folder / "test_sample.py").write_text(TESTS)
     (folder / "allowed.txt").write_text(allowed)
@@ -55,7 +55,7 @@ def test_skip_that_is_not_listed_or_for_another_reason_fails(tmp_path: Path, all
     assert "NOT ALLOWED test_sample.py::test_is_marked: too slow" in done.stdout
 
 
-def test_run_that_never_ended_fails(tmp_path: Path) -> None:
+def test_unfinished_test_run_fails(tmp_path: Path) -> None:
     (tmp_path / "skipped").write_text("")
     (tmp_path / "allowed.txt").write_text("")
     script = [sys.executable, ROOT / ".ci" / "skipped.py", "skipped", "allowed.txt"]

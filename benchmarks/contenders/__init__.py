@@ -1,4 +1,4 @@
-"""The contenders by name. Each is written twice, bare and full, so that none pays for a setting it does not use.
+"""The contenders by name. Each is written twice, bare and full, so that neither has branches for the other setting.
 
 bare: fp32, every micro-batch is an optimizer step, nothing else.
 full: bf16 autocast, 4 micro-batches to a step, clipping, an LR schedule per step, and the mean loss logged every 48

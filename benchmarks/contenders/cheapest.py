@@ -1,4 +1,4 @@
-"""The same maths, bit for bit, by someone who counts microseconds: nothing is built, asked or cast twice."""
+"""A hand-written loop optimized for overhead, bit for bit the same computation; nothing is done twice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def full(work: Workload) -> None:
         group["lr"] = lr
     for _ in range(work.epochs):
         stream = iter(work.batches)
-        # The same iterator four times: zip hands out groups.
+        # the same iterator four times: zip yields groups
         for micro_batches in zip(*[stream] * ACCUMULATION, strict=True):
             with autocast:  # one context: each weight is cast once per step
                 for inputs, targets in micro_batches:
@@ -59,9 +59,9 @@ def full(work: Workload) -> None:
 
 
 def clip(parameters: list[torch.nn.Parameter]) -> None:
-    """``clip_grad_norm_`` that leaves the gradients alone where it would multiply them by one."""
+    """``clip_grad_norm_`` without the multiplication where the factor is one."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    # a little early: in between, the clamp decides as torch does; a NaN is handed on as torch does
+    # the margin leaves the close cases to the clamp, as in torch; NaN propagates, as in torch
     if not norm.item() + 1e-5 <= CLIP_NORM:
         torch._foreach_mul_(gradients, torch.clamp(CLIP_NORM / (norm + 1e-6), max=1.0))

@@ -66,7 +66,7 @@ def supervised_bare(work: Workload) -> None:
 
 
 def supervised_full(work: Workload) -> None:
-    """Clipping and the schedule are hooked on, because it has neither; its own amp mode is for CUDA alone."""
+    """Clipping and the schedule are attached, because it has neither; its own amp mode is for CUDA only."""
     scheduler = LambdaLR(work.optimizer, lr_factor)
     running_loss = 0.0
 
@@ -102,11 +102,11 @@ def supervised_full(work: Workload) -> None:
 
 
 def add_quiet_handlers(trainer: Engine, handlers: int, micro_batches_per_update: int) -> None:
-    """Attach handlers that seldom fire, at the same updates for every contender."""
+    """Attach handlers that rarely fire, at the same updates for every contender."""
     for index in range(handlers):
         period = (HANDLER_PERIOD + index) * micro_batches_per_update
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=period), quiet)
 
 
 def quiet() -> None:
-    """Nothing: the bus is measured, not its handlers."""
+    """Does nothing: the bus is measured, not its handlers."""

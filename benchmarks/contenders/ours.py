@@ -1,4 +1,4 @@
-"""The engine of this project, as its README uses it. Imported when run, so that the others carry none of it."""
+"""This project's engine, as in its README. Imported when run, so that no other contender loads it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def full(work: Workload, handlers: int = 0) -> None:
     from ignite_engine.handlers import LRSchedule, MetricLogger, warmup_cosine
 
     class Lines:
-        """A sink that keeps what the hand-written loops keep."""
+        """A sink that records what the hand-written loops record."""
 
         def write(self, iteration: int, values: Mapping[str, float]) -> None:
             work.log.append(values["loss"])

@@ -1,4 +1,4 @@
-"""The loop that everyone writes first, from the tutorials: the yardstick."""
+"""The usual loop of the tutorials: the baseline."""
 
 from __future__ import annotations
 

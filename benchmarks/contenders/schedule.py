@@ -8,7 +8,7 @@ from benchmarks.workload import TOTAL, WARMUP
 
 
 def lr_factor(step: int) -> float:
-    """What the base LR is multiplied by for update ``step``, counted from 0."""
+    """The factor of the base LR for update ``step``, counted from 0."""
     if step < WARMUP:
         return (step + 1) / WARMUP
     return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - WARMUP) / (TOTAL - WARMUP))))

@@ -1,4 +1,4 @@
-"""The benchmark of formats compares equal work: each gives back what it was given. Contents, never times."""
+"""The benchmark of formats compares equal work: each format restores what it was given. Contents, never times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from benchmarks import checkpoint_format
 
 
-def test_every_format_is_timed_and_gives_back_the_same(tmp_path: Path) -> None:
+def test_every_format_is_timed_and_restores_the_same(tmp_path: Path) -> None:
     found = checkpoint_format.measure(2, 16, tmp_path)
     state = checkpoint_format.training_state(16)
     content = sum(tensor.numel() * tensor.element_size() for tensor in checkpoint_format._tensors(state))
@@ -22,7 +22,7 @@ def test_every_format_is_timed_and_gives_back_the_same(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_format_that_gives_back_something_else_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_format_that_restores_something_else_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
         found = checkpoint_format.read_torch(folder, state)
         found["model"]["0.bias"] = torch.zeros(16)
@@ -30,16 +30,16 @@ def test_format_that_gives_back_something_else_is_no_result(tmp_path: Path, monk
 
     pair = (checkpoint_format.write_torch, forgetful)
     monkeypatch.setattr(checkpoint_format, "FORMATS", {"torch.save": pair})
-    with pytest.raises(RuntimeError, match=r"torch\.save did not give back what it was given"):
+    with pytest.raises(RuntimeError, match=r"torch\.save did not restore what it was given"):
         checkpoint_format.measure(1, 16, tmp_path)
 
 
-def test_only_torch_save_holds_all_plain_data_and_runs_none_of_it(tmp_path: Path) -> None:
-    """The ground of the choice of a format: if this fails, torch or safetensors has changed and it may be made anew."""
+def test_only_torch_save_restores_all_plain_data_and_runs_no_code(tmp_path: Path) -> None:
+    """The reasons for the chosen format; a failure means that torch or safetensors has changed."""
     table = checkpoint_format.holds(tmp_path)
     ours = table["torch.save"]
 
-    assert ours.pop("code in a file") == "does not run" and set(ours.values()) == {"as it was"}
+    assert ours.pop("code in a file") == "does not run" and set(ours.values()) == {"restored"}
     assert table["DCP"]["code in a file"] == "runs"
     assert table["safetensors"]["tuple"] == "changed" and table["safetensors"]["bytes"] == "refused"
 

@@ -120,7 +120,7 @@ def test_ratio_of_medians_and_its_interval() -> None:
     assert exact == Ratio(2.0, 2.0, 2.0)  # every drawn set of pairs has the same ratio
     loose = ratio_of_medians([1.0, 2.0, 9.0, 2.0], [1.0, 1.0, 1.0, 2.0])
     assert loose.low < loose.value < loose.high
-    with pytest.raises(ValueError, match="same rounds"):
+    with pytest.raises(ValueError, match="same number of rounds"):
         ratio_of_medians([1.0], [1.0, 2.0])
 
 

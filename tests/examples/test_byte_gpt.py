@@ -175,7 +175,7 @@ def test_training_windows_move_by_the_samples_own_generator(task: Task) -> None:
         assert torch.equal(inputs[1:], targets[:-1])
         assert bytes([*inputs.tolist(), targets[-1].item()]) in text
     last = len(task.train_set) - 1  # type: ignore[arg-type]
-    assert (last + 2) * context <= len(text)  # wherever the last window moves to, it is inside
+    assert (last + 2) * context <= len(text)  # however the last window is shifted, it is inside
 
 
 def test_windows_are_pickled_without_their_bytes(task: Task) -> None:
@@ -186,7 +186,7 @@ def test_windows_are_pickled_without_their_bytes(task: Task) -> None:
 
 def test_a_split_too_short_for_the_windows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "split.bin").write_bytes(b"x" * 20)
-    with pytest.raises(ValueError, match="expected two windows at least"):
+    with pytest.raises(ValueError, match="expected at least two windows"):
         byte_corpus.training_windows(tmp_path / "split.bin", 16)
     with pytest.raises(ValueError, match="at least one validation window"):
         byte_corpus.validation_windows(tmp_path / "split.bin", 19, 1)
@@ -194,7 +194,7 @@ def test_a_split_too_short_for_the_windows_is_refused(tmp_path: Path) -> None:
 
 def test_the_model_looks_back_only(task: Task) -> None:
     model = task.model.eval()
-    torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr, arg-type]  # fresh, it says the same of all
+    torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr, arg-type]  # untrained, its output is the same for all inputs
     for block in model.blocks:  # type: ignore[union-attr]
         torch.nn.init.normal_(block.attention_out.weight)
         torch.nn.init.normal_(block.mlp_out.weight)
@@ -276,7 +276,7 @@ def test_a_run_that_did_not_complete_prints_no_table(task: Task, capsys: pytest.
     class Run:
         class state:
             status = "interrupted"
-            metrics = {"val/bits_per_byte": 2.0}  # a stand-in for a state
+            metrics = {"val/bits_per_byte": 2.0}  # in the place of a state
 
     task.handlers[0].print_table(Run)
     assert not capsys.readouterr().out

@@ -43,7 +43,7 @@ def test_splits_are_a_function_of_their_own_seed() -> None:
     assert not torch.equal(first, digits.load_splits(1)["test"][0])
 
 
-def test_training_images_are_turned_anew_each_time_and_the_others_are_left_alone() -> None:
+def test_training_images_are_rotated_at_random_and_the_others_never() -> None:
     task = build_task(build, {})
     original = digits.load_splits(0)
     torch.manual_seed(0)
@@ -84,9 +84,9 @@ def test_missing_scikit_learn_is_one_line_with_the_remedy(monkeypatch: pytest.Mo
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.delitem(sys.modules, build.__module__)
-    anew = find_task("digits.py:build", ROOT / "examples")  # importing the file needs no scikit-learn
+    task = find_task("digits.py:build", ROOT / "examples")  # importing the file needs no scikit-learn
     with pytest.raises(TaskError, match=r"not installed: pip install 'ignite-engine\[examples\]'"):
-        build_task(anew, {})
+        build_task(task, {})
 
 
 def test_best_checkpoint_reaches_the_promised_accuracy_on_the_test_fifth(
