@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from ignite.engine import Events
 
@@ -15,10 +15,10 @@ from ignite_engine.checkpointing import (
     CheckpointStore,
     LoadPlan,
     LoadTable,
-    Retention,
-    SaveFilter,
+    SaveOptions,
     require_exact,
 )
+from ignite_engine.checkpointing.save_options import SaveKeywords
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
@@ -31,60 +31,19 @@ class Checkpoint:
 
     Args:
         directory: of all checkpoints of the run, shared by the ranks.
-        keep_last: newest ones kept, at least 1.
-        best: name of a metric, written on every rank; a new best one, by its mean over the ranks, is saved and kept.
-            One that nobody writes is told in a warning.
-        keep_best: how many of the best are kept.
-        mode: whether a small or a large value is good.
-        keep_every: those whose iteration is a multiple of it stay for good.
-        config: kept in each checkpoint.
-        labels: words that each checkpoint is labelled with.
-        exclude: what is not saved: parts, such as ``optimizer``, or names inside parts, such as ``model:backbone.*``.
-            A resumed run has it as it was built, so it must not be trained; the exactness report names it.
-        keep_fn: ``keep_fn(part, name, value)``, asked of each name inside a part; False leaves it out, too.
-        background: write while training goes on; the last save of a run is waited for. It holds a second copy of the
-            state in host memory. With an ``Update`` weights and optimizer state are copied beside the next forward
-            and backward; with an update function of your own training waits for the copy.
-        when_busy: what a save that is due does while the one before is still being written; ``wait`` or ``skip``
-            (never a best one, one that was asked for, or the last).
-        on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
-            one process only. What is resumed from there is not bit for bit, so ``strict`` goes without it.
-        strict: refuse to begin, or to resume, what cannot be resumed bit for bit.
+        name: of the handler's own state in a checkpoint.
+        options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`: ``keep_last``, ``best``,
+            ``keep_best``, ``mode``, ``keep_every``, ``config``, ``labels``, ``exclude``, ``keep_fn``, ``background``,
+            ``when_busy``, ``on_exception``, ``strict``.
 
     A save that fails fires ``CHECKPOINT_FAILED`` and training goes on; the one at the end of the run raises. In the
     background both events come at the first edge after the save has ended, on all ranks at the same one.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        *,
-        keep_last: int = 2,
-        best: str | None = None,
-        keep_best: int = 1,
-        mode: Literal["min", "max"] = "min",
-        keep_every: int | None = None,
-        config: Mapping[str, Any] | None = None,
-        labels: Iterable[str] = (),
-        exclude: Iterable[str] = (),
-        keep_fn: Callable[[str, str, Any], bool] | None = None,
-        background: bool = False,
-        when_busy: Literal["wait", "skip"] = "wait",
-        on_exception: bool = False,
-        strict: bool = False,
-        name: str = "checkpoint",
-    ) -> None:
-        if when_busy not in ("wait", "skip"):
-            raise ValueError(f"when_busy must be 'wait' or 'skip', got {when_busy!r}.")
-        if strict and on_exception:
-            raise ValueError(
-                "strict refuses to resume what on_exception saves, where random numbers are those of the break: "
-                "choose one of them."
-            )
-        self.background, self.when_busy, self.on_exception = background, when_busy, on_exception
-        self.strict, self.name = strict, name
-        retention = Retention(keep_last=keep_last, keep_best=keep_best, best=best, mode=mode, keep_every=keep_every)
-        self._saver = Saver(directory, retention, SaveFilter(exclude, keep_fn), config, labels)
+    def __init__(self, directory: str | Path, *, name: str = "checkpoint", **options: Unpack[SaveKeywords]) -> None:
+        self.name, self.options = name, SaveOptions(**options)
+        self._saver = Saver(directory, self.options)
+        best = self.options.best
         self._watched = None if best is None else FollowedMetric(best, f"{type(self).__name__}(best=...)")
         self._trainer: Trainer | None = None
         self._due = self._must = False
@@ -134,7 +93,7 @@ class Checkpoint:
         """
         if self._trainer is None:
             raise RuntimeError("Checkpoint.resume() needs a trainer: call attach(trainer, event) before.")
-        path = self._trainer.registry.resume(self.store, ignore=ignore, strict=self.strict)
+        path = self._trainer.registry.resume(self.store, ignore=ignore, strict=self.options.strict)
         if path is not None:
             self._saver.resumed(self._trainer, path)
             logger.info("Resumed from %s.", path)
@@ -167,13 +126,13 @@ class Checkpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far; which checkpoints there are is read from disk."""
-        watched, retention = self._watched, self._saver.retention
+        watched = self._watched
         if watched is None:
             return {}
-        return {"key": watched.key, "mode": retention.mode, "best": self._best, "measured_at": watched.seen_at}
+        return {"key": watched.key, "mode": self.options.mode, "best": self._best, "measured_at": watched.seen_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        watched, mode = self._watched, self._saver.retention.mode
+        watched, mode = self._watched, self.options.mode
         if watched is None or not state:
             return
         if (state["key"], state["mode"]) != (watched.key, mode):
@@ -186,14 +145,14 @@ class Checkpoint:
 
     def _start(self, trainer: Trainer) -> None:
         self._due = self._must = False
-        if self.on_exception and agreement.world_size() > 1:
+        if self.options.on_exception and agreement.world_size() > 1:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
-        if self.when_busy == "skip" and not self.background:
+        if self.options.when_busy == "skip" and not self.options.background:
             logger.warning("when_busy='skip' has no effect without background=True: no save is ever busy.")
         self._saver.start(trainer)
         if self._watched is not None:
             self._watched.begin(trainer)
-        if self.strict:
+        if self.options.strict:
             mine = trainer.exactness(self._saver.filter)
             reasons = [each for rank in agreement.gather_objects(mine) for each in rank]
             require_exact("This run", list(dict.fromkeys(reasons)))
@@ -204,7 +163,7 @@ class Checkpoint:
         score = None if self._watched is None else self._watched.new_value(trainer)
         if self._watched is not None and score is not None:
             values[self._watched.key] = score
-            if improves(score, self._best, self._saver.retention.mode):
+            if improves(score, self._best, self.options.mode):
                 self._best, self._due, self._must = score, True, True
         (measured_at, before), iteration = self._measured, trainer.state.iteration
         self._measured = (iteration, before | values if measured_at == iteration else values)
@@ -219,20 +178,20 @@ class Checkpoint:
         if not due or saver.has_saved(trainer):
             return
         if saver.busy:
-            if self.when_busy == "skip" and not must:
+            if self.options.when_busy == "skip" and not must:
                 logger.info("No checkpoint at iteration %d: the one before is still being written.", state.iteration)
                 return
             saver.finish(trainer)
         measured_at, values = self._measured
         metrics = values if measured_at == state.iteration else None
-        saver.save(trainer, background=self.background and not state.last, metrics=metrics)
+        saver.save(trainer, background=self.options.background and not state.last, metrics=metrics)
 
     def _end(self, trainer: Trainer) -> None:
         self._saver.end(trainer)
-        if trainer.state.status == "failed" and agreement.world_size() == 1 and self.on_exception:
+        if trainer.state.status == "failed" and agreement.world_size() == 1 and self.options.on_exception:
             with trainer.position.before_the_failure() as restartable:
                 if restartable and not self._saver.has_saved(trainer):
-                    self._saver.save(trainer, exactness=["saved after an exception, random numbers as it left them"])
+                    self._saver.save(trainer, reasons=["saved after an exception, random numbers as it left them"])
 
 
 def _is_number(value: Any) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ignite.engine.events import RemovableEventHandle
 from torch import Tensor
@@ -16,11 +16,11 @@ from ignite_engine.checkpointing import (
     BackgroundSave,
     CheckpointError,
     CheckpointStore,
-    Retention,
-    SaveFilter,
+    SaveOptions,
     Snapshot,
     all_finite,
 )
+from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, unwrap
@@ -39,22 +39,12 @@ class Saver:
 
     Args:
         directory: of all checkpoints of the run, shared by the ranks.
-        retention: which of them stay.
-        save_filter: what is left out of them.
-        config: kept in each of them.
-        labels: of each of them.
+        options: what is saved, how, and what is kept.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        retention: Retention,
-        save_filter: SaveFilter,
-        config: Mapping[str, Any] | None,
-        labels: Iterable[str],
-    ) -> None:
+    def __init__(self, directory: str | Path, options: SaveOptions) -> None:
         self.store = CheckpointStore(directory)
-        self.retention, self.filter, self.config, self.labels = retention, save_filter, config, tuple(labels)
+        self.options, self.filter = options, options.filter
         self.error: CheckpointError | None = None
         """Why the last save failed; None: it did not."""
         self.parent: str | None = None
@@ -95,39 +85,37 @@ class Saver:
         *,
         background: bool = False,
         metrics: Mapping[str, float] | None = None,
-        exactness: Iterable[str] = (),
+        reasons: Iterable[str] = (),
     ) -> None:
         """Save this edge; a collective. No other save is :attr:`busy`.
 
         Args:
             background: write while training goes on.
             metrics: of this iteration.
-            exactness: reasons, beside the trainer's, why a resumed run may differ in its bits.
+            reasons: beside the trainer's, why a resumed run may differ in its bits.
 
         Raises:
             CheckpointError: it failed, and was the last one of the run; any other failure is told to the bus.
         """
         state = trainer.state
         state.checkpoints += 1  # it counts itself: the resumed run goes on with this number
-        (shared, left_out), (local, own) = map(self.filter, trainer.registry.capture())
+        kinds: Mapping[str, str] = getattr(trainer.registry, "kinds", {})
+        (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
         if background:
             shared, local = self._snapshot.take((shared, local), _changed_by_step_alone(trainer))
-        save = partial(
-            self.store.save,
-            shared,
-            local,
-            iteration=state.iteration,
-            epoch=state.epoch,
-            metrics=metrics,
-            exactness=[*trainer.exactness(self.filter), *exactness],
-            config=self.config,
-            labels=self.labels,
-            left_out=left_out | own,
-            parent=self.parent,
-        )
+        facts: Facts = {
+            **self.options.facts,
+            "metrics": metrics,
+            "reproducibility": [*trainer.exactness(self.filter), *reasons],
+            "left_out": left_out | own,
+            "kinds": kinds,
+            "parent": self.parent,
+        }
+        save = partial(self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch)
 
         def write() -> Path:
-            path = save(healthy=all_finite(shared.get("model", {})))
+            facts["healthy"] = all_finite(shared.get("model", {}))
+            path = save(**facts)
             self._prune()
             return path
 
@@ -161,7 +149,7 @@ class Saver:
 
     def _prune(self) -> None:
         try:
-            self.store.apply(self.retention)
+            self.store.apply(self.options.retention)
         except CheckpointError as error:  # one too many is no reason to stop
             logger.warning("%s", error)
 

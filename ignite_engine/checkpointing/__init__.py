@@ -10,6 +10,7 @@ from ignite_engine.checkpointing.manifest import FORMAT_VERSION, Manifest, read_
 from ignite_engine.checkpointing.part_file import all_finite
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
 from ignite_engine.checkpointing.save_filter import SaveFilter
+from ignite_engine.checkpointing.save_options import SaveOptions
 from ignite_engine.checkpointing.snapshot import Snapshot
 from ignite_engine.checkpointing.store import CheckpointStore, Loaded, Newest
 from ignite_engine.checkpointing.weights_source import Source, find_directory, find_source, read_source
@@ -29,6 +30,7 @@ __all__ = [
     "NotExact",
     "Retention",
     "SaveFilter",
+    "SaveOptions",
     "Snapshot",
     "Source",
     "StateMismatch",

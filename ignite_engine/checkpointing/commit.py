@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +23,7 @@ from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.manifest import (
     MANIFEST_NAME,
+    Facts,
     Manifest,
     current_versions,
     plain_config,
@@ -36,12 +37,12 @@ from ignite_engine.errors import CheckpointError
 
 @dataclass(frozen=True)
 class _Written:
-    """What one rank tells the others of its part."""
+    """What one rank sends to the others about its part."""
 
     iteration: int
     files: dict[str, FileRecord]
     parts: dict[str, list[str]]
-    exactness: list[str]
+    reproducibility: list[str]
     healthy: bool
 
 
@@ -62,8 +63,7 @@ class Commit:
         self._failure = failure
         self._temporary: Path | None = None
         self._written: list[_Written] = []
-        self._metrics: dict[str, float] = {}
-        self._config: dict[str, Any] | None = None
+        self._facts: Facts = {}
         self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -74,15 +74,24 @@ class Commit:
     ) -> None:
         self._lock.close()
         if self._ranks.rank == 0 and self._temporary is not None and self._temporary.exists():
-            # the error that brought us here is the one to tell; what cannot be removed now is swept later
+            # the error that ended the save is the one to report; what cannot be removed now is swept later
             with contextlib.suppress(OSError):
                 filesystem.remove_tree(self._temporary)
 
-    def begin(self, *, metrics: Mapping[str, Any] | None, config: Mapping[str, Any] | None) -> None:
-        """Make the temporary directory; a collective."""
+    def begin(self, facts: Facts) -> None:
+        """Make the temporary directory; a collective.
+
+        Args:
+            facts: what the manifest will say beside what is known here.
+        """
+        self._facts = facts
 
         def make() -> Path:
-            self._metrics, self._config = plain_metrics(metrics), plain_config(config)
+            self._facts = {
+                **facts,
+                "metrics": plain_metrics(facts.get("metrics")),
+                "config": plain_config(facts.get("config")),
+            }
             filesystem.ensure_directory(self._directory)
             # known before it is made: an interrupt in between must not leave it behind
             self._temporary = names.temporary_path(self._directory, self._iteration)
@@ -92,9 +101,7 @@ class Commit:
 
         self._temporary = self._ranks.rank_zero(make, self._failure)
 
-    def write(
-        self, shared: Mapping[str, Any], local: Mapping[str, Any], *, exactness: Sequence[str], healthy: bool
-    ) -> None:
+    def write(self, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
         """Write this rank's files; a collective, at whose end all ranks have written theirs."""
         assert self._temporary is not None
         temporary = self._temporary
@@ -109,15 +116,13 @@ class Commit:
                 iteration=self._iteration,
                 files={name: write_parts(temporary / name, parts) for name, parts in contents.items()},
                 parts={name: list(parts) for name, parts in contents.items()},
-                exactness=list(exactness),
-                healthy=healthy,
+                reproducibility=list(self._facts.get("reproducibility", ())),
+                healthy=self._facts.get("healthy", True),
             )
 
         self._written = self._ranks.together(write, self._failure)
 
-    def finish(
-        self, *, epoch: int, labels: Sequence[str], parent: str | None, left_out: Mapping[str, Sequence[str]]
-    ) -> tuple[Path, Manifest]:
+    def finish(self, epoch: int) -> tuple[Path, Manifest]:
         """Write the manifest, rename; a collective.
 
         Returns:
@@ -126,7 +131,7 @@ class Commit:
 
         def commit() -> tuple[Path, Manifest]:
             assert self._temporary is not None
-            manifest = self._manifest(epoch, labels, parent, left_out)
+            manifest = self._manifest(epoch)
             filesystem.synchronise_directory(self._temporary)
             filesystem.write_file(self._temporary / MANIFEST_NAME, lambda file: file.write(manifest.to_json()))
             filesystem.synchronise_directory(self._temporary)
@@ -150,33 +155,28 @@ class Commit:
         filesystem.synchronise_directory(self._directory)
         return plain
 
-    def _manifest(
-        self, epoch: int, labels: Sequence[str], parent: str | None, left_out: Mapping[str, Sequence[str]]
-    ) -> Manifest:
+    def _manifest(self, epoch: int) -> Manifest:
         iterations = sorted({each.iteration for each in self._written})
         if len(iterations) > 1:
             raise CheckpointError(f"the ranks are at different iterations: {iterations}")
         earlier = names.scan(self._directory)[0]
         same = [each.manifest for each in earlier if each.iteration == self._iteration]
-        return Manifest(
-            iteration=self._iteration,
-            epoch=epoch,
-            sequence=1 + max((each.manifest.sequence for each in earlier), default=0),
-            metrics=self._metrics,
-            world_size=self._ranks.world_size,
-            config=self._config,
-            versions=current_versions(),
-            files={name: record for each in self._written for name, record in each.files.items()},
-            parts={name: parts for each in self._written for name, parts in each.parts.items()},
-            created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            exactness=_unique(reason for each in self._written for reason in each.exactness),
-            healthy=all(each.healthy for each in self._written),
-            labels=_unique([*(label for each in same for label in each.labels), *labels]),
-            pinned=any(each.pinned for each in same),
-            parent=parent,
-            environment=environment_values(self._ranks.world_size),
-            left_out={part: list(names) for part, names in left_out.items()},
-        )
+        known = {
+            "iteration": self._iteration,
+            "epoch": epoch,
+            "sequence": 1 + max((each.manifest.sequence for each in earlier), default=0),
+            "world_size": self._ranks.world_size,
+            "versions": current_versions(),
+            "files": {name: record for each in self._written for name, record in each.files.items()},
+            "parts": {name: parts for each in self._written for name, parts in each.parts.items()},
+            "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "reproducibility": _unique(reason for each in self._written for reason in each.reproducibility),
+            "healthy": all(each.healthy for each in self._written),
+            "labels": _unique([*(label for each in same for label in each.labels), *self._facts.get("labels", ())]),
+            "pinned": any(each.pinned for each in same),
+            "environment": environment_values(self._ranks.world_size),
+        }
+        return Manifest(**{**self._facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts
 
 
 def _unique(words: Any) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing.filesystem import replace_file
-from ignite_engine.checkpointing.load import part_names as contents
+from ignite_engine.checkpointing.load.part_names import averages
 from ignite_engine.checkpointing.weights_source import Source, safetensors_torch
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -27,7 +27,7 @@ def weights_of(source: Source, weights: str = "raw") -> dict[str, Any]:
         raise CheckpointError(f"{source.path} holds no model; its parts: {', '.join(sorted(source.parts)) or 'none'}.")
     if weights == "raw":
         return dict(model)
-    known = contents.averages(source.parts)
+    known = averages(source.parts, source.kinds.get)
     if weights not in known:
         raise CheckpointError(
             f"{source.path} holds no average {weights!r}; expected raw{''.join(f' or {each}' for each in known)}."

@@ -6,21 +6,34 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.errors import CheckpointError, one_line
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1: no kinds, and `exactness` for `reproducibility`
 OLDEST_READABLE_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class Facts(TypedDict, total=False):
+    """Fields of the manifest that whoever saves can give; see :class:`Manifest`."""
+
+    metrics: Mapping[str, Any] | None
+    config: Mapping[str, Any] | None
+    reproducibility: Sequence[str]
+    healthy: bool
+    labels: Sequence[str]
+    parent: str | None
+    left_out: Mapping[str, Sequence[str]]
+    kinds: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +56,7 @@ class Manifest:
     """File name to the names of the parts in it."""
     created_at: str
     """UTC, ISO 8601."""
-    exactness: list[str] = field(default_factory=list)
+    reproducibility: list[str] = field(default_factory=list)
     """Why a run resumed from here may differ in its bits; empty: it will not."""
     healthy: bool = True
     """No non-finite weight."""
@@ -56,12 +69,14 @@ class Manifest:
     """What rank 0 ran with: command, machine, threads, devices."""
     left_out: dict[str, list[str]] = field(default_factory=dict)
     """Names inside parts that a filter left out, by part; a part without names was left out whole."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """What each part is, as ``register(kind=...)`` said; a part that is not in it is guessed from its state."""
     format_version: int = FORMAT_VERSION
 
     @property
     def exact(self) -> bool:
         """A run resumed from here ends with the same bits as one never interrupted."""
-        return not self.exactness
+        return not self.reproducibility
 
     def to_json(self) -> bytes:
         """The manifest with its checksum, for people to read too."""
@@ -111,6 +126,8 @@ def _check_version(path: Path, version: object) -> None:
 def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     known = {each.name for each in fields(Manifest)}
     try:
+        if content["format_version"] == 1:
+            content = {**content, "reproducibility": content.get("exactness", [])}
         values = {name: value for name, value in content.items() if name in known}
         values["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
         values["metrics"] = {name: float(value) for name, value in content["metrics"].items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ignite_engine.checkpointing.load import part_names as contents
+from ignite_engine.checkpointing.load import part_names
 from ignite_engine.checkpointing.load.patterns import Patterns
 from ignite_engine.errors import StateMismatch, shortened
 
@@ -25,26 +25,34 @@ class SaveFilter:
     What is left out stays as it was built when the checkpoint is loaded, so it must not be trained.
 
     Raises:
-        ValueError: a pattern is none.
+        ValueError: a pattern is not one.
     """
 
     def __init__(self, exclude: Iterable[str] = (), keep_fn: KeepFn | None = None) -> None:
         self._exclude, self._keep = Patterns(exclude, "exclude"), keep_fn
 
-    def __call__(self, parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
-        """The parts that are saved, and the names that are left out, by part; none for a whole part."""
+    def __call__(
+        self, parts: Mapping[str, Any], kinds: Mapping[str, str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, list[str]]]:
+        """The parts that are saved, and the names that are left out, by part; none for a whole part.
+
+        Args:
+            parts: states by name.
+            kinds: what each of them is, see ``part_names``; those that are not known are guessed.
+        """
         if not self._active:
             return dict(parts), {}
         kept: dict[str, Any] = {}
         left_out: dict[str, list[str]] = {}
         for part, state in parts.items():
+            kind = (kinds or {}).get(part)
             if self._exclude.has_part(part):
                 left_out[part] = []
                 continue
-            entries = contents.named(state) or {}
+            entries = part_names.named(state, kind) or {}
             staying = {name: value for name, value in entries.items() if self._keeps(part, name, value)}
             if len(staying) < len(entries):
-                state = contents.with_entries(state, staying)
+                state = part_names.with_entries(state, staying, kind)
                 left_out[part] = [name for name in entries if name not in staying]
             kept[part] = state
         return kept, left_out
@@ -58,12 +66,12 @@ class SaveFilter:
         if self._exclude.texts:
             parts = {part: state for each in capture() for part, state in each.items()}
             try:
-                self._exclude.check({part: contents.named(state) or () for part, state in parts.items()}, "this run")
+                self._exclude.check({part: part_names.named(state) or () for part, state in parts.items()}, "this run")
             except ValueError as error:
                 raise StateMismatch(str(error)) from error
 
     def reasons(self, capture: Capture) -> list[str]:
-        """What it leaves out of the parts that ``capture`` gives, as the exactness report says it."""
+        """What it leaves out of the parts that ``capture`` gives, as the reproducibility report says it."""
         left_out = self({part: state for each in capture() for part, state in each.items()})[1] if self._active else {}
         return [
             f"{part} is saved without {len(names)} names ({shortened(names)})" if names else f"{part} is not saved"

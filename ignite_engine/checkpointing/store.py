@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch.distributed as dist
 
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.commit import Commit
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, plain_metrics, read_manifest
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Facts, Manifest, plain_metrics, read_manifest
 from ignite_engine.checkpointing.part_file import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
@@ -63,13 +63,7 @@ class CheckpointStore:
         *,
         iteration: int,
         epoch: int,
-        metrics: Mapping[str, Any] | None = None,
-        exactness: Sequence[str] = (),
-        config: Mapping[str, Any] | None = None,
-        labels: Sequence[str] = (),
-        parent: str | None = None,
-        left_out: Mapping[str, Sequence[str]] | None = None,
-        healthy: bool = True,
+        **facts: Unpack[Facts],
     ) -> Path:
         """Write a checkpoint and commit it; a collective. Older ones are left as they are.
 
@@ -81,13 +75,11 @@ class CheckpointStore:
             local: named parts of this rank.
             iteration: updates done; the same on all ranks.
             epoch: epochs begun or done, as the caller counts.
-            metrics: numbers to choose the best by; rank 0's count.
-            exactness: reasons why a resumed run may differ in its bits; those of all ranks are joined.
-            config: the run's configuration, JSON data.
-            labels: words to find it by.
-            parent: the checkpoint that the run was resumed from.
-            left_out: names inside parts that were left out of them, by part; rank 0's count.
-            healthy: this rank's weights are finite; the checkpoint is healthy if all ranks are.
+            facts: of the manifest: ``metrics`` (numbers to choose the best by), ``config`` (JSON data), ``labels``,
+                ``parent`` (the checkpoint that the run was resumed from), ``left_out`` (names inside parts that were
+                left out of them, by part) and ``kinds`` (what each part is), of which rank 0's count;
+                ``reproducibility`` (reasons why a resumed run may differ in its bits), joined over the ranks; and
+                ``healthy`` (this rank's weights are finite), True if it is on all ranks.
 
         Returns:
             The committed directory.
@@ -100,9 +92,9 @@ class CheckpointStore:
             raise ValueError(f"iteration must be at least 0, got {iteration}.")
         commit = Commit(self.directory, iteration, self._ranks, lambda causes: self._not_saved(iteration, causes))
         with commit:
-            commit.begin(metrics=metrics, config=config)
-            commit.write(shared, local, exactness=exactness, healthy=healthy)
-            path, manifest = commit.finish(epoch=epoch, labels=labels, parent=parent, left_out=left_out or {})
+            commit.begin(facts)
+            commit.write(shared, local)
+            path, manifest = commit.finish(epoch)
         self._verification.forget(path)
         self._verification.remember_written(path, manifest)
         return path

@@ -29,6 +29,11 @@ class Source:
     manifest: Manifest | None = None
     """None for a file of weights."""
 
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """What each part is, as far as it is known."""
+        return self.manifest.kinds if self.manifest else {"model": "model"}
+
 
 def find_directory(path: str | Path) -> Path:
     """The folder of checkpoints that a path means: itself, or that of a run.

@@ -91,7 +91,7 @@ def _row(checkpoint: CheckpointInfo) -> tuple[str, ...]:
     ]
     state = ["pinned"] if manifest.pinned else []
     state += [] if manifest.healthy else ["weights not finite"]
-    state.append("exact" if manifest.exact else f"not exact: {shortened(manifest.exactness, 1)}")
+    state.append("exact" if manifest.exact else f"not exact: {shortened(manifest.reproducibility, 1)}")
     labels = ", ".join(manifest.labels)
     return checkpoint.path.name, str(manifest.epoch), shortened(results), _size(manifest), labels, "; ".join(state)
 

@@ -57,7 +57,12 @@ def load_model(
     name = "ema" if ema is True else ema
     plan = LoadPlan.fine_tune(weights=name or "raw", strict=strict)
     states, table = prepare(
-        plan, source.parts, {"model": ModelState(model)}, source=str(path), left_out=source.left_out
+        plan,
+        source.parts,
+        {"model": ModelState(model)},
+        source=str(path),
+        left_out=source.left_out,
+        kinds=source.kinds,
     )
     if strict and table["model"].left_out:
         raise CheckpointError(

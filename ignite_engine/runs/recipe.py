@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from ignite_engine import handlers
-from ignite_engine.checkpointing import CheckpointError, LoadPlan
+from ignite_engine.checkpointing import CheckpointError, LoadPlan, SaveOptions
 from ignite_engine.config import Config, Every
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
@@ -167,21 +168,9 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
             stopping.metric, mode=stopping.mode, patience=stopping.patience, min_delta=stopping.min_delta
         ).attach(trainer)
     section = config.checkpoint
-    run.checkpoint = handlers.Checkpoint(
-        run.directory.checkpoints,
-        keep_last=section.keep_last,
-        best=section.best,
-        keep_best=section.keep_best,
-        keep_every=section.keep_every,
-        mode=section.mode,
-        config=run.config,
-        background=section.background,
-        when_busy=section.when_busy,
-        on_exception=section.on_exception,
-        strict=section.strict,
-        labels=section.labels or (),
-        exclude=section.exclude or (),
-    )
+    given = {each.name: getattr(section, each.name, None) for each in fields(SaveOptions)}
+    options = {name: value for name, value in given.items() if value is not None}
+    run.checkpoint = handlers.Checkpoint(run.directory.checkpoints, config=run.config, **options)
     run.ignore = section.ignore or ()
     if section.load.path is not None:
         run.load, run.always_load = _loading(config, run.checkpoint, section.load.path), bool(section.exclude)

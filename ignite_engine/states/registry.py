@@ -172,7 +172,7 @@ class Registry:
         local = loaded.local or {name: part for name, part in store.load(path, 0).local.items() if name != "rng"}
         reasons = inexact_reasons(manifest.environment, environment_values(agreement.world_size()))
         if strict:
-            require_exact(path.name, [*manifest.exactness, *reasons])
+            require_exact(path.name, [*manifest.reproducibility, *reasons])
         if reasons:
             logger.warning("%s may go on with other bits: %s.", path.name, "; ".join(reasons))
         self.load({**loaded.shared, **local}, source=str(path), ignore=ignore, left_out=manifest.left_out)
@@ -195,7 +195,9 @@ class Registry:
 
         def prepared() -> tuple[dict[str, Any], LoadTable]:
             found = read_source(chosen, rank)
-            return prepare(plan, found.parts, self.objects, source=str(chosen), left_out=found.left_out)
+            return prepare(
+                plan, found.parts, self.objects, source=str(chosen), left_out=found.left_out, kinds=found.kinds
+            )
 
         outcome: list[tuple[dict[str, Any], LoadTable]] = []
         agreement.agreed(lambda: outcome.append(prepared()))

@@ -49,7 +49,7 @@ def cases(directory: Path, rank: int) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     store = CheckpointStore(directory)
     answers["happy"] = attempt(
-        lambda: save(store, 100, rank, exactness=["both", f"rank {rank}"], metrics={"loss": float(rank)})
+        lambda: save(store, 100, rank, reproducibility=["both", f"rank {rank}"], metrics={"loss": float(rank)})
     )
     loaded = store.load(directory / "iteration_00000100", rank)
     answers["own part"] = torch.equal(loaded.local["rng"]["torch"], local_parts(100, rank)["rng"]["torch"])
@@ -70,7 +70,7 @@ def cases(directory: Path, rank: int) -> dict[str, Any]:
     dist.barrier()
     answers["next save"] = attempt(lambda: save(store, 300, rank, healthy=rank == 0))
     answers["manifests"] = [
-        [each.manifest.exactness, each.manifest.metrics, each.manifest.healthy] for each in store.checkpoints()
+        [each.manifest.reproducibility, each.manifest.metrics, each.manifest.healthy] for each in store.checkpoints()
     ]
     dist.barrier()
     answers["next healthy save"] = attempt(lambda: save(store, 400, rank))

@@ -63,8 +63,8 @@ def test_what_is_left_out_is_not_on_disk_and_is_reported(tmp_path: Path, options
         loaded = checkpoint.store.load(each.path)
         assert list(loaded.shared["model"]) == list(loaded.shared["ema"]["weights"]) == ["head.weight", "head.bias"]
         assert each.manifest.left_out["model"] == each.manifest.left_out["ema"] == BACKBONE
-        assert each.manifest.exactness == told and not each.manifest.exact
-        assert each.manifest.exactness[0] == "model is saved without 2 names (backbone.weight, backbone.bias)"
+        assert each.manifest.reproducibility == told and not each.manifest.exact
+        assert each.manifest.reproducibility[0] == "model is saved without 2 names (backbone.weight, backbone.bias)"
     whole, full, _ = run_of(tmp_path / "whole")
     whole.run(numbers_loader(16), max_iters=8)
     sizes = [
@@ -150,7 +150,7 @@ def test_of_two_checkpoint_handlers_each_reports_its_own(tmp_path: Path) -> None
     trainer.run(numbers_loader(16), max_iters=4)
 
     assert trainer.exactness() == ["optimizer is not saved"] and "optimizer is not saved" in trainer.describe()
-    assert light.store.checkpoints()[-1].manifest.exactness == ["optimizer is not saved"]
+    assert light.store.checkpoints()[-1].manifest.reproducibility == ["optimizer is not saved"]
     assert whole.store.checkpoints()[-1].manifest.exact
 
 

@@ -64,7 +64,7 @@ def test_the_manifest_says_all_of_it(tmp_path: Path) -> None:
         iteration=7,
         epoch=2,
         metrics={"val/loss": torch.tensor(0.5), "n": 3},
-        exactness=["the loader has no state"],
+        reproducibility=["the loader has no state"],
         config={"run": {"seed": 1, "betas": (0.9, 0.95)}},
         labels=["kept by hand"],
         parent="iteration_00000003",
@@ -73,9 +73,9 @@ def test_the_manifest_says_all_of_it(tmp_path: Path) -> None:
     (info,) = CheckpointStore(tmp_path).checkpoints()
     manifest = info.manifest
     assert info.path == path == tmp_path / "iteration_00000007"
-    assert (manifest.iteration, manifest.epoch, manifest.world_size, manifest.format_version) == (7, 2, 1, 1)
+    assert (manifest.iteration, manifest.epoch, manifest.world_size, manifest.format_version) == (7, 2, 1, 2)
     assert manifest.metrics == {"val/loss": 0.5, "n": 3.0}
-    assert manifest.exactness == ["the loader has no state"] and not manifest.exact and not manifest.healthy
+    assert manifest.reproducibility == ["the loader has no state"] and not manifest.exact and not manifest.healthy
     assert manifest.config == {"run": {"seed": 1, "betas": [0.9, 0.95]}}
     assert manifest.labels == ["kept by hand"] and not manifest.pinned and manifest.parent == "iteration_00000003"
     assert manifest.parts == {"shared.pt": ["model", "counters"], "rank_0.pt": ["rng"]}

@@ -97,7 +97,7 @@ def test_list_has_a_line_for_each(run: Path, say: Say) -> None:
 
 def test_list_tells_what_is_unhealthy_or_not_exact(tmp_path: Path, say: Say) -> None:
     store = CheckpointStore(tmp_path)
-    store.save({}, {}, iteration=1, epoch=0, healthy=False, exactness=["one reason", "another"])
+    store.save({}, {}, iteration=1, epoch=0, healthy=False, reproducibility=["one reason", "another"])
 
     assert say("list", tmp_path)[1][1].endswith("weights not finite; not exact: one reason and 1 more")
 

@@ -267,7 +267,7 @@ def test_exception_saves_what_was_done_before_it(tmp_path: Path) -> None:
             with pytest.raises(RuntimeError, match="broken sample"):
                 trainer.run(numbers_loader(), max_iters=6)
             (found,) = CheckpointStore(tmp_path).checkpoints()
-            assert found.iteration == 3 and any("exception" in reason for reason in found.manifest.exactness)
+            assert found.iteration == 3 and any("exception" in reason for reason in found.manifest.reproducibility)
             mended.append(True)
 
     assert torch.equal(weights(trainer), weights(whole))

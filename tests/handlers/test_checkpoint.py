@@ -153,7 +153,7 @@ def test_metrics_of_the_iteration_are_in_the_manifest(tmp_path: Path) -> None:
     first, second = (each.manifest for each in CheckpointStore(tmp_path).checkpoints())
 
     assert (first.metrics, second.metrics) == ({"val/loss": 0.5}, {})
-    assert (first.epoch, first.exactness, first.config, first.healthy) == (1, [], {"seed": 3}, True)
+    assert (first.epoch, first.reproducibility, first.config, first.healthy) == (1, [], {"seed": 3}, True)
 
 
 def test_best_at_the_end_of_a_pass_without_a_length(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_what_is_not_exact_is_refused_before_the_first_update(case: str, tmp_pat
     allowed.run(data(), max_epochs=1)
     assert allowed.state.iteration > 0
     newest = CheckpointStore(tmp_path / "False").latest().checkpoint
-    assert newest is not None and any(reason in each for each in newest.manifest.exactness)
+    assert newest is not None and any(reason in each for each in newest.manifest.reproducibility)
 
 
 def test_exact_run_is_let_go(tmp_path: Path) -> None:

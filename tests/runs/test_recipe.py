@@ -415,7 +415,7 @@ def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
 def test_a_save_in_the_background_may_be_skipped_while_another_is_written(build: Callable[..., Run]) -> None:
     checkpoint: Any = build({"checkpoint": {"background": True, "when_busy": "skip"}}).checkpoint
 
-    assert (checkpoint.background, checkpoint.when_busy) == (True, "skip")
+    assert (checkpoint.options.background, checkpoint.options.when_busy) == (True, "skip")
 
 
 def test_each_nth_checkpoint_is_kept_beside_the_last(build: Callable[..., Run]) -> None:

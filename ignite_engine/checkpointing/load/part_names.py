@@ -1,94 +1,108 @@
 """What is inside a part, by name: a model's tensors, an optimizer's state of each parameter, the weights of an average.
 
-Three forms of state have names in them; every other part is taken as a whole.
+Three forms of state have names in them; every other part is taken as a whole. What a part is, its ``kind``, is said
+when it is registered and kept in the manifest; checkpoints of format version 1 do not say it, and it is guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal
 
 from torch import Tensor
 
-WORDS = ("model", "optimizer", "schedule", "scaler", "data", "counters", "rng", "handlers")
-"""The groups of parts that have a word of their own."""
+KINDS = ("model", "optimizer", "schedule", "average", "metric", "counters", "data", "rng", "other")
+CATEGORIES = ("model", "optimizer", "schedule", "scaler", "data", "counters", "rng", "handlers")
+"""The groups of parts that a plan can name."""
+
+_Form = Literal["optimizer", "average", "tensors"]
 
 
-def named(state: Any) -> dict[str, Any] | None:
+def named(state: Any, kind: str | None = None) -> dict[str, Any] | None:
     """The named entries of a part's state; None: it has none and is taken as a whole.
 
     Of an optimizer every parameter's state, None for a parameter that has none yet.
     """
-    if not isinstance(state, Mapping):
-        return None
-    if is_optimizer(state):
+    form = form_of(state, kind)
+    if form == "optimizer":
         return {name: state["state"].get(name) for group in state["param_groups"] for name in group["params"]}
-    if is_average(state):
+    if form == "average":
         return dict(state["weights"])
-    return dict(state) if _is_tensors(state) else None
+    return None if form is None else dict(state)
 
 
-def with_entries(state: Any, entries: Mapping[str, Any]) -> Any:
+def with_entries(state: Any, entries: Mapping[str, Any], kind: str | None = None) -> Any:
     """The same form of state with other named entries; an optimizer's groups stay as they are."""
-    if is_optimizer(state):
+    form = form_of(state, kind)
+    if form == "optimizer":
         return {**state, "state": {name: entry for name, entry in entries.items() if entry is not None}}
-    if is_average(state):
+    if form == "average":
         return {**state, "weights": dict(entries)}
     return dict(entries)
 
 
-def with_names(state: Any, names: Mapping[str, str]) -> Any:
+def with_names(state: Any, names: Mapping[str, str], kind: str | None = None) -> Any:
     """The same state under other names; ``names`` has a new one for each of the old."""
-    entries = {names[name]: entry for name, entry in (named(state) or {}).items()}
-    if is_optimizer(state):
+    entries = {names[name]: entry for name, entry in (named(state, kind) or {}).items()}
+    if form_of(state, kind) == "optimizer":
         groups = [{**group, "params": [names[name] for name in group["params"]]} for group in state["param_groups"]]
-        return with_entries({**state, "param_groups": groups}, entries)
-    return with_entries(state, entries)
+        state = {**state, "param_groups": groups}
+    return with_entries(state, entries, kind)
 
 
-def filled(state: Any, own: Any, names: Collection[str]) -> Any:
+def filled(state: Any, own: Any, names: Collection[str], kind: str | None = None) -> Any:
     """``state`` with the entries of ``own`` for those of ``names`` that it lacks."""
-    entries, mine = named(state), named(own)
-    if entries is None:  # nothing was left in it
-        entries = {}
-    if mine is None or is_optimizer(own):  # a parameter without a state of its own begins afresh
+    entries, mine = named(state, kind) or {}, named(own, kind)
+    if mine is None or form_of(own, kind) == "optimizer":  # a parameter without a state of its own starts afresh
         return state
     missing = {name: mine[name] for name in names if name in mine and name not in entries}
-    return with_entries(state, {**entries, **missing}) if missing else state
+    return with_entries(state, {**entries, **missing}, kind) if missing else state
 
 
-def word_of(part: str, state: Any = None, obj: Any = None) -> str:
-    """Which of ``WORDS`` a part belongs to, by its name, its saved state or its object."""
-    if part in ("model", "scaler", "data", "rng"):
+def category(part: str, kind: str) -> str:
+    """Which of ``CATEGORIES`` a part belongs to."""
+    if part == "scaler":
+        return part
+    return kind if kind in CATEGORIES else "handlers"
+
+
+def averages(parts: Mapping[str, Any], kind: Callable[[str], str | None]) -> dict[str, dict[str, Tensor]]:
+    """The weights of every average among the parts, by the part's name."""
+    known = {part: state for part, state in parts.items() if form_of(state, kind(part)) == "average"}
+    return {part: dict(state["weights"]) for part, state in known.items()}
+
+
+def form_of(state: Any, kind: str | None) -> _Form | None:
+    """In which form a state has names inside; a kind that is not known is guessed from the keys.
+
+    ``optimizer``: keyed by the names of its parameters. ``average``: as ``EMA`` has it. ``tensors``: a model, or any
+    other mapping of names to tensors.
+    """
+    if not isinstance(state, Mapping):
+        return None
+    if kind in _GUESSED | {"optimizer"} and set(state) == {"state", "param_groups"}:
+        groups = state["param_groups"]
+        return "optimizer" if all(isinstance(name, str) for group in groups for name in group["params"]) else None
+    if kind in _GUESSED | {"average"} and "updates" in state and "weights" in state:
+        return "average" if state["weights"] == {} or _is_tensors(state["weights"]) else None
+    return "tensors" if _is_tensors(state) else None
+
+
+def guessed_kind(part: str, state: Any, obj: Any = None) -> str:
+    """The kind of a part whose checkpoint does not say it, by its name, its saved state or its object."""
+    if part in ("model", "data", "rng"):
         return part
     if part == "trainer":
         return "counters"
-    if part.split("/")[0] == "optimizer" or is_optimizer(state):
+    if part.split("/")[0] == "optimizer" or form_of(state, "optimizer") == "optimizer":
         return "optimizer"
     keys = set(state) if isinstance(state, Mapping) else set()
     if {"scheduler", "lrs"} <= keys or {"base_lrs", "last_epoch"} <= keys or hasattr(obj, "scheduler"):
         return "schedule"
-    return "handlers"
+    return "average" if form_of(state, "average") == "average" else "other"
 
 
-def averages(parts: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """The weights of every average among the parts, by the part's name."""
-    return {part: dict(state["weights"]) for part, state in parts.items() if is_average(state)}
-
-
-def is_optimizer(state: Any) -> bool:
-    """The state of an optimizer, keyed by the names of its parameters."""
-    if not (isinstance(state, Mapping) and set(state) == {"state", "param_groups"}):
-        return False
-    return all(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
-
-
-def is_average(state: Any) -> bool:
-    """The state of an average of the weights, as ``EMA`` has it."""
-    if not (isinstance(state, Mapping) and "updates" in state):
-        return False
-    weights = state.get("weights")
-    return weights == {} or _is_tensors(weights)
+_GUESSED: frozenset[str | None] = frozenset({None, "other"})
 
 
 def _is_tensors(state: Any) -> bool:

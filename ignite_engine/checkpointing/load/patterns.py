@@ -9,22 +9,22 @@ from ignite_engine.errors import did_you_mean
 
 
 class Patterns:
-    """``part`` stands for a whole part, ``part:name`` for names inside parts; ``*``, ``?`` and ``[...]`` as in a shell.
+    """``part`` is a whole part, ``part:name`` for names inside parts; ``*``, ``?`` and ``[...]`` as in a shell.
 
     Args:
         texts: the patterns.
         setting: what they are called where they were given, for errors.
-        word_of: the group that a part belongs to, which may stand in the place of the part's name.
+        category: the group that a part belongs to, which can be given instead of the part's name.
 
     Raises:
-        ValueError: one of them is no text, or empty on a side of the colon.
+        ValueError: one of them is not text, or is empty on a side of the colon.
     """
 
-    def __init__(self, texts: Iterable[str], setting: str, word_of: Callable[[str], str] = lambda part: part) -> None:
+    def __init__(self, texts: Iterable[str], setting: str, category: Callable[[str], str] = lambda part: part) -> None:
         if isinstance(texts, str):
             raise ValueError(f"{setting} is a list of patterns, got {texts!r}: write [{texts!r}].")
         self.texts: Sequence[str] = tuple(texts)
-        self._setting, self._word_of = setting, word_of
+        self._setting, self._category = setting, category
         self._pairs: list[tuple[str, str | None]] = []
         for text in self.texts:
             part, colon, name = text.partition(":") if isinstance(text, str) else ("", "", "")
@@ -72,4 +72,4 @@ class Patterns:
                 raise ValueError(f"{self._setting}: {text!r} matches no name in {where}{near}")
 
     def _is_part(self, pattern: str, part: str) -> bool:
-        return fnmatchcase(part, pattern) or self._word_of(part) == pattern
+        return fnmatchcase(part, pattern) or self._category(part) == pattern

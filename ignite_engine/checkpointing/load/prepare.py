@@ -6,12 +6,12 @@ A plan that does not fit changes nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from ignite_engine.checkpointing.load import part_names as contents
+from ignite_engine.checkpointing.load import part_names
 from ignite_engine.checkpointing.load.patterns import Patterns
 from ignite_engine.checkpointing.load.plan import LoadPlan
 from ignite_engine.checkpointing.load.table import LoadTable, PartRow
@@ -29,6 +29,7 @@ def prepare(
     *,
     source: str,
     left_out: Mapping[str, Sequence[str]] | None = None,
+    kinds: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], LoadTable]:
     """Decide what each object is to load; changes nothing.
 
@@ -39,6 +40,7 @@ def prepare(
             very name.
         source: the checkpoint's name, for the table and errors.
         left_out: names that were left out when it was saved, by part.
+        kinds: what each part is, one of ``part_names.KINDS``; those that are not known are guessed.
 
     Returns:
         The states to load, by part, the model's first, whole and under this run's names (also of parts that nothing
@@ -46,9 +48,9 @@ def prepare(
 
     Raises:
         StateMismatch: the plan is strict and something is missing, unexpected or of another shape; one line.
-        ValueError: a pattern, a rename or a word of the plan matches nothing, or two names become one.
+        ValueError: a pattern, a rename or a category of the plan matches nothing, or two names become one.
     """
-    return _Preparation(plan, saved, here, source, left_out or {}).result()
+    return _Preparation(plan, saved, here, source, left_out or {}, kinds or {}).result()
 
 
 class _Preparation:
@@ -59,19 +61,26 @@ class _Preparation:
         here: Mapping[str, _Stateful],
         source: str,
         left_out: Mapping[str, Sequence[str]],
+        kinds: Mapping[str, str],
     ) -> None:
         self._plan, self._here, self._source = plan, here, source
-        self._rename = _Renaming(plan.rename, source)
+
+        def kind_of(part: str) -> str:
+            said = kinds.get(part, "other")
+            return part_names.guessed_kind(part, saved.get(part), here.get(part)) if said == "other" else said
+
+        self._kind = kind_of
+        self._rename = _Renaming(plan.rename, source, kind_of)
         self._saved = {part: self._rename.state(part, state) for part, state in self._weighted(saved).items()}
         self._left_out = {part: [self._rename(name) for name in names] for part, names in left_out.items()}
         self._rename.check()
 
-        def word_of(part: str) -> str:
-            return contents.word_of(part, self._saved.get(part), here.get(part))
+        def category(part: str) -> str:
+            return part_names.category(part, self._kind(part))
 
-        self._parts = None if plan.parts is None else Patterns(plan.parts, "parts", word_of)
-        self._include = Patterns(plan.include, "include", word_of)
-        self._ignore = Patterns(plan.ignore, "ignore", word_of)
+        self._parts = None if plan.parts is None else Patterns(plan.parts, "parts", category)
+        self._include = Patterns(plan.include, "include", category)
+        self._ignore = Patterns(plan.ignore, "ignore", category)
         self._named: dict[str, dict[str, Any] | None] = {}
         self._own: dict[str, Any] = {}
         self._own_named: dict[str, dict[str, Any]] = {}
@@ -143,19 +152,23 @@ class _Preparation:
             return saved
         whole = not (row.skipped or row.left_out or row.differences)
         continues = self._is_selected("trainer") and "trainer" in self._saved
-        if whole and (continues or not contents.is_optimizer(saved)):
+        form, kind = self._form(part), self._kind(part)
+        if whole and (continues or form != "optimizer"):
             return saved
         loaded = {name: entries[name] for name in row.loaded}
-        if contents.is_optimizer(saved):
-            return contents.with_entries(self._own_state(part), loaded)
+        if form == "optimizer":
+            return part_names.with_entries(self._own_state(part), loaded, kind)
         mine = self._own_entries(part)
-        if contents.is_average(saved):  # what it has no average of begins with the weights that the model begins with
+        if form == "average":  # what it has no average of starts with the weights that the model starts with
             mine = {name: model.get(name, value) for name, value in mine.items()}
-        return contents.with_entries(saved, {**mine, **loaded})
+        return part_names.with_entries(saved, {**mine, **loaded}, kind)
+
+    def _form(self, part: str) -> str | None:
+        return part_names.form_of(self._saved[part], self._kind(part))
 
     def _shapes(self, part: str, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Saved and own shape of what a name stands for: for an optimizer's state that of the model's parameter."""
-        if contents.is_optimizer(self._saved[part]):
+        if self._form(part) == "optimizer":
             part = "model"
             if part not in self._here or part not in self._saved:
                 return None
@@ -173,14 +186,14 @@ class _Preparation:
 
     def _entries(self, part: str) -> dict[str, Any] | None:
         if part not in self._named:
-            entries = contents.named(self._saved.get(part))
+            entries = part_names.named(self._saved.get(part), self._kind(part))
             empty = entries is None and part in self._saved and bool(self._left_out.get(part))
             self._named[part] = {} if empty else entries
         return self._named[part]
 
     def _own_entries(self, part: str) -> dict[str, Any]:
         if part not in self._own_named:
-            self._own_named[part] = contents.named(self._own_state(part)) or {}
+            self._own_named[part] = part_names.named(self._own_state(part), self._kind(part)) or {}
         return self._own_named[part]
 
     def _own_state(self, part: str) -> Any:
@@ -191,7 +204,7 @@ class _Preparation:
     def _weighted(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         if self._plan.weights == "raw":
             return dict(saved)
-        known = contents.averages(saved)
+        known = part_names.averages(saved, self._kind)
         if self._plan.weights not in known:
             raise ValueError(
                 f"weights={self._plan.weights!r}, but {self._source} holds no average of that name; "
@@ -203,8 +216,8 @@ class _Preparation:
 class _Renaming:
     """Old names to new ones; remembers which rules were of use."""
 
-    def __init__(self, rules: Mapping[str, str], source: str) -> None:
-        self._rules, self._source = dict(rules), source
+    def __init__(self, rules: Mapping[str, str], source: str, kind: Callable[[str], str]) -> None:
+        self._rules, self._source, self._kind = dict(rules), source, kind
         self._unused = set(rules)
 
     def __call__(self, name: str) -> str:
@@ -219,7 +232,7 @@ class _Renaming:
         return name
 
     def state(self, part: str, state: Any) -> Any:
-        entries = contents.named(state) if self._rules else None
+        entries = part_names.named(state, self._kind(part)) if self._rules else None
         if not entries:
             return state
         names = {name: self(name) for name in entries}
@@ -227,7 +240,7 @@ class _Renaming:
             twice = next(new for new in names.values() if list(names.values()).count(new) > 1)
             both = [old for old, new in names.items() if new == twice]
             raise ValueError(f"rename makes {twice!r} of both {both[0]!r} and {both[1]!r} in {part} of {self._source}.")
-        return contents.with_names(state, names)
+        return part_names.with_names(state, names, self._kind(part))
 
     def check(self) -> None:
         if self._unused:

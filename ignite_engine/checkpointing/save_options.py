@@ -1,0 +1,109 @@
+"""The options of a save, in one place: ``Checkpoint`` takes them, a config has them, the store gets its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from ignite_engine.checkpointing.manifest import Facts
+from ignite_engine.checkpointing.retention import Retention
+from ignite_engine.checkpointing.save_filter import SaveFilter
+
+
+class SaveKeywords(TypedDict, total=False):
+    """The fields of :class:`SaveOptions` as keyword arguments."""
+
+    keep_last: int
+    best: str | None
+    keep_best: int
+    mode: Literal["min", "max"]
+    keep_every: int | None
+    config: Mapping[str, Any] | None
+    labels: Iterable[str]
+    exclude: Iterable[str]
+    keep_fn: Callable[[str, str, Any], bool] | None
+    background: bool
+    when_busy: Literal["wait", "skip"]
+    on_exception: bool
+    strict: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """What is saved, how, and what is kept.
+
+    Args:
+        keep_last: newest ones kept, at least 1.
+        best: name of a metric, written on every rank; a new best one, by its mean over the ranks, is saved and kept.
+            One that nobody writes is a warning.
+        keep_best: how many of the best are kept.
+        mode: whether a small or a large value is good.
+        keep_every: those whose iteration is a multiple of it are never deleted.
+        config: stored in each checkpoint.
+        labels: words that each checkpoint is labelled with.
+        exclude: what is not saved: parts, such as ``optimizer``, or names inside parts, such as ``model:backbone.*``.
+            A resumed run has it as it was built, so it must not be trained; the reproducibility report names it.
+        keep_fn: ``keep_fn(part, name, value)``, called for each name inside a part; False leaves it out, too.
+        background: write while training continues. It holds a second copy of the state in host memory. With an
+            ``Update`` weights and optimizer state are copied beside the next forward and backward; with an update
+            function of your own training waits for the copy.
+        when_busy: what a save that is due does while the previous one is still being written; ``wait`` or ``skip``
+            (never a best one, one that was requested, or the last).
+        on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
+            one process only. A resume from there is not bit for bit, so ``strict`` excludes it.
+        strict: refuse to start, or to resume, what cannot be resumed bit for bit.
+
+    Raises:
+        ValueError: a value is out of range, or two of them exclude each other.
+    """
+
+    keep_last: int = 2
+    best: str | None = None
+    keep_best: int = 1
+    mode: Literal["min", "max"] = "min"
+    keep_every: int | None = None
+    config: Mapping[str, Any] | None = None
+    labels: Iterable[str] = ()
+    exclude: Iterable[str] = ()
+    keep_fn: Callable[[str, str, Any], bool] | None = None
+    background: bool = False
+    when_busy: Literal["wait", "skip"] = "wait"
+    on_exception: bool = False
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.when_busy not in ("wait", "skip"):
+            raise ValueError(f"when_busy must be 'wait' or 'skip', got {self.when_busy!r}.")
+        if self.strict and self.on_exception:
+            raise ValueError(
+                "strict refuses to resume what on_exception saves, where random numbers are those of the exception: "
+                "choose one of them."
+            )
+        for name in ("labels", "exclude"):
+            given: Iterable[str] = getattr(self, name)
+            if isinstance(given, str):
+                raise ValueError(f"{name} is a list, got {given!r}: write [{given!r}].")
+            object.__setattr__(self, name, tuple(given))  # an iterator would be used up by the first save
+        _ = self.retention, self.filter  # check their settings
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints are kept."""
+        return Retention(
+            keep_last=self.keep_last,
+            keep_best=self.keep_best,
+            best=self.best,
+            mode=self.mode,
+            keep_every=self.keep_every,
+        )
+
+    @property
+    def filter(self) -> SaveFilter:
+        """What is left out."""
+        return SaveFilter(self.exclude, self.keep_fn)
+
+    @property
+    def facts(self) -> Facts:
+        """What each checkpoint's manifest says of it."""
+        return {"config": self.config, "labels": tuple(self.labels)}

@@ -1,0 +1,94 @@
+"""Names inside parts, by what the parts are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ignite_engine.checkpointing import CheckpointStore, LoadPlan, prepare, read_source
+from ignite_engine.checkpointing.export import weights_of
+from ignite_engine.checkpointing.load.part_names import category, guessed_kind, named, with_names
+from ignite_engine.errors import CheckpointError
+
+WEIGHTS = {"a": torch.ones(2), "b": torch.zeros(1)}
+OPTIMIZER: dict[str, Any] = {"state": {"a": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["a", "b"]}]}
+AVERAGE = {"updates": 3, "weights": {"a": torch.full((2,), 5.0)}}
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "names"),
+    [
+        (WEIGHTS, "model", ["a", "b"]),
+        (OPTIMIZER, "optimizer", ["a", "b"]),
+        (AVERAGE, "average", ["a"]),
+        (AVERAGE, None, ["a"]),
+        (AVERAGE, "metric", None),
+        (OPTIMIZER, "schedule", None),
+        ({"last_epoch": 3}, "schedule", None),
+        (7, None, None),
+    ],
+)
+def test_names_are_found_by_the_kind_of_a_part(state: Any, kind: str | None, names: list[str] | None) -> None:
+    found = named(state, kind)
+    assert (None if found is None else list(found)) == names
+
+
+def test_renamed_everywhere_in_a_state() -> None:
+    renamed = with_names(OPTIMIZER, {"a": "x", "b": "y"}, "optimizer")
+    assert renamed == {"state": {"x": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["x", "y"]}]}
+    assert list(with_names(AVERAGE, {"a": "x"}, "average")["weights"]) == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("part", "state", "kind"),
+    [
+        ("model", WEIGHTS, "model"),
+        ("trainer", {"iteration": 1}, "counters"),
+        ("optimizer/sparse", None, "optimizer"),
+        ("mine", OPTIMIZER, "optimizer"),
+        ("lr", {"base_lrs": [0.1], "last_epoch": 1}, "schedule"),
+        ("ema", AVERAGE, "average"),
+        ("else", {"x": 1}, "other"),
+    ],
+)
+def test_kinds_are_guessed_where_nobody_says_them(part: str, state: Any, kind: str) -> None:
+    assert guessed_kind(part, state) == kind
+
+
+def test_a_plan_names_parts_by_their_category() -> None:
+    assert [category(*each) for each in (("net", "model"), ("ema", "average"), ("scaler", "other"))] == [
+        "model",
+        "handlers",
+        "scaler",
+    ]
+
+
+class Holder:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+
+def test_what_a_part_is_is_kept_in_the_manifest_and_goes_before_its_looks(tmp_path: Path) -> None:
+    """A meter whose state looks like an average is none, and a generator under a name of its own is a model."""
+    shared = {"generator": WEIGHTS, "meter": AVERAGE, "lr": {"scheduler": 1, "lrs": [1]}}
+    kinds = {"generator": "model", "meter": "metric", "lr": "data"}
+    path = CheckpointStore(tmp_path).save(shared, {}, iteration=1, epoch=1, kinds=kinds)
+    source = read_source(path)
+    assert source.kinds == kinds
+    with pytest.raises(CheckpointError, match="holds no model"):
+        weights_of(source)
+    here = {name: Holder(state) for name, state in shared.items()}
+    _, table = prepare(LoadPlan(parts=["model"]), source.parts, here, source="it", kinds=source.kinds)
+    assert {row.part: row.outcome for row in table.rows} == {
+        "generator": "loaded",
+        "meter": "skipped",
+        "lr": "skipped",
+    }
+    with pytest.raises(ValueError, match="no average of that name"):
+        prepare(LoadPlan(weights="meter"), source.parts, here, source="it", kinds=source.kinds)

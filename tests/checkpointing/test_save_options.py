@@ -1,0 +1,58 @@
+"""The options of a save, from a config or keyword arguments to the manifest."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ignite_engine.checkpointing import SaveOptions
+from ignite_engine.checkpointing.save_options import SaveKeywords
+from ignite_engine.config.sections import CheckpointSection
+from ignite_engine.handlers import Checkpoint
+
+
+def test_the_keyword_arguments_are_the_fields() -> None:
+    assert set(SaveKeywords.__annotations__) == {each.name for each in fields(SaveOptions)}
+
+
+def test_a_config_has_each_of_them_but_what_only_code_can_give() -> None:
+    missing = {each.name for each in fields(SaveOptions)} - set(CheckpointSection.model_fields)
+    assert missing == {"config", "keep_fn"}
+    section = CheckpointSection()
+    for each in fields(SaveOptions):
+        if each.name not in missing:
+            assert getattr(section, each.name) in (each.default, None)
+
+
+def test_labels_and_config_are_facts_of_the_manifest() -> None:
+    options = SaveOptions(labels=(each for each in ("a", "b")), config={"seed": 3})
+    assert options.facts == options.facts == {"labels": ("a", "b"), "config": {"seed": 3}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
+        ({"mode": "least"}, "mode must be 'min' or 'max', got 'least'"),
+        ({"when_busy": "drop"}, "when_busy must be 'wait' or 'skip', got 'drop'"),
+        ({"labels": "mine"}, r"labels is a list, got 'mine': write \['mine'\]"),
+        ({"exclude": "optimizer"}, r"exclude is a list, got 'optimizer'"),
+        ({"exclude": ["model:"]}, "exclude has the pattern 'model:'"),
+        ({"strict": True, "on_exception": True}, "choose one of them"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_options_and_handler(
+    tmp_path: Path, settings: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ValueError, match=line):
+        SaveOptions(**settings)
+    with pytest.raises(ValueError, match=line):
+        Checkpoint(tmp_path, **settings)
+
+
+def test_an_option_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="keep_lats"):
+        Checkpoint(tmp_path, keep_lats=3)  # type: ignore[call-arg]  # the misspelling is the point
