@@ -29,9 +29,9 @@ def main() -> int:
     """Run it; the exit code is 1 if a case fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time, default 2")
-    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one; may be repeated")
-    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "campaign.jsonl", help="what was run so far")
-    parser.add_argument("--report", type=Path, default=ROOT / "docs" / "campaign.md", help="the page that is written")
+    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this section; may be repeated")
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "campaign.jsonl", help="results so far")
+    parser.add_argument("--report", type=Path, default=ROOT / "docs" / "campaign.md", help="page to write")
     options = parser.parse_args()
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="campaign-", ignore_cleanup_errors=True) as folder:
@@ -49,7 +49,7 @@ class Campaign:
     Args:
         folder: for the runs.
         results: one JSON object per item that was run, appended to.
-        sections: which.
+        sections: those to run.
     """
 
     def __init__(self, folder: Path, results: Path, sections: Any) -> None:
@@ -85,7 +85,7 @@ class Campaign:
         for worker in workers:
             worker.start()
         for worker in workers:
-            while worker.is_alive():  # so that Ctrl-C is heard
+            while worker.is_alive():  # with a timeout, so that Ctrl-C takes effect
                 worker.join(1.0)
 
     def _work(self, number: int, left: queue.SimpleQueue[Item]) -> None:

@@ -1,4 +1,4 @@
-"""What is trained, how it is run, where it is stopped; and which combinations of them there are."""
+"""What is trained, how it runs, where it is stopped, and which combinations of these are tested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setup:
-    """What decides the bits of a run: two of one setup end alike, whatever stops them."""
+    """What determines the bits of a run: two runs of one setup end equal, wherever they are stopped."""
 
     precision: str = "fp32"
     optimizers: str = "dense"
@@ -32,12 +32,12 @@ class Case:
     Attributes:
         where: ``first``: at the first iteration; ``middle`` or ``last``: of the second epoch; ``twice``: two stops in
             the second epoch; ``evaluation``: while the set is evaluated at the second epoch's end.
-        how: ``stop``: Ctrl-C to the whole group, so that it is saved right there; ``kill``: SIGKILL once that
-            iteration's checkpoint is on disk; ``rewind``: SIGKILL between backward and step, the newest checkpoint lies
-            iterations back, or there is none.
+        how: ``stop``: Ctrl-C to the whole group, so that it is saved there; ``kill``: SIGKILL once that
+            iteration's checkpoint is on disk; ``rewind``: SIGKILL between backward and step; the newest checkpoint is
+            some iterations older, or there is none.
         workers: ``0``, or two of them started by ``fork``, ``spawn`` or ``forkserver``.
-        background: checkpoints are written while training goes on.
-        progress: an evaluation keeps how far it has come, batch by batch.
+        background: checkpoints are written while training continues.
+        progress: an evaluation saves its progress, batch by batch.
     """
 
     setup: Setup

@@ -48,7 +48,7 @@ def items() -> list[Item]:
 
 
 def _run(damage: Callable[[Path], object], count: int, bench: Bench) -> dict[str, Any]:
-    """Damage the ``count`` newest checkpoints of a killed run; it goes on from the one before, or begins anew."""
+    """Damage the ``count`` newest checkpoints of a killed run; it resumes from the one before, or starts fresh."""
     expected = reference(bench, "damage", **SECTIONS)
     folder = bench.folder / "run"
     config = _killed(bench, folder)
@@ -57,12 +57,12 @@ def _run(damage: Callable[[Path], object], count: int, bench: Bench) -> dict[str
         damage(folder / "run" / "checkpoints" / name)
     resume_and_compare(bench, config, expected)
     summary = json.loads((folder / "run" / "summary.json").read_text())
-    goes_on_from = before[-1 - count] if len(before) > count else None
+    expected_from = before[-1 - count] if len(before) > count else None
     log = (folder / "run" / "logs" / "rank_0.log").read_text().splitlines()
-    told = [line.split("checkpointing.store: ")[-1] for line in log if "is passed over: " in line]
-    if summary["resumed_from"] != goes_on_from or len(told) != count:
-        raise Difference(f"resumed from {summary['resumed_from']}, said: {told}")
-    return {"resumed_from": goes_on_from, "said": [line.split("is passed over: ")[1][:120] for line in told]}
+    logged = [line.split("checkpointing.store: ")[-1] for line in log if "is passed over: " in line]
+    if summary["resumed_from"] != expected_from or len(logged) != count:
+        raise Difference(f"resumed from {summary['resumed_from']}, said: {logged}")
+    return {"resumed_from": expected_from, "said": [line.split("is passed over: ")[1][:120] for line in logged]}
 
 
 def _run_hostile(plant: Callable[[Path, Path], None], bench: Bench) -> dict[str, Any]:
@@ -88,5 +88,5 @@ def _killed(bench: Bench, folder: Path) -> Path:
     config = write_config(folder, **SECTIONS)
     code = bench.servers[0].call(TRAIN, str(config), "kill", 14, output=folder / "output.txt")
     if code != -signal.SIGKILL or names_in(folder) != ["iteration_00000009", "iteration_00000012"]:
-        raise Difference(f"not killed as it should be: code {code}, {names_in(folder)}; {tail(folder)}")
+        raise Difference(f"not killed as intended: code {code}, {names_in(folder)}; {tail(folder)}")
     return config

@@ -1,4 +1,4 @@
-"""Samples with random augmentation, from every generator there is. Light: loader workers import this module alone."""
+"""Samples with random augmentation from every generator. Light: loader workers import only this module."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ WORDS = 20
 
 
 class Samples(Dataset[Any]):
-    """``((words, features), class)``, the same for an index but for the augmentation.
+    """``((words, features), class)``, a function of the index, except for the augmentation.
 
     Args:
-        augmentation: ``drawn`` from the global generators of Python, NumPy and torch, as most augmentation is; ``own``
-            from a generator of the sample's own; or none.
+        augmentation: ``drawn`` from the global generators of Python, NumPy and torch, as most augmentation does;
+            ``own`` from a generator of the sample; or None.
     """
 
     def __init__(self, count: int, augmentation: str | None) -> None:

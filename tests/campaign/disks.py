@@ -1,4 +1,4 @@
-"""Disks that are full or read-only while a run saves: one line each, training goes on, what was saved stands."""
+"""Disks that are full or read-only while a run saves: one log line each, training continues, earlier saves remain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEVER = 10_000
 
 
 def items() -> list[Item]:
-    """None where nothing may be mounted; tests/checkpointing has a limit on the size of files in its place."""
+    """None where mounting is not permitted; tests/checkpointing limits the size of files instead."""
     if not can_mount():
         return []
     return [
@@ -44,7 +44,7 @@ def items() -> list[Item]:
 def train_on_a_bad_disk(config: str, fault: str, begins: int, ends: int) -> int:
     """Train with the checkpoints on a small file system of this process's own, and again if the first run failed.
 
-    The fault is there from iteration ``begins`` to ``ends``. Leaves ``facts.json`` and ``end.json``.
+    The fault lasts from iteration ``begins`` to ``ends``. Leaves ``facts.json`` and ``end.json``.
     """
     folder = Path(config).parent
     checkpoints = folder / "run" / "checkpoints"
@@ -55,8 +55,8 @@ def train_on_a_bad_disk(config: str, fault: str, begins: int, ends: int) -> int:
         return 3
     if ends == NEVER:
         facts["status"] = json.loads((folder / "run" / "summary.json").read_text())["status"]
-        facts["stands"] = newest_iteration(folder)
-        _mend(checkpoints, fault)
+        facts["newest"] = newest_iteration(folder)
+        _repair(checkpoints, fault)
         facts["code"], _ = in_child(lambda: main(["train", config]), 120)
     (folder / "facts.json").write_text(json.dumps(facts))
     (folder / "end.json").write_text(json.dumps(end_of(folder)))
@@ -72,15 +72,15 @@ def _train(config: Path, checkpoints: Path, fault: str, begins: int, ends: int) 
 
         def begin() -> None:
             deadline = time.monotonic() + 30
-            while newest_iteration(config.parent) != (begins - 1) // 3 * 3:  # it may be in the background still
+            while newest_iteration(config.parent) != (begins - 1) // 3 * 3:  # it may still be written in the background
                 assert time.monotonic() < deadline, "nothing was saved before the fault"
                 time.sleep(0.01)
             facts["fault"] = _break(checkpoints, fault)
 
         def end() -> None:
-            time.sleep(0.5)  # the save in the background is to fail, not to be mended
-            facts["stands"] = newest_iteration(config.parent)
-            _mend(checkpoints, fault)
+            time.sleep(0.5)  # so that the background save fails before the repair
+            facts["newest"] = newest_iteration(config.parent)
+            _repair(checkpoints, fault)
 
         trainer.add_event_handler(Events.ITERATION_STARTED(once=begins), begin)
         trainer.add_event_handler(Events.ITERATION_STARTED(once=ends), end)
@@ -95,7 +95,7 @@ def _train(config: Path, checkpoints: Path, fault: str, begins: int, ends: int) 
 
 
 def _break(checkpoints: Path, fault: str) -> str:
-    """Let the fault be there; what a write then says."""
+    """Cause the fault; returns the message of a write that fails."""
     if fault == "read-only":
         make_read_only(checkpoints)
     else:
@@ -113,7 +113,7 @@ def _break(checkpoints: Path, fault: str) -> str:
     raise AssertionError("the fault did not happen")
 
 
-def _mend(checkpoints: Path, fault: str) -> None:
+def _repair(checkpoints: Path, fault: str) -> None:
     if fault == "read-only":
         make_writable(checkpoints)
     else:
@@ -134,10 +134,10 @@ def _run(fault: str, when: str, background: bool, bench: Bench) -> dict[str, Any
     facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     compare(expected, json.loads((folder / "end.json").read_text()))
     log = (folder / "run" / "logs" / "rank_0.log").read_text().splitlines()
-    told = [line for line in log if " was not saved in " in line and " WARNING " in line]
-    failed, stands, raised = (2, 3, False) if ends != NEVER else (2, 12, True)
-    if len(facts["failed"]) != failed or facts["stands"] != stands or (facts["raised"] is not None) != raised:
-        raise Difference(f"another course: {facts}")
-    if len(told) != failed - raised or not all(facts["fault"] in line for line in told):
-        raise Difference(f"said: {told}")
-    return {name: facts[name] for name in ("fault", "failed", "stands")}
+    logged = [line for line in log if " was not saved in " in line and " WARNING " in line]
+    failed, newest, raised = (2, 3, False) if ends != NEVER else (2, 12, True)
+    if len(facts["failed"]) != failed or facts["newest"] != newest or (facts["raised"] is not None) != raised:
+        raise Difference(f"unexpected: {facts}")
+    if len(logged) != failed - raised or not all(facts["fault"] in line for line in logged):
+        raise Difference(f"logged: {logged}")
+    return {name: facts[name] for name in ("fault", "failed", "newest")}

@@ -1,4 +1,4 @@
-"""SIGKILL at random instants of a run, wherever it is then: starting, computing, evaluating, in the midst of a save."""
+"""SIGKILL at random instants of a run: while it starts, computes, evaluates or saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTEMPTS = 20
 
 
 def items(count: int = COUNT) -> list[Item]:
-    """Every other one saves in the background; every fourth is killed again after it was resumed."""
+    """Every second one saves in the background; every fourth is killed again after its resume."""
     return [Item("instants", f"instant {number}", partial(_run, number)) for number in range(count)]
 
 
@@ -51,7 +51,7 @@ def _run(number: int, bench: Bench) -> dict[str, Any]:
 
 
 def _kill_somewhere(bench: Bench, config: Path, draw: random.Random, turn: int) -> dict[str, Any]:
-    """Kill the run at a random instant of its duration; one that has ended by then is begun again."""
+    """Kill the run at a random instant of its duration; if it had ended by then, start it again."""
     folder, kept = config.parent, config.parent.with_name("before")
     for _ in range(ATTEMPTS):
         duration = bench.kept.setdefault("instants: duration", _duration(bench))
@@ -67,7 +67,7 @@ def _kill_somewhere(bench: Bench, config: Path, draw: random.Random, turn: int) 
             temporary = [name for name in names_in(folder) if name.startswith(".")]
             return {"after_s": round(instant, 3), "newest": newest_iteration(folder), "unfinished": temporary}
         if code != 0:
-            raise Difference(f"ended by itself with code {code}: {tail(folder)}")
+            raise Difference(f"ended on its own with code {code}: {tail(folder)}")
         shutil.rmtree(folder)
         shutil.move(kept, folder)
         bench.kept["instants: duration"] = 0.9 * duration
@@ -75,7 +75,7 @@ def _kill_somewhere(bench: Bench, config: Path, draw: random.Random, turn: int) 
 
 
 def _duration(bench: Bench) -> float:
-    """Of a whole run here and now, in s."""
+    """Seconds that a whole run takes on this machine now."""
     folder = bench.folder / "duration"
     config = write_config(folder, checkpoint={"every": 1}, task_options={"step_s": 0.002})
     started = time.monotonic()

@@ -29,7 +29,7 @@ TRAIN = "tests.campaign.operations:train_and_die"
 def train_and_die(config: str, root: str, at: int | None, notes: str) -> int:
     """``train``, killed before its operation ``at`` under ``root`` (in the middle of it, if it writes).
 
-    Leaves in ``notes`` what was seen: the operations so far.
+    Writes the operations so far to ``notes``.
     """
     watched = FileOperations(Path(root), at=at, action=lambda: _note_and_die(watched, notes))
     with watched:
@@ -44,10 +44,10 @@ def _note_and_die(watched: FileOperations, notes: str) -> None:
 
 
 def items(bench: Bench) -> list[Item]:
-    """One for each operation of a run that is left alone; there are some more or less in the background."""
+    """One for each operation of an uninterrupted run; with background saves their number varies a little."""
     made: list[Item] = []
     for background in (False, True):
-        count = len(_rehearse(bench, background))
+        count = len(_count_operations(bench, background))
         kind = "in the background" if background else "in the loop"
         made += [Item("operations", f"{kind} {at}", partial(_run, background, at)) for at in range(count)]
     return made
@@ -60,13 +60,13 @@ def _sections(background: bool) -> dict[str, Any]:
     }
 
 
-def _rehearse(bench: Bench, background: bool) -> list[list[str]]:
-    folder = bench.folder / "rehearsal"
+def _count_operations(bench: Bench, background: bool) -> list[list[str]]:
+    folder = bench.folder / "counting"
     shutil.rmtree(folder, ignore_errors=True)
     config = write_config(folder, **_sections(background))
     arguments = [str(config), str(folder / "run" / "checkpoints"), None, str(folder / "notes.json")]
     if bench.servers[0].call(TRAIN, *arguments, output=folder / "output.txt") != 0:
-        raise Difference(f"the rehearsal failed: {tail(folder)}")
+        raise Difference(f"the uninterrupted run failed: {tail(folder)}")
     seen: list[list[str]] = json.loads((folder / "notes.json").read_text())
     return seen
 
@@ -83,7 +83,7 @@ def _run(background: bool, at: int, bench: Bench) -> dict[str, Any]:
     newest = newest_iteration(folder)
     commits = [each for each in seen[:-1] if each[0] == "rename" and each[1].startswith(".tmp-")]
     if newest != (3 * len(commits) or None):
-        raise Difference(f"{len(commits)} checkpoints were committed, the newest is that of {newest}")
+        raise Difference(f"{len(commits)} checkpoints were committed, the newest is of iteration {newest}")
     resume_and_compare(bench, config, expected)
     if names_in(folder) != ["iteration_00000009"]:
         raise Difference(f"left behind: {names_in(folder)}")

@@ -56,7 +56,7 @@ def _run(how: str, background: bool, bench: Bench) -> dict[str, Any]:
     expected_codes = {"all are killed": (-9,), "SIGTERM to rank 1": (143,)}.get(how, (130,) if "Ctrl-C" in how else ())
     if code == 0 or (expected_codes and code not in expected_codes):
         raise Difference(f"ended with code {code}: {tail(folder)}")
-    child.signal(signal.SIGKILL)  # nothing of it may write beside the run that goes on
+    child.signal(signal.SIGKILL)  # so that no process of it writes next to the resumed run
     stopped_at = newest_iteration(folder)
     resume_and_compare(bench, config, expected, *TWO_RANKS)
     return {"code": code, "newest": stopped_at}
@@ -67,4 +67,4 @@ def _wait(child: Child, folder: Path, condition: Callable[[], bool]) -> None:
     while not condition():
         if child.poll(0.02) is not None or time.monotonic() > deadline:
             child.signal(signal.SIGKILL)
-            raise Difference(f"it ended, or saved nothing, by itself: {tail(folder)}")
+            raise Difference(f"it ended on its own, or saved nothing: {tail(folder)}")

@@ -18,19 +18,19 @@ from tests.faults.fork_server import ROOT
 
 Result = Mapping[str, Any]
 WHAT = {
-    "matrix": "stopped anywhere, whatever is trained and loaded: weights, optimizers, rates, averages, generators and "
-    "every line of the log, bit for bit",
-    "instants": "SIGKILL at a random instant of a run; half save in the background, a quarter is killed twice",
+    "matrix": "stopped anywhere, in every training setup: weights, optimizers, rates, averages, RNG state and every "
+    "line of the log are compared bit for bit",
+    "instants": "SIGKILL at a random instant of a run; half save in the background, a quarter are killed twice",
     "operations": "SIGKILL at each file operation of a training process's saves and prunes",
-    "restarts": "ended five times with `keep_last=1`: one checkpoint is kept, and the end is the same",
-    "damage": "the newest checkpoint is damaged, of another version or holds code: passed over, said, nothing executed",
-    "disks": "the disk is full or read-only, for a while or to the end: one line each, what was saved stands",
+    "restarts": "stopped five times with `keep_last=1`: one checkpoint is kept, and the result is the same",
+    "damage": "the newest checkpoint is damaged, of another version or holds code: skipped, logged, nothing executed",
+    "disks": "the disk is full or read-only, for a while or to the end: one log line each, earlier checkpoints remain",
     "two ranks": "two gloo ranks: all or one of them killed, or stopped by a signal",
 }
 
 
 def commit() -> str:
-    """The present commit, and whether the code differs from it."""
+    """The current commit, and whether the code differs from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -57,9 +57,9 @@ def write_report(path: Path, results: Sequence[Result], planned: Mapping[str, in
     lines = [
         "# The campaign",
         "",
-        "Every case is a run in a process of its own that is killed or stopped, and resumed by another process. It",
-        "has passed if it was really stopped there and ends as the run left alone. `make campaign` runs what has not",
-        "passed at the present commit and writes this page; [checkpoints](checkpoints.md) says what is promised.",
+        "Every case is a run in its own process that is killed or stopped, and resumed by another process. It passes",
+        "if it was really stopped there and ends as the uninterrupted run does. `make campaign` runs what has not",
+        "passed at the current commit and writes this page; [checkpoints](checkpoints.md) says what is promised.",
         "",
         f"- {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, commit {results[0]['commit'] if results else commit()}",
         f"- {os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, "
@@ -74,12 +74,12 @@ def write_report(path: Path, results: Sequence[Result], planned: Mapping[str, in
         *_instants(results),
         "## What is left out",
         "",
-        "The matrix is not the whole product of its dimensions. In full it combines where and how with precision,",
-        "optimizers, average, background saving and a short last group, over one kind of data; and where and how with",
-        "start methods, loaders and groups (spawn and forkserver with the short last group alone), over one kind of",
-        "training. The product of both is left to pairs: each value meets each value of each other dimension. Random",
-        "augmentation in the workers of a StatefulDataLoader is left out: it does not save their random numbers, and",
-        "the exactness report says so.",
+        "The matrix is not the full product of its dimensions. Where and how are combined in full with precision,",
+        "optimizers, weight average, background saves and a short last group, for one kind of data; and with start",
+        "methods, loaders and groups (spawn and forkserver only with the short last group), for one kind of training.",
+        "The rest is covered pairwise: each value occurs with each value of every other dimension. Random augmentation",
+        "in the workers of a StatefulDataLoader is left out: it does not save their RNG state, as the reproducibility",
+        "report says.",
         "",
     ]
     if failures:

@@ -1,4 +1,4 @@
-"""A run that is ended five times: ``keep_last=1`` keeps one, whatever ended it."""
+"""A run that is stopped five times: ``keep_last=1`` keeps one checkpoint, however it was stopped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STOPS = (3, 6, 7, 11, 14)
 
 
 def train_until(config: str, how: str, at: int) -> int:
-    """``train``, ended at the beginning of iteration ``at``: by SIGKILL, or by Ctrl-C to the whole group."""
+    """``train``, stopped at the start of iteration ``at``: by SIGKILL, or by Ctrl-C to the whole group."""
     loaded = load_config(Path(config))
     with RunDirectory(loaded.directory).logging_to(0):
         run = recipe.build_run(loaded)
@@ -68,9 +68,9 @@ def _run(how: str, background: bool, bench: Bench) -> dict[str, Any]:
         if code != (-signal.SIGKILL if how == "kill" else 130):
             raise Difference(f"not ended at {at} by {how}: code {code}; {tail(folder)}")
         committed = [name for name in names_in(folder) if name.startswith("iteration_")]
-        # killed beside a save it may not have committed the first one, or not have pruned the one before
-        beside = background and how == "kill"
-        if len(committed) > 1 + beside or (newest_iteration(folder) is None and not beside):
+        # killed during a background save, it may not have committed the first or not have pruned the one before
+        saving = background and how == "kill"
+        if len(committed) > 1 + saving or (newest_iteration(folder) is None and not saving):
             raise Difference(f"after {number + 1} restarts there are {committed}")
         kept.append(names_in(folder))
     resume_and_compare(bench, config, expected)

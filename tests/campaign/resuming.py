@@ -1,4 +1,4 @@
-"""Run a case: the uninterrupted run, the stopped one, the one that goes on; and what differs at their ends."""
+"""Run a case: the uninterrupted run, the stopped one and the resumed one; compare their results."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ NEVER = 10_000
 
 
 class Difference(AssertionError):
-    """A case that does not end as it must; one line."""
+    """A case with an unexpected result; one line."""
 
 
 class Matrix:
-    """Runs cases on fork servers; the uninterrupted run of a setup is made once.
+    """Runs cases on fork servers; the uninterrupted run of a setup is done once.
 
     Args:
-        folder: for the runs; those of a case go when it has passed.
-        servers: two, so that the processes of one case do not share what a process fixes at its start (hashes).
-        forget: what the resumed runs do not restore, to see that it is missed.
+        folder: for the runs; those of a case are deleted when it has passed.
+        servers: two, so that the processes of one case differ in what is fixed at process start (hashes).
+        forget: what the resumed runs do not restore, to show that the comparison detects it.
     """
 
     def __init__(self, folder: Path, servers: tuple[ForkServer, ForkServer], forget: str | None = None) -> None:
@@ -43,10 +43,10 @@ class Matrix:
         """Stop, resume and compare one case.
 
         Returns:
-            What happened: where each process was stopped, and from where the next one went on.
+            What happened: where each process was stopped, and from where the next one resumed.
 
         Raises:
-            Difference: it was not stopped as the case says, or does not end as the uninterrupted run.
+            Difference: it was not stopped as the case says, or its result differs from the uninterrupted run's.
         """
         expected_end, expected_lines = self.reference(case)
         folder = _empty(self.folder / "case")
@@ -55,7 +55,7 @@ class Matrix:
             self._stop(case, folder, at)
             newest = CheckpointStore(folder / "checkpoints").latest()
             if newest.skipped:
-                raise Difference(f"passed over: {newest.skipped}")
+                raise Difference(f"skipped: {newest.skipped}")
             found = newest.checkpoint.iteration if newest.checkpoint else None
             resumed_from.append(found)
             _check_where(case, at, found)
@@ -76,7 +76,7 @@ class Matrix:
         return {"stopped": stopped, "resumed_from": resumed_from}
 
     def reference(self, case: Case) -> tuple[dict[str, Any], list[str]]:
-        """End and lines of the uninterrupted run: without workers and saves, unless the loader draws by its workers."""
+        """Result and log lines of the uninterrupted run; with workers only if the loader's draws depend on them."""
         workers = case.workers if case.setup.loader == "stateful" else "0"
         if (case.setup, workers) not in self._ends:
             folder = _empty(self.folder / "reference")
@@ -94,7 +94,7 @@ class Matrix:
         expected = 130 if case.how == "stop" else -signal.SIGKILL
         said = stopped.read_text().splitlines()[before:] if stopped.exists() else []
         if code != expected or len(said) != 1:
-            raise Difference(f"not stopped as it should be: code {code}, {said}; {_tail(folder)}")
+            raise Difference(f"not stopped as intended: code {code}, {said}; {_tail(folder)}")
 
     def _train(self, case: Case, folder: Path, stop: dict[str, Any] | None, *, server: int) -> int:
         every = {"kill": 1, "rewind": 3}.get(case.how, NEVER)
@@ -124,7 +124,7 @@ def _stops(case: Case) -> list[int | None]:
 
 
 def _check_where(case: Case, at: int | None, found: int | None) -> None:
-    """The newest checkpoint lies where the case says that the resumed run goes on."""
+    """Check that the newest checkpoint is at the iteration from which the case resumes."""
     end = 2 * ITERATIONS_PER_EPOCH
     if case.how == "rewind":
         right = (found or 0) < (at or end) and (found is None) == (at == 1)
@@ -132,26 +132,26 @@ def _check_where(case: Case, at: int | None, found: int | None) -> None:
         right = found == at
     elif case.how == "stop":
         right = found == end
-    else:  # in the background the last one may not have been committed yet
+    else:  # a background save may not have committed the last one yet
         right = found == end - 1 or (case.background and found == end - 2)
     if not right:
-        raise Difference(f"stopped at {at or 'the evaluation'}, the newest checkpoint is that of {found}")
+        raise Difference(f"stopped at {at or 'the evaluation'}, the newest checkpoint is of iteration {found}")
 
 
 def _check_progress(case: Case, folder: Path) -> None:
-    """An evaluation that was to go on did, and only where it was cut off; its file is gone."""
+    """Check that an evaluation continued exactly where it was interrupted, and that its file is deleted."""
     output = (folder / "output.txt").read_text(errors="replace")
-    told = re.findall(r"The evaluation of \w+ goes on after (\d) batches", output)
-    # killed in the second batch, it has kept the first
+    logged = re.findall(r"The evaluation of \w+ continues after (\d) batches", output)
+    # killed in the second batch, it has saved the first
     expected = ["2" if case.how == "stop" else "1"] if case.progress and case.where == "evaluation" else []
-    if told != expected:
-        raise Difference(f"evaluations went on after {told} batches, expected {expected}")
+    if logged != expected:
+        raise Difference(f"evaluations continued after {logged} batches, expected {expected}")
     if case.progress and any((folder / "progress").glob("*")):
         raise Difference("the progress of an evaluation was left behind")
 
 
 def _check_reference(setup: Setup, end: dict[str, Any], lines: list[str]) -> None:
-    """What a setup is there for did happen in it."""
+    """Check that what a setup is meant to test did happen."""
     iterations = [json.loads(line)["iteration"] for line in lines]
     if iterations != sorted(set(iterations)) or not iterations:
         raise Difference(f"the uninterrupted run has lines of the iterations {iterations}")

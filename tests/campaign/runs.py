@@ -83,10 +83,10 @@ def reference(bench: Bench, name: str, *arguments: str, **sections: Any) -> dict
 
 
 def resume_and_compare(bench: Bench, config: Path, expected: dict[str, Any], *arguments: str) -> None:
-    """Give the same command again, in another process; it must end as the run left alone.
+    """Run the same command again, in another process; it must end as the uninterrupted run.
 
     Raises:
-        Difference: it fails, or another end.
+        Difference: it fails, or ends otherwise.
     """
     code = train(bench, config, *arguments, server=1)
     if code != 0:
@@ -118,7 +118,7 @@ def end_of(folder: Path) -> dict[str, Any]:
     for rank in range(newest.checkpoint.manifest.world_size):
         loaded = CheckpointStore(run / "checkpoints").load(newest.checkpoint.path, rank)
         parts |= {f"rank {rank}: {name}": value for name, value in digests({**loaded.shared, **loaded.local}).items()}
-        del parts[f"rank {rank}: trainer.checkpoints"]  # those saved on a stop count, too
+        del parts[f"rank {rank}: trainer.checkpoints"]  # a stop adds one
     return {
         "lines": (run / "metrics.jsonl").read_text().splitlines(),
         "weights": summary["weights_sha256"],
@@ -129,10 +129,10 @@ def end_of(folder: Path) -> dict[str, Any]:
 
 
 def newest_iteration(folder: Path) -> int | None:
-    """Of the newest valid checkpoint; None: there is none yet.
+    """Of the newest valid checkpoint; None if there is none.
 
     Raises:
-        Difference: there are committed ones that are not valid.
+        Difference: a committed checkpoint is not valid.
     """
     newest = CheckpointStore(folder / "run" / "checkpoints").latest()
     if newest.skipped:
@@ -141,7 +141,7 @@ def newest_iteration(folder: Path) -> int | None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What lies in the folder of checkpoints."""
+    """The entries of the folder of checkpoints."""
     directory = folder / "run" / "checkpoints"
     return sorted(each.name for each in directory.iterdir()) if directory.is_dir() else []
 

@@ -1,7 +1,7 @@
-"""The task of the runs that come from a config: dropout, random augmentation, a metric to choose the best by.
+"""The task of the runs that use a config: dropout, random augmentation, a metric for the best checkpoint.
 
-Options: ``step_s``: how long each micro-batch takes at least; ``notes``: a folder for each rank's process id, and for a
-``evaluating`` while a set is evaluated.
+Options: ``step_s``: minimum duration of each micro-batch; ``notes``: a folder for each rank's process id and,
+while a set is evaluated, a file ``evaluating``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.campaign.training import Net
 
 
 class Notes:
-    """Writes down which process is which rank."""
+    """Writes the process id of each rank to a file."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)

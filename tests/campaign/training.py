@@ -1,4 +1,4 @@
-"""The training process of a case: everything attached, stopped where the case says, its end written down."""
+"""The training process of a case: everything attached, stopped where the case says, its result written to a file."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def predict(model: nn.Module, batch: Any) -> Any:
 
 
 def train(setup: dict[str, Any], run: dict[str, Any]) -> int:
-    """Train in ``run["folder"]``, resuming what is there; leaves ``end.json`` if it comes to the end.
+    """Train in ``run["folder"]``, resuming what is there; writes ``end.json`` if it finishes.
 
     Args:
         setup: of :class:`Setup`.
-        run: ``folder``; ``workers``, ``background`` and ``progress`` as in a case; ``every``, the pace of saves;
+        run: ``folder``; ``workers``, ``background`` and ``progress`` as in a case; ``every``, iterations between saves;
             ``stop``: None, or ``how`` and ``at``, the iteration, or None for the second epoch's evaluation; ``forget``:
-            None, or what is not restored, to see that it is missed.
+            None, or what is not restored, to show that the comparison detects it.
     """
     what, folder = Setup(**setup), Path(run["folder"])
     if run["forget"] is not None:
@@ -80,7 +80,7 @@ def train(setup: dict[str, Any], run: dict[str, Any]) -> int:
             setattr(owner, method, lambda *_: None)
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
-    # what goes on takes nothing from how its process was seeded
+    # a resumed run must not depend on how its process was seeded
     seed = 1 if not any((folder / "checkpoints").glob("iteration_*")) else 1000 + os.getpid()
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     trainer, evaluator = build(what, folder, folder / "progress" if run["progress"] else None)
@@ -106,7 +106,7 @@ def build(setup: Setup, folder: Path, progress: Path | None) -> tuple[Trainer, A
     if sparse:
         optimizers["sparse"] = torch.optim.SparseAdam(model.words.parameters(), lr=0.01)
     fp16 = setup.precision == "fp16"
-    # overflows until the scale has come down, and then again and again, as it doubles every second step
+    # overflows until the scale is small enough, and then again, as it doubles every second step
     scaler = {"init_scale": 2.0**20, "growth_interval": 2} if fp16 else None
     update = Update(model, optimizers, loss_fn, precision=setup.precision, clip_norm=1.0, grad_scaler=scaler)
     trainer = Trainer(update, accumulation_steps=SIZES[setup.groups][2])
@@ -120,7 +120,7 @@ def build(setup: Setup, folder: Path, progress: Path | None) -> tuple[Trainer, A
     Evaluation(evaluator, validation, progress=progress, progress_every=1).attach(trainer)
     if setup.early_stopping:
         EarlyStopping("val/loss", patience=3, min_delta=1e6).attach(trainer)
-    # a stop may find an interval of the log begun, and a rewind lines that are to be cut off
+    # so that a stop can fall within a log interval, and a rewind leaves lines to be cut off
     MetricLogger(folder, console=False).attach(
         trainer, Events.ITERATION_COMPLETED(event_filter=lambda engine, iteration: iteration % 3 != 0)
     )
@@ -145,10 +145,10 @@ def data_of(setup: Setup, workers: str) -> Any:
 
 
 def end_of(trainer: Trainer) -> dict[str, Any]:
-    """All that must be as in the uninterrupted run: weights, and digests of each part that a checkpoint holds."""
+    """All that must equal the uninterrupted run: weights, and digests of each part of a checkpoint."""
     shared, local = trainer.registry.capture()
     parts = digests({**shared, **local, "random": rng.capture()})
-    del parts["trainer.checkpoints"]  # the stops are saved, too
+    del parts["trainer.checkpoints"]  # a stop adds one
     rates = {name: each.param_groups[0]["lr"] for name, each in trainer.update.optimizers.items()}  # type: ignore[attr-defined]
     state = trainer.state
     return {
@@ -161,7 +161,7 @@ def end_of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-# what restores a part of a checkpoint; with any of them taken out some case must fail
+# what restores each part of a checkpoint; without any of them some case must fail
 FORGOTTEN: dict[str, list[tuple[Any, str]]] = {
     "random numbers": [(rng, "restore")],
     "position in the data": [(RunPosition, "_set_data_state")],
@@ -178,7 +178,7 @@ FORGOTTEN: dict[str, list[tuple[Any, str]]] = {
 
 
 class Stop:
-    """Ends this process where the case says, and writes down that it did, just before.
+    """Ends this process where the case says, after recording that it does.
 
     Args:
         how: ``stop``, ``kill`` or ``rewind``.
