@@ -1,4 +1,4 @@
-"""Every error of ours that a user may meet, and how a run says that it was stopped."""
+"""Every error of the engine that a user may see, and how a run says that it was stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NotExact(ValueError):
 
 
 def leave_out(*parts: str) -> str:
-    """The remedy of a part that does not fit: how a resume does without it."""
+    """How to resume without a part that does not fit."""
     return f"resume(ignore={list(parts)}), or checkpoint.ignore in a config"
 
 
@@ -38,7 +38,7 @@ def require_exact(what: str, reasons: Sequence[str]) -> None:
     if reasons:
         raise NotExact(
             f"{what} cannot be resumed bit for bit, which checkpoint.strict asks for: {'; '.join(reasons)}. "
-            "Mend that, or do without strict."
+            "Fix that, or leave strict out."
         )
 
 

@@ -36,22 +36,22 @@ class Checkpoint:
             ``keep_best``, ``mode``, ``keep_every``, ``config``, ``labels``, ``exclude``, ``keep_fn``, ``background``,
             ``when_busy``, ``on_exception``, ``strict``.
 
-    A save that fails fires ``CHECKPOINT_FAILED`` and training goes on; the one at the end of the run raises. In the
-    background both events come at the first edge after the save has ended, on all ranks at the same one.
+    A save that fails fires ``CHECKPOINT_FAILED`` and training continues; the one at the end of the run raises. In the
+    background both events come at the first step boundary after the save has ended, the same one on all ranks.
     """
 
     def __init__(self, directory: str | Path, *, name: str = "checkpoint", **options: Unpack[SaveKeywords]) -> None:
         self.name, self.options = name, SaveOptions(**options)
         self._saver = Saver(directory, self.options)
         best = self.options.best
-        self._watched = None if best is None else FollowedMetric(best, f"{type(self).__name__}(best=...)")
+        self._followed = None if best is None else FollowedMetric(best, f"{type(self).__name__}(best=...)")
         self._trainer: Trainer | None = None
         self._due = self._must = False
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
-        """Save at the edge after ``event``; always at the end and on a stop."""
+        """Save at the step boundary after ``event``; always at the end and on a stop."""
         self._trainer = trainer
         trainer.register(self.name, self)
         trainer.registry.filters.append(self._saver.filter)
@@ -59,8 +59,8 @@ class Checkpoint:
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._measure)
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._save_if_due)
-        if self._watched is not None:
-            trainer.add_event_handler(Events.COMPLETED, self._watched.warn_if_never_written)
+        if self._followed is not None:
+            trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
 
     @property
     def store(self) -> CheckpointStore:
@@ -80,7 +80,7 @@ class Checkpoint:
         """Load the newest valid checkpoint into all that is registered, and what will be; a collective.
 
         Args:
-            ignore: names of parts that are left out: they begin anew, or are no longer there.
+            ignore: names of parts that are left out: they start fresh, or no longer exist.
 
         Returns:
             The checkpoint, the same on all ranks; None if there is none: the run starts fresh.
@@ -100,7 +100,7 @@ class Checkpoint:
         return path
 
     def load(self, path: str | Path, plan: LoadPlan) -> LoadTable:
-        """Begin with what ``plan`` takes from another run's checkpoint, where :meth:`resume` found none; a collective.
+        """Start with what ``plan`` takes from another run's checkpoint, where :meth:`resume` found none; a collective.
 
         What ``exclude`` leaves out of this run's own checkpoints is to be loaded before :meth:`resume`, each time.
 
@@ -126,22 +126,22 @@ class Checkpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far; which checkpoints there are is read from disk."""
-        watched = self._watched
-        if watched is None:
+        followed = self._followed
+        if followed is None:
             return {}
-        return {"key": watched.key, "mode": self.options.mode, "best": self._best, "measured_at": watched.seen_at}
+        return {"key": followed.key, "mode": self.options.mode, "best": self._best, "measured_at": followed.seen_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        watched, mode = self._watched, self.options.mode
-        if watched is None or not state:
+        followed, mode = self._followed, self.options.mode
+        if followed is None or not state:
             return
-        if (state["key"], state["mode"]) != (watched.key, mode):
+        if (state["key"], state["mode"]) != (followed.key, mode):
             logger.warning(
                 "%s kept the best by %s (%s) before, now by %s (%s): the next value is the first.",
-                *(self.name, state["key"], state["mode"], watched.key, mode),
+                *(self.name, state["key"], state["mode"], followed.key, mode),
             )
             return
-        self._best, watched.seen_at = state["best"], state["measured_at"]
+        self._best, followed.seen_at = state["best"], state["measured_at"]
 
     def _start(self, trainer: Trainer) -> None:
         self._due = self._must = False
@@ -150,8 +150,8 @@ class Checkpoint:
         if self.options.when_busy == "skip" and not self.options.background:
             logger.warning("when_busy='skip' has no effect without background=True: no save is ever busy.")
         self._saver.start(trainer)
-        if self._watched is not None:
-            self._watched.begin(trainer)
+        if self._followed is not None:
+            self._followed.begin(trainer)
         if self.options.strict:
             mine = trainer.exactness(self._saver.filter)
             reasons = [each for rank in agreement.gather_objects(mine) for each in rank]
@@ -160,9 +160,9 @@ class Checkpoint:
 
     def _measure(self, trainer: Trainer) -> None:
         values = {key: float(value) for key, value in trainer.state.metrics.fresh.items() if _is_number(value)}
-        score = None if self._watched is None else self._watched.new_value(trainer)
-        if self._watched is not None and score is not None:
-            values[self._watched.key] = score
+        score = None if self._followed is None else self._followed.new_value(trainer)
+        if self._followed is not None and score is not None:
+            values[self._followed.key] = score
             if improves(score, self._best, self.options.mode):
                 self._best, self._due, self._must = score, True, True
         (measured_at, before), iteration = self._measured, trainer.state.iteration

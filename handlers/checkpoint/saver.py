@@ -1,4 +1,4 @@
-"""How a run is saved: at an edge, in the loop or beside it; the bus is told how it ended."""
+"""How a run is saved: at a step boundary, in the loop or in the background; events say how it ended."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Saver:
         self.error: CheckpointError | None = None
         """Why the last save failed; None: it did not."""
         self.parent: str | None = None
-        """Name of the checkpoint that the run stands on."""
+        """Name of the checkpoint that the run was resumed from, or saved last."""
         self._saving: BackgroundSave[Path] | None = None
         self._before_step: RemovableEventHandle | None = None
         self._snapshot = Snapshot()
@@ -57,19 +57,19 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """A save is being written in the background, or has ended and was not told yet."""
+        """A save is being written in the background, or has ended and was not reported yet."""
         return self._saving is not None
 
     def has_saved(self, trainer: Trainer) -> bool:
-        """Whether the edge at which the run stands is saved, or about to be."""
-        return self._saved_at == _edge_of(trainer)
+        """Whether the step boundary at which the run is was saved, or is being saved."""
+        return self._saved_at == _boundary_of(trainer)
 
     def resumed(self, trainer: Trainer, path: Path) -> None:
-        """The run stands where ``path`` was saved."""
-        self._saved_at, self.parent = _edge_of(trainer), path.name
+        """The run was resumed from ``path``."""
+        self._saved_at, self.parent = _boundary_of(trainer), path.name
 
     def start(self, trainer: Trainer) -> None:
-        """A run begins: see to what another process may have left in the folder; a collective."""
+        """A run starts: handle what another process may have left in the folder; a collective."""
         if trainer.state.iteration == 0:
             self._saved_at = None
         if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
@@ -87,18 +87,18 @@ class Saver:
         metrics: Mapping[str, float] | None = None,
         reasons: Iterable[str] = (),
     ) -> None:
-        """Save this edge; a collective. No other save is :attr:`busy`.
+        """Save at this step boundary; a collective. No other save may be :attr:`busy`.
 
         Args:
-            background: write while training goes on.
+            background: write while training continues.
             metrics: of this iteration.
             reasons: beside the trainer's, why a resumed run may differ in its bits.
 
         Raises:
-            CheckpointError: it failed, and was the last one of the run; any other failure is told to the bus.
+            CheckpointError: it failed, and was the last one of the run; any other failure fires CHECKPOINT_FAILED.
         """
         state = trainer.state
-        state.checkpoints += 1  # it counts itself: the resumed run goes on with this number
+        state.checkpoints += 1  # it counts itself: the resumed run continues with this number
         kinds: Mapping[str, str] = getattr(trainer.registry, "kinds", {})
         (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
         if background:
@@ -119,21 +119,21 @@ class Saver:
             self._prune()
             return path
 
-        self._saved_at, self._saving_at = _edge_of(trainer), state.iteration
+        self._saved_at, self._saving_at = _boundary_of(trainer), state.iteration
         if not background:
             started = time.perf_counter()
             self._report(trainer, write, lambda: time.perf_counter() - started)
             return
         self._saving = BackgroundSave(self._snapshot, write, trainer.request_attention)
         if isinstance(trainer.update, Update):
-            # an average of the weights may stand in their place while they are evaluated
+            # an average of the weights may replace them while they are evaluated
             changes = TrainingEvents.OPTIMIZER_STEP_STARTED | TrainingEvents.EVALUATION_STARTED
             self._before_step = trainer.add_event_handler(changes, self._before_change)
         else:
             self._saving.before_change()
 
     def finish(self, trainer: Trainer) -> None:
-        """Wait for the save in the background and tell the bus how it ended; a collective."""
+        """Wait for the save in the background and fire the event that says how it ended; a collective."""
         self._before_change(trainer)
         saving, self._saving = self._saving, None
         assert saving is not None
@@ -150,7 +150,7 @@ class Saver:
     def _prune(self) -> None:
         try:
             self.store.apply(self.options.retention)
-        except CheckpointError as error:  # one too many is no reason to stop
+        except CheckpointError as error:  # one too many is not a reason to stop
             logger.warning("%s", error)
 
     def _before_change(self, trainer: Trainer) -> None:
@@ -180,7 +180,7 @@ class Saver:
 
 
 def _changed_by_step_alone(trainer: Trainer) -> Callable[[Tensor], bool]:
-    """Tells what nobody changes before the next optimizer step or evaluation: trained weights and optimizers' states.
+    """Whether nobody changes a tensor before the next optimizer step or evaluation: trained weights, optimizer states.
 
     Buffers, and parameters that are not trained, may be changed by the forward pass.
     """
@@ -194,6 +194,6 @@ def _changed_by_step_alone(trainer: Trainer) -> Callable[[Tensor], bool]:
     return lambda tensor: tensor.data_ptr() in known
 
 
-def _edge_of(trainer: Trainer) -> tuple[int, int]:
-    """Iteration and epochs completed: one iteration has two edges where unsized data proves to be at its end."""
+def _boundary_of(trainer: Trainer) -> tuple[int, int]:
+    """Iteration and epochs completed: an iteration has two boundaries where unsized data turns out to have ended."""
     return trainer.state.iteration, trainer.position.epochs_completed

@@ -1,4 +1,4 @@
-"""One save beside the training: copied while the weights rest, written while they change again."""
+"""One save in the background: copied while the weights do not change, written while they do."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ T = TypeVar("T")
 
 
 class BackgroundSave(Generic[T]):
-    """Runs ``write`` in a thread of its own, once the late half of ``snapshot`` is copied and found whole.
+    """Runs ``write`` in a thread, once the late half of ``snapshot`` is copied and was not changed meanwhile.
 
     Args:
         snapshot: just taken.
         write: what is done with the copy, e.g. a ``CheckpointStore.save``; its result or error is :meth:`result`'s.
-        done: called in the thread when ``write`` has ended in whatever way.
+        done: called in the thread when ``write`` has ended, with or without an error.
 
     The caller must call :meth:`before_change` before it changes what the snapshot copies late. The thread is a daemon:
     a process that is forced to end does not wait for it, and what it leaves on disk is a temporary directory.

@@ -24,7 +24,7 @@ class PartDifference:
     values: dict[str, float] = field(default_factory=dict)
     """Tensors of one shape and type: the largest absolute difference, NaN where only one side has a NaN."""
     kinds: dict[str, str] = field(default_factory=dict)
-    """Tensors of another shape or type, and leaves that are no tensors: ``before -> after``."""
+    """Tensors of another shape or type, and leaves that are not tensors: ``before -> after``."""
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class PartDifference:
 
 
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[PartDifference]:
-    """Compare the parts of two checkpoints, in the order of their names; a part of one side alone has no ``equal``."""
+    """Compare the parts of two checkpoints, in the order of their names; one on one side only has no ``equal``."""
     return [_compare_part(part, first.get(part), second.get(part)) for part in sorted({*first, *second})]
 
 

@@ -18,8 +18,8 @@ Pieces = dict[str, str]
 def digests(state: Any) -> Pieces:
     """Each leaf of a nested state by its path: a SHA-256 for tensors and arrays, the value itself for a scalar.
 
-    Paths are keys joined by dots, those of one piece alone ``""``. A list of scalars is one piece. Of a tensor that is
-    sharded over ranks this rank's part counts. An object of another kind counts by the name of its type.
+    Paths are keys joined by dots; ``""`` for a state that is one piece. A list of scalars is one piece. Of a tensor
+    that is sharded over ranks it is this rank's shard. An object of any other type counts by the name of its type.
     """
     return {dotted(path): _digest(value) for path, value in walk(state, whole=_is_piece)}
 
@@ -61,7 +61,7 @@ def tensor_sha256(value: Tensor | np.ndarray[Any, Any]) -> str:
 
 
 def tensor_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor on the CPU in row-major order, shape ``(n,)``; no copy where they lie like that."""
+    """The bytes of a dense tensor on the CPU in row-major order, shape ``(n,)``; no copy where they already are so."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
 

@@ -43,19 +43,19 @@ def environment_values(world_size: int) -> dict[str, Any]:
 
 
 def inexact_reasons(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Why a run may go on with other bits than in the environment it was saved in; what was not noted is passed over.
+    """Why a run may continue with other bits than in the environment it was saved in; what was not recorded is ignored.
 
     Returns:
         Such as ``ranks: 2 when it was saved, 1 now``.
     """
     return [
-        f"{name}: {_told(saved[key])} when it was saved, {_told(now.get(key))} now"
+        f"{name}: {_text(saved[key])} when it was saved, {_text(now.get(key))} now"
         for key, name in _DECIDING.items()
         if key in saved and saved[key] != now.get(key)
     ]
 
 
-def _told(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)

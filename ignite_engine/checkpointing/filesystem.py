@@ -1,6 +1,6 @@
 """Every file operation of the store, each one system call of ``os`` and nothing beside them.
 
-The order of these calls is the commit protocol, so they stand in one place: a test replaces ``os.open``, ``os.write``,
+The order of these calls is the commit protocol, so they are in one place: a test replaces ``os.open``, ``os.write``,
 ``os.fsync``, ``os.rename``, ``os.unlink``, ``os.rmdir`` and ``os.mkdir`` and sees, fails or kills every step of a save.
 """
 
@@ -167,7 +167,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory with all in it; what another process removed meanwhile is no error."""
+    """Remove a directory with all in it; what another process removed meanwhile is not an error."""
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
     except FileNotFoundError:

@@ -74,7 +74,7 @@ def free_name(directory: Path, iteration: int) -> Path:
 
 
 def discard(paths: list[Path]) -> None:
-    """Remove committed checkpoints: none is ever seen half removed, whenever the process is killed."""
+    """Remove committed checkpoints: none is ever half removed under its own name, wherever the process is killed."""
     trash: list[Path] = []
     for path in paths:
         trash.append(path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}"))

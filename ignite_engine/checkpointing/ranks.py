@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The members of a process group, or this process alone.
+    """The members of a process group, or only this process.
 
     Args:
         group: a group that can exchange CPU objects (gloo); None: the default group if there is one.
@@ -42,7 +42,7 @@ class Ranks:
 
         Raises:
             CheckpointError: the same on all ranks, if any failed. An interrupt of this process passes through as it
-                is, after the peers were told.
+                is, after the peers were informed.
         """
         cause: BaseException | None = None
         mine: tuple[T | None, str | None]
@@ -64,7 +64,7 @@ class Ranks:
         return [result for result, _ in outcomes]
 
     def rank_zero(self, work: Callable[[], T], failure: Callable[[str], str]) -> T:
-        """Do ``work`` on rank 0 alone; a collective. All ranks get its result, or the same CheckpointError."""
+        """Do ``work`` on rank 0 only; a collective. All ranks get its result, or the same CheckpointError."""
         results: list[Any] = self.together(lambda: work() if self.rank == 0 else None, failure)
         first: T = results[0]
         return first

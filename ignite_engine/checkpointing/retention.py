@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: a function of what lies on disk, so that nothing is forgotten over a restart."""
+"""Which checkpoints are kept: a function of what is on disk, so that nothing is forgotten over a restart."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Retention:
             raise ValueError(f"keep_every must be at least 1 iteration or None, got {self.keep_every}.")
 
     def kept(self, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-        """Those of ``checkpoints`` (oldest first, sound ones only) that stay, in the same order.
+        """Those of ``checkpoints`` (oldest first, only sound ones) that are kept, in the same order.
 
-        The newest healthy one stays whatever its age, so that checkpoints with non-finite weights never evict it.
+        The newest healthy one is kept whatever its age, so that checkpoints with non-finite weights never evict it.
         """
         old = superseded(checkpoints)
         current = [each for each in checkpoints if each not in old]

@@ -1,4 +1,4 @@
-"""A copy of a run's state that training cannot change any more, in buffers that are used again for the next one."""
+"""A copy of a run's state that training cannot change, in buffers that are reused for the next one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 class Snapshot:
     """Copies nested states (dicts, lists, tuples of tensors and plain values); a tensor twice in them is copied once.
 
-    Each :meth:`take` gives a state that stands until the next one, in the same memory where shapes are the same:
-    one host copy of everything is held, pinned for what lies on CUDA.
+    Each :meth:`take` gives a state that is valid until the next one, in the same memory where shapes are the same:
+    one host copy of everything is held, pinned for what is on CUDA.
 
-    The copy has two halves. :meth:`take` copies what ``late`` does not name. :meth:`copy_late` copies the rest, in any
-    thread, beside work that only reads it; :meth:`check_untouched` says whether nobody wrote to it meanwhile. On CUDA
-    the late half runs on a side stream from :meth:`take` on, and :meth:`before_change` makes the present stream wait
-    for it, not the host.
+    The copy has two halves. :meth:`take` copies the tensors for which ``late`` is False. :meth:`copy_late` copies the
+    rest, in any thread, beside work that only reads it; :meth:`check_untouched` says whether nobody wrote to it
+    meanwhile. On CUDA the late half runs on a side stream from :meth:`take` on, and :meth:`before_change` makes the
+    current stream wait for it, not the host.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Snapshot:
             event.synchronize()
 
     def before_change(self) -> None:
-        """Let the present CUDA streams wait until the side streams have read their sources; the host goes on."""
+        """Let the current CUDA streams wait until the side streams have read their sources; the host does not wait."""
         for event in self._copied:
             torch.cuda.current_stream().wait_event(event)
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Newest(NamedTuple):
-    """What ``latest`` found: the newest valid checkpoint, and path and reason of the newer ones passed over."""
+    """What ``latest`` found: the newest valid checkpoint, and path and reason of the newer ones that were skipped."""
 
     checkpoint: CheckpointInfo | None
     skipped: list[tuple[Path, str]]
@@ -41,14 +41,14 @@ class Loaded:
 
 
 class CheckpointStore:
-    """Checkpoints in one directory, each a directory ``iteration_00000500`` that is either whole or not there.
+    """Checkpoints in one directory, each a directory ``iteration_00000500`` that is either complete or absent.
 
     Args:
         directory: made at the first save.
         group: the ranks that save together, over CPU (gloo); None: the default group, if there is one.
 
     ``save``, ``apply``, ``annotate`` and ``sweep`` are collective: all ranks call them in the same order and get the
-    same result or the same ``CheckpointError``. The rest reads, and concerns the calling process alone.
+    same result or the same ``CheckpointError``. All other methods only read, in the calling process only.
     """
 
     def __init__(self, directory: str | Path, group: dist.ProcessGroup | None = None) -> None:
@@ -67,8 +67,8 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint and commit it; a collective. Older ones are left as they are.
 
-        A checkpoint saved again at the same iteration takes the place of the one before (and keeps its labels and
-        pin), which goes only after the new one is committed.
+        A checkpoint saved again at the same iteration replaces the previous one (and keeps its labels and pin), which
+        is deleted only after the new one is committed.
 
         Args:
             shared: named parts that are the same on all ranks; rank 0 writes them.
@@ -85,7 +85,7 @@ class CheckpointStore:
             The committed directory.
 
         Raises:
-            CheckpointError: nothing was committed, the checkpoints before stand; the same on all ranks.
+            CheckpointError: nothing was committed, earlier checkpoints are untouched; the same on all ranks.
             ValueError: ``iteration`` is negative.
         """
         if iteration < 0:
@@ -110,10 +110,10 @@ class CheckpointStore:
         """The newest valid checkpoint; every file of it is read and verified. Not collective: ask on one rank.
 
         Args:
-            healthy_only: pass over those with non-finite weights.
+            healthy_only: skip those with non-finite weights.
 
         Returns:
-            It, or None if there is none; and the newer ones with the reason why each was passed over, which is also
+            It, or None if there is none; and the newer ones with the reason why each was skipped, which is also
             logged as a warning.
         """
         readable, unreadable = names.scan(self.directory)
@@ -131,7 +131,7 @@ class CheckpointStore:
             if found is None or (names.named_iteration(path) or 0) > found.iteration:
                 skipped.append((path, reason))
         for path, reason in skipped:
-            logger.warning("Checkpoint %s is passed over: %s.", path, reason.rstrip("."))
+            logger.warning("Checkpoint %s is skipped: %s.", path, reason.rstrip("."))
         return Newest(found, skipped)
 
     def verify(self, path: str | Path) -> list[str]:
@@ -162,9 +162,9 @@ class CheckpointStore:
         return Loaded(path, manifest, *loaded)
 
     def apply(self, retention: Retention) -> list[Path]:
-        """Delete what is not to be kept; a collective. Call it after a save, never before.
+        """Delete what ``retention`` does not keep; a collective. Call it after a save, never before.
 
-        Damaged checkpoints are neither counted nor deleted. Nothing is deleted before one of those that stay was
+        Damaged checkpoints are neither counted nor deleted. Nothing is deleted before one of those that are kept was
         verified (a healthy one, if there is any); files hashed while they were written are not read again.
 
         Returns:
@@ -191,7 +191,7 @@ class CheckpointStore:
             The new manifest.
 
         Raises:
-            CheckpointError: the manifest could not be read or written; the old one stands.
+            CheckpointError: the manifest could not be read or written; the old one is unchanged.
         """
 
         def rewrite() -> Manifest:
@@ -211,32 +211,32 @@ class CheckpointStore:
         """Remove what dead writers left; a collective, for the start of a run. A living writer's files stay."""
         return self._ranks.rank_zero(lambda: names.sweep(self.directory), lambda causes: f"Sweeping failed: {causes}.")
 
-    def doomed(self, retention: Retention) -> list[CheckpointInfo]:
+    def to_delete(self, retention: Retention) -> list[CheckpointInfo]:
         """Those that :meth:`apply` would delete; nothing is deleted, and files may be read to verify them."""
         check = self._verification
         sound = [each for each in self.checkpoints() if check.looks_sound(each.path, each.manifest)]
         kept = retention.kept(sound)
-        doomed = [each for each in sound if each not in kept]
-        if not doomed:
+        to_delete = [each for each in sound if each not in kept]
+        if not to_delete:
             return []
-        # the last valid one, and the last valid healthy one, must be among those that stay
+        # the last valid one, and the last valid healthy one, must be among those that are kept
         for candidates in ([each for each in sound if each.manifest.healthy], sound):
-            staying = [each for each in candidates if each not in doomed]
+            staying = [each for each in candidates if each not in to_delete]
             if any(check.is_valid(each.path, each.manifest) for each in reversed(staying)):
                 continue
-            leaving = (each for each in reversed(candidates) if each in doomed)
-            spared = next((each for each in leaving if check.is_valid(each.path, each.manifest)), None)
-            doomed = [each for each in doomed if each is not spared]
-        return doomed
+            leaving = (each for each in reversed(candidates) if each in to_delete)
+            kept_valid = next((each for each in leaving if check.is_valid(each.path, each.manifest)), None)
+            to_delete = [each for each in to_delete if each is not kept_valid]
+        return to_delete
 
     def _prune(self, retention: Retention) -> list[Path]:
-        doomed = [each.path for each in self.doomed(retention)]
-        if doomed:
-            names.discard(doomed)
-        for path in doomed:
+        to_delete = [each.path for each in self.to_delete(retention)]
+        if to_delete:
+            names.discard(to_delete)
+        for path in to_delete:
             self._verification.forget(path)
-        return doomed
+        return to_delete
 
     def _not_saved(self, iteration: int, causes: str) -> str:
-        earlier = "earlier checkpoints stand" if self.checkpoints() else "there is no earlier one"
+        earlier = "earlier checkpoints are untouched" if self.checkpoints() else "there is no earlier one"
         return f"The checkpoint of iteration {iteration} was not saved in {self.directory}: {causes}; {earlier}."

@@ -17,7 +17,7 @@ class Verification:
         self._found: dict[Path, tuple[Signature, FileRecord, str | None]] = {}
 
     def problems(self, checkpoint: Path) -> list[str]:
-        """All that is wrong with a checkpoint, everything read anew; empty if it is valid."""
+        """All that is wrong with a checkpoint, everything read again; empty if it is valid."""
         try:
             manifest = read_manifest(checkpoint)
         except CheckpointError as error:

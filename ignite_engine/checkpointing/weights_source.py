@@ -108,8 +108,8 @@ def _read_weights(path: Path) -> dict[str, Any]:
         try:
             return dict(reader.load_file(path))
         except Exception as error:  # of the Rust library
-            raise CheckpointError(f"{path} is no file of safetensors: {one_line(error)}.") from error
+            raise CheckpointError(f"{path} is not a safetensors file: {one_line(error)}.") from error
     weights = load_plain(path, None, mmap=False)
     if not weights or not all(isinstance(each, torch.Tensor) for each in weights.values()):
-        raise CheckpointError(f"{path} holds no plain state_dict: expected a mapping of names to tensors.")
+        raise CheckpointError(f"{path} does not hold a plain state_dict: expected a mapping of names to tensors.")
     return weights

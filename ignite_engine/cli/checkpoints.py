@@ -1,4 +1,4 @@
-"""The command ``checkpoints``: list, verify, diff, export and prune what lies on disk."""
+"""The command ``checkpoints``: list, verify, diff, export and prune what is on disk."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def add_parser(subparsers: Any) -> None:
     command.set_defaults(overrides=[], traceback=False)
     actions = command.add_subparsers(dest="action", required=True, metavar="action", parser_class=type(command))
 
-    def action(name: str, told: str) -> Any:
-        return actions.add_parser(name, help=told, description=told, allow_abbrev=False)
+    def action(name: str, text: str) -> Any:
+        return actions.add_parser(name, help=text, description=text, allow_abbrev=False)
 
     action("list", "one line per checkpoint").add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
     verify = action("verify", "read every byte; code 1 if anything is damaged, with the file's name")
@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
         diff.add_argument(
             name, type=Path, metavar=name.upper(), help=f"a checkpoint, or {_WHERE}: its newest valid one"
         )
-    export = action("export", "write the weights alone, for other programs")
+    export = action("export", "write only the weights, for other programs")
     export.add_argument("where", type=Path, metavar="PATH", help=f"a checkpoint, or {_WHERE}: its newest valid one")
     export.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="replaced if it is there")
     export.add_argument(
@@ -130,8 +130,8 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _title(which: str, source: Source) -> str:
     manifest = source.manifest
-    told = f" (iteration {manifest.iteration}, epoch {manifest.epoch}, {_size(manifest)})" if manifest else ""
-    return f"{which} {source.path}{told}"
+    about = f" (iteration {manifest.iteration}, epoch {manifest.epoch}, {_size(manifest)})" if manifest else ""
+    return f"{which} {source.path}{about}"
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -166,7 +166,7 @@ def _prune(options: argparse.Namespace) -> int:
     if options.keep_best is not None and not any(options.keep_best in each.manifest.metrics for each in before):
         known = sorted({key for each in before for key in each.manifest.metrics})
         raise CheckpointError(f"no checkpoint has the metric {options.keep_best!r}; there are {shortened(known, 6)}.")
-    gone = [each.path for each in store.doomed(retention)] if options.dry_run else store.apply(retention)
+    gone = [each.path for each in store.to_delete(retention)] if options.dry_run else store.apply(retention)
     for path in gone:
         print(f"{path.name}  {'would be deleted' if options.dry_run else 'deleted'}")
     print(f"{len(before) - len(gone)} of {len(before)} {'would stay' if options.dry_run else 'stay'}")

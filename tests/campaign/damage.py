@@ -59,10 +59,10 @@ def _run(damage: Callable[[Path], object], count: int, bench: Bench) -> dict[str
     summary = json.loads((folder / "run" / "summary.json").read_text())
     expected_from = before[-1 - count] if len(before) > count else None
     log = (folder / "run" / "logs" / "rank_0.log").read_text().splitlines()
-    logged = [line.split("checkpointing.store: ")[-1] for line in log if "is passed over: " in line]
+    logged = [line.split("checkpointing.store: ")[-1] for line in log if "is skipped: " in line]
     if summary["resumed_from"] != expected_from or len(logged) != count:
         raise Difference(f"resumed from {summary['resumed_from']}, said: {logged}")
-    return {"resumed_from": expected_from, "said": [line.split("is passed over: ")[1][:120] for line in logged]}
+    return {"resumed_from": expected_from, "said": [line.split("is skipped: ")[1][:120] for line in logged]}
 
 
 def _run_hostile(plant: Callable[[Path, Path], None], bench: Bench) -> dict[str, Any]:

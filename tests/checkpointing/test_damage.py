@@ -120,7 +120,7 @@ def test_damaged_newest_falls_back_to_the_one_before_and_says_why(
     ((skipped_path, why),) = skipped
     assert skipped_path == path
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"Checkpoint {path} is passed over: ") and "\n" not in line
+    assert line.startswith(f"Checkpoint {path} is skipped: ") and "\n" not in line
     with pytest.raises(CheckpointError) as refused:
         store.load(path)
     for said in (why, line, "; ".join(store.verify(path))):

@@ -78,7 +78,7 @@ def test_full_disk_is_one_line_and_the_checkpoint_before_stands(
     start = f"The checkpoint of iteration 200 was not saved in {tmp_path}: {cause} ({tmp_path}/.tmp-iteration_00000200-"
     assert message.startswith(start)
     free = r", \d+\.\d MiB free" if cause == "No space left on device" else ""
-    assert re.search(rf"/shared\.pt{free}\); earlier checkpoints stand\.$", message)
+    assert re.search(rf"/shared\.pt{free}\); earlier checkpoints are untouched\.$", message)
 
 
 def read_only_file_system(directory: Path) -> str:

@@ -304,7 +304,7 @@ def test_what_matches_nothing_is_one_line(
         ({"parts": ["model", "data"]}, "parts has 'data' without 'counters'"),
         ({"ignore": [":head"]}, "ignore has the pattern ':head'"),
         ({"include": ["model:"]}, "include has the pattern 'model:'"),
-        ({"rename": {"re:(": "x"}}, "rename has 're:\\(', which is no regular expression"),
+        ({"rename": {"re:(": "x"}}, "rename has 're:\\(', which is not a regular expression"),
     ],
 )
 def test_a_plan_that_means_nothing_is_refused(settings: dict[str, Any], line: str) -> None:
@@ -346,8 +346,8 @@ def test_a_source_that_cannot_be_read_is_one_line(
         "nowhere": "nowhere does not exist; expected a run's folder or a folder of checkpoints.",
         "empty": "empty holds no checkpoint; expected",
         "code.pt": "code.pt is not plain data .*nothing in it was executed",
-        "torn.safetensors": "torn.safetensors is no file of safetensors",
-        "numbers.pt": "numbers.pt holds no plain state_dict",
+        "torn.safetensors": "torn.safetensors is not a safetensors file",
+        "numbers.pt": "numbers.pt does not hold a plain state_dict",
     }
     for name, line in lines.items():
         with pytest.raises(CheckpointError, match=line) as caught:

@@ -85,7 +85,7 @@ def test_what_is_not_exact_is_refused_before_the_first_update(case: str, tmp_pat
         trainer.run(data(), max_epochs=1)
     message = str(refused.value)
     assert message.startswith("This run cannot be resumed bit for bit, which checkpoint.strict asks for: ")
-    assert reason in message and message.endswith("Mend that, or do without strict.") and "\n" not in message
+    assert reason in message and message.endswith("Fix that, or leave strict out.") and "\n" not in message
     assert trainer.state.iteration == 0 and not (tmp_path / "True").exists()
 
     allowed = build(strict=False)
@@ -114,7 +114,7 @@ def test_checkpoint_that_says_it_is_not_exact_is_not_resumed(tmp_path: Path) -> 
     again, checkpoint = trainer_of(linear()), Checkpoint(tmp_path, strict=True)
     checkpoint.attach(again)
     before = [each.clone() for each in again.update.model.parameters()]  # type: ignore[attr-defined]  # an Update
-    with pytest.raises(NotExact, match=r"iteration_00000006 cannot be resumed .*: optimizer is not saved\. Mend"):
+    with pytest.raises(NotExact, match=r"iteration_00000006 cannot be resumed .*: optimizer is not saved\. Fix"):
         checkpoint.resume()
     assert all(map(torch.equal, before, again.update.model.parameters()))  # type: ignore[attr-defined]
 

@@ -17,20 +17,20 @@ class LoadPlan:
     Args:
         parts: which parts: names of parts, patterns, or the words ``model``, ``optimizer``, ``schedule``, ``scaler``,
             ``data``, ``counters``, ``rng`` and ``handlers`` (all others); None: all of them.
-        include: of a part that is named here, these names alone: ``["model:backbone.*"]``.
+        include: of a part that is named here, only these names: ``["model:backbone.*"]``.
         ignore: parts and names that stay as they were built, wherever they are missing: ``["model:head.*", "ema"]``.
-        rename: what names in the checkpoint are called here, in the model, its optimizers and its averages. A key is
-            how a name begins, ``{"encoder.": "backbone."}``, or after ``re:`` a regular expression; of several that
-            match a name the first one counts. All patterns mean the names after it.
+        rename: from names in the checkpoint to names here, in the model, its optimizers and its averages. A key is
+            the prefix of a name, ``{"encoder.": "backbone."}``, or after ``re:`` a regular expression; of several that
+            match a name the first one applies. All patterns refer to the names after it.
         weights: ``raw``, or the part that holds an average (``ema``), which is then loaded as the model.
         strict: what is missing on either side, or of another shape, is an error; otherwise it stays as it was built
-            and is told in the table.
+            and is listed in the table.
 
     An optimizer's options (its learning rate, its betas) come along with the counters only, and with all of its
-    parameters: a run that counts anew keeps its own.
+    parameters: a run that starts counting from 0 keeps its own.
 
     Raises:
-        ValueError: a pattern or a rename is none; ``data`` without ``counters``.
+        ValueError: a pattern or a rename is malformed; ``data`` without ``counters``.
     """
 
     parts: Sequence[str] | None = None
@@ -48,24 +48,26 @@ class LoadPlan:
             if inside := next((each for each in self.parts if ":" in each), None):
                 raise ValueError(f"parts names whole parts, got {inside!r}: give names inside a part to include.")
             if "data" in self.parts and not {"counters", "trainer"} & set(self.parts):
-                raise ValueError("parts has 'data' without 'counters': a run that counts anew begins its data anew.")
+                raise ValueError(
+                    "parts has 'data' without 'counters': a run that counts from 0 starts its data from the beginning."
+                )
         for old in self.rename:
             try:
                 re.compile(old.removeprefix("re:") if old.startswith("re:") else "")
             except re.error as error:
-                raise ValueError(f"rename has {old!r}, which is no regular expression: {error}.") from None
+                raise ValueError(f"rename has {old!r}, which is not a regular expression: {error}.") from None
 
     @classmethod
     def resume(cls, **changes: Any) -> LoadPlan:
-        """Everything: go on as the run that was saved."""
+        """Everything: continue the run that was saved."""
         return cls(**changes)
 
     @classmethod
     def fine_tune(cls, **changes: Any) -> LoadPlan:
-        """The model alone; optimizer, counters, data and random numbers begin anew."""
+        """Only the model; optimizer, counters, data and random numbers start fresh."""
         return cls(**{"parts": ("model",), **changes})
 
     @classmethod
     def warm_start(cls, **changes: Any) -> LoadPlan:
-        """The model and the optimizers' state; counters, schedule, data and random numbers begin anew."""
+        """The model and the optimizers' state; counters, schedule, data and random numbers start fresh."""
         return cls(**{"parts": ("model", "optimizer"), **changes})

@@ -167,7 +167,7 @@ class _Preparation:
         return part_names.form_of(self._saved[part], self._kind(part))
 
     def _shapes(self, part: str, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Saved and own shape of what a name stands for: for an optimizer's state that of the model's parameter."""
+        """Saved and own shape of what is called ``name``; for an optimizer's state that of the model's parameter."""
         if self._form(part) == "optimizer":
             part = "model"
             if part not in self._here or part not in self._saved:
@@ -178,7 +178,7 @@ class _Preparation:
         return tuple(saved.shape), tuple(own.shape)
 
     def _names(self, part: str) -> Iterable[str]:
-        # only what will be loaded is asked for its state: an average would begin at it
+        # state_dict() only of what will be loaded: it makes an average start
         asked = (self._include.concern(part) or self._ignore.concern(part)) and self._is_selected(part)
         saved = self._entries(part)
         own = self._own_entries(part) if asked and saved and part in self._here else {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ignite_engine.errors import shortened
 
-_TOLD = {
+_OUTCOMES = {
     "missing": "not in the checkpoint, stays as built",
     "not saved": "left out when it was saved, stays as built",
     "waits": "waits until it is registered",
@@ -41,11 +41,11 @@ class PartRow:
 
     def __str__(self) -> str:
         if not (self.loaded or self.skipped or self.left_out or self.differences):
-            return _TOLD.get(self.outcome, self.outcome)
-        told = [f"loaded {len(self.loaded)}"]
-        told += [f"skipped {len(self.skipped)}: {shortened(self.skipped)}"] if self.skipped else []
-        told += [f"not saved {len(self.left_out)}: {shortened(self.left_out)}"] if self.left_out else []
-        return "; ".join([*told, *([self.differences] if self.differences else [])])
+            return _OUTCOMES.get(self.outcome, self.outcome)
+        words = [f"loaded {len(self.loaded)}"]
+        words += [f"skipped {len(self.skipped)}: {shortened(self.skipped)}"] if self.skipped else []
+        words += [f"not saved {len(self.left_out)}: {shortened(self.left_out)}"] if self.left_out else []
+        return "; ".join([*words, *([self.differences] if self.differences else [])])
 
 
 @dataclass
