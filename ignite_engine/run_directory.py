@@ -1,4 +1,4 @@
-"""A run's folder: resolved config, environment, summary, and one log file per rank. Knows no trainer."""
+"""A run's folder: resolved config, environment, summary, and one log file per rank."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from torch import nn
 from ignite_engine.checkpointing.digests import tensor_bytes
 from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.checkpointing.filesystem import replace_file
+from ignite_engine.checkpointing.manifest import json_number
 from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.states.model_and_optimizer import clean_name, unwrap
 
@@ -35,9 +36,9 @@ class RunDirectoryInUse(RuntimeError):
 
 
 class RunDirectory:
-    """Names and writes what lies in a run's folder; each file is replaced as a whole or not at all.
+    """Names and writes the files of a run's folder; each is replaced atomically.
 
-    Every rank may make one; only rank 0 is to call the ``write_`` methods.
+    Every rank may make one; only rank 0 calls the ``write_`` methods.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -52,10 +53,10 @@ class RunDirectory:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes from training in the folder, which is made.
+        """Create the folder and keep other processes from training in it.
 
-        The lock is the process's own: the kernel frees it however the process ends, and no loader worker that outlives
-        it for a moment keeps it, as would be so with ``flock``.
+        The lock belongs to this process: the kernel frees it however the process ends, and a loader worker that
+        outlives it for a moment does not keep it (with ``flock`` it would).
 
         Raises:
             RunDirectoryInUse: another process holds it.
@@ -71,7 +72,7 @@ class RunDirectory:
                     f"run.directory: {self.path} is in use by {holder}; wait until it has ended, or give another one."
                 ) from None
             except OSError as error:
-                logger.warning("%s cannot be locked (%s): start no second run in it.", self.path, error.strerror)
+                logger.warning("%s cannot be locked (%s): do not start a second run in it.", self.path, error.strerror)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}\n")
             file.flush()
@@ -81,7 +82,7 @@ class RunDirectory:
         """Store the resolved config.
 
         Returns:
-            For each key that differs from the config stored before ``key: before -> now``; empty at the first start.
+            ``key: before -> now`` for each key that differs from the config stored before; empty at the first start.
         """
         before = self._stored_config()
         self.path.mkdir(parents=True, exist_ok=True)
@@ -89,7 +90,7 @@ class RunDirectory:
         return [] if before is None else config_differences(before, values)
 
     def write_environment(self, world_size: int) -> None:
-        """Store what the run ran with: versions, machine, devices, command line."""
+        """Store versions, machine, devices and command line."""
         packages = {each.name: each.version for each in importlib.metadata.distributions()}
         values = {
             **environment_values(world_size),
@@ -98,12 +99,12 @@ class RunDirectory:
         write_whole(self.environment, json.dumps(values, indent=1) + "\n")
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """Store how the run ended; NaN and infinities become null, so that every JSON reader takes it."""
+        """Store how the run ended; numbers as in the other files, see :func:`checkpointing.manifest.json_number`."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.summary, json.dumps(_finite(values), indent=1) + "\n")
+        write_whole(self.summary, json.dumps(json_values(values), indent=1) + "\n")
 
     def read_summary(self) -> dict[str, Any]:
-        """What was stored last; empty if there is nothing, or nothing readable."""
+        """The summary stored last; empty if there is none, or it cannot be read."""
         try:
             values = json.loads(self.summary.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -112,19 +113,19 @@ class RunDirectory:
 
     @contextmanager
     def logging_to(self, rank: int, *, console: bool = True) -> Iterator[None]:
-        """Within it all that is logged goes to ``logs/rank_N.log``, and rank 0's also to stderr, as a message alone.
+        """Write what is logged within it to ``logs/rank_N.log``, and on rank 0 the bare messages also to stderr.
 
-        The folder is made with the first line, so that a run which never began leaves nothing.
+        The folder is created with the first line, so that a run that never started leaves nothing behind.
         """
         root, level = logging.getLogger(), logging.getLogger().level
         file = _LogFile(self.logs / f"rank_{rank}.log", encoding="utf-8", delay=True)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers: list[logging.Handler] = [file]
         if rank == 0 and console:
-            shown = logging.StreamHandler(sys.stderr)
-            shown.setFormatter(logging.Formatter("%(message)s"))
-            shown.addFilter(_for_the_console)
-            handlers.append(shown)
+            stderr = logging.StreamHandler(sys.stderr)
+            stderr.setFormatter(logging.Formatter("%(message)s"))
+            stderr.addFilter(_for_the_console)
+            handlers.append(stderr)
         root.setLevel(min(level, logging.INFO) if level else logging.INFO)
         for handler in handlers:
             handler.setLevel(logging.INFO)
@@ -153,15 +154,15 @@ class RunDirectory:
 
 
 def _for_the_console(record: logging.LogRecord) -> bool:
-    """Not Ignite's announcements (Engine run starting ...), nor a traceback that Python prints itself."""
+    """Not Ignite's announcements (Engine run starting ...), nor tracebacks, which Python prints itself."""
     announcement = record.levelno <= logging.INFO and record.name.startswith("ignite.")
     return not announcement and getattr(record, "console", True)
 
 
 class _LogFile(logging.FileHandler):
-    """One that says once that it cannot be written and raises nothing, which would hide what failed the run."""
+    """A log file that reports once that it cannot be written; raising would hide what failed the run."""
 
-    _told = False
+    _reported = False
 
     def _open(self) -> Any:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
@@ -171,17 +172,17 @@ class _LogFile(logging.FileHandler):
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._told:
-            self._told = True
+        elif not self._reported:
+            self._reported = True
             print(f"{self.baseFilename} could not be written: {error}.", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of what is still in its buffer
+        with contextlib.suppress(OSError):  # its buffer may not be writable either
             super().close()
 
 
 class PhaseTimes:
-    """Seconds of each named phase of the start-up, in order."""
+    """Seconds of each phase of the start-up, in order."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -195,8 +196,8 @@ class PhaseTimes:
 
     def log(self) -> None:
         """One line: all phases and their sum."""
-        told = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
-        logger.info("Start-up took %.2f s: %s.", sum(self.seconds.values()), told)
+        phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
+        logger.info("Start-up took %.2f s: %s.", sum(self.seconds.values()), phases)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -205,7 +206,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def config_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """``optimizer.lr: 0.001 -> 0.002`` for each dotted key whose value is another one, or that only one side has."""
+    """``optimizer.lr: 0.001 -> 0.002`` for each dotted key whose value differs, or that only one side has."""
     old, new = flat(before), flat(now)
     return [
         f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
@@ -235,7 +236,7 @@ def weights_sha256(model: nn.Module) -> str:
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings as one, whose keys are dotted; an empty one is a value."""
+    """Nested mappings as one mapping with dotted keys; an empty one is a value."""
     return {dotted(path): value for path, value in walk(values, whole=_is_value)} if values else {}
 
 
@@ -243,11 +244,10 @@ def _is_value(value: Any) -> bool:
     return not isinstance(value, Mapping) or not value
 
 
-def _finite(value: Any) -> Any:
+def json_values(value: Any) -> Any:
+    """Nested plain values for JSON; NaN and infinities as :func:`checkpointing.manifest.json_number` writes them."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
+        return {str(key): json_values(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    if isinstance(value, float) and value - value != 0.0:
-        return None
-    return value
+        return [json_values(each) for each in value]
+    return json_number(value) if isinstance(value, float) else value

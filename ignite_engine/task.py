@@ -1,8 +1,7 @@
-"""What a user's task is made of, and where a config's ``task: file.py:function`` leads to."""
+"""What a user's task is made of, and how a config's ``task: file.py:function`` is found."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -18,6 +17,8 @@ from ignite.metrics import Metric
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ignite_engine.errors import did_you_mean
+
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
 
 
@@ -27,7 +28,7 @@ class TaskError(ValueError):
 
 @dataclass
 class Task:
-    """The code of a run: everything that a config cannot say.
+    """The code of a run: everything that is not a value of its config.
 
     Attributes:
         model: on any device; the run moves and wraps it.
@@ -36,10 +37,10 @@ class Task:
         val_sets: by name; a metric ``loss`` of the set ``val`` is logged as ``val/loss``.
         predict: ``predict(model, batch)`` gives what ``metrics`` take. None: the loss alone is evaluated.
         metrics: Ignite's, by name, used for each of the sets in turn.
-        parameter_groups: as a torch optimizer takes them, each with a ``name`` if its rate is to be logged under one.
+        parameter_groups: as a torch optimizer takes them; the LR of one with a ``name`` is logged under it.
             None: one group of all parameters.
-        weight_fn: ``weight_fn(batch)``, what the micro-batch counts in the mean over a group and over ranks, on the
-            host batch. None: all count the same.
+        weight_fn: ``weight_fn(batch)``, the weight of the micro-batch in the mean over a group and over ranks, from
+            the host batch. None: all weigh the same.
         collate_fn: samples to a batch, as ``DataLoader`` takes it.
         tokens_fn: ``tokens_fn(batch)``, the tokens of a micro-batch, for tokens per second.
         test_sets: evaluated by the ``evaluate`` command only.
@@ -61,7 +62,7 @@ class Task:
 
 
 def find_task(name: str, folder: Path | None = None) -> Callable[[Mapping[str, Any]], Task]:
-    """The function that ``name`` leads to; its file or module is executed.
+    """The function that ``name`` names; its file or module is executed.
 
     Args:
         name: ``file.py:function`` or ``package.module:function``. A relative file is looked for in ``folder``, in the
@@ -76,9 +77,8 @@ def find_task(name: str, folder: Path | None = None) -> Callable[[Mapping[str, A
     build = getattr(module, function, None)
     if build is None:
         known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(function, known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"its functions: {', '.join(known) or 'none'}."
-        raise TaskError(f"got {name!r}, but {where} has no function '{function}'; {hint}")
+        near = did_you_mean(function, known)
+        raise TaskError(f"got {name!r}, but {where} has no function '{function}'{near}")
     if not callable(build):
         raise TaskError(f"got {name!r}, but '{function}' of {where} is a {type(build).__name__}, expected a function.")
     return build  # type: ignore[no-any-return]  # the user's; build_task checks what it returns
@@ -88,13 +88,13 @@ def build_task(build: Callable[[Mapping[str, Any]], Any], options: Mapping[str, 
     """Call the user's function.
 
     Raises:
-        TaskError: it raised, or returned no ``Task``; an error of its own is the ``__cause__``.
+        TaskError: it raised, or returned something other than a ``Task``; its own error is the ``__cause__``.
     """
     name = getattr(build, "__name__", type(build).__name__)
     try:
         task = build(options)
     except Exception as error:
-        raise TaskError(f"{name}() raised {_told(error)}.") from error
+        raise TaskError(f"{name}() raised {_described(error)}.") from error
     if not isinstance(task, Task):
         raise TaskError(f"{name}() returned {type(task).__name__}, expected an ignite_engine.Task.")
     if task.metrics and task.predict is None:
@@ -111,11 +111,9 @@ def _find_file(where: str, folder: Path | None) -> Path:
         if path.is_file():
             return path.resolve()
     names = sorted({path.name for each in tried if each.parent.is_dir() for path in each.parent.glob("*.py")})
-    near = difflib.get_close_matches(Path(where).name, names, n=1)
-    hint = f"; did you mean '{Path(where).with_name(near[0])}'?" if near else "."
     here = "" if Path.cwd() in folders[:-1] else f" or {Path.cwd()}"
     places = "" if Path(where).is_absolute() else f" in {folders[0]} or the folders above it{here}"
-    raise TaskError(f"got {where!r}, but there is no such file{places}{hint}")
+    raise TaskError(f"got {where!r}, but there is no such file{places}{did_you_mean(Path(where).name, names)}")
 
 
 def _module_from_file(path: Path) -> ModuleType:
@@ -134,7 +132,7 @@ def _module_from_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise TaskError(f"{path} could not be executed: {_told(error)}.") from error
+        raise TaskError(f"{path} could not be executed: {_described(error)}.") from error
     return module
 
 
@@ -146,13 +144,13 @@ def _module_from_name(name: str) -> ModuleType:
             raise TaskError(
                 f"got {name!r}, but there is no module '{error.name}'; a file's name ends in .py."
             ) from error
-        raise TaskError(f"module {name} could not be imported: {_told(error)}.") from error
+        raise TaskError(f"module {name} could not be imported: {_described(error)}.") from error
     except Exception as error:
-        raise TaskError(f"module {name} could not be imported: {_told(error)}.") from error
+        raise TaskError(f"module {name} could not be imported: {_described(error)}.") from error
 
 
-def _told(error: Exception) -> str:
-    """``KeyError: 'width' (at model.py:31)``: the place is the innermost one that is the user's."""
+def _described(error: Exception) -> str:
+    """``KeyError: 'width' (at model.py:31)``: the line is the innermost one in the user's code."""
     text = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} (at {error.filename}:{error.lineno})"

@@ -81,7 +81,7 @@ class Manifest:
     def to_json(self) -> bytes:
         """The manifest with its checksum, for people to read too."""
         content = asdict(self)
-        content["metrics"] = {name: _json_number(value) for name, value in self.metrics.items()}
+        content["metrics"] = {name: json_number(value) for name, value in self.metrics.items()}
         return (json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n").encode()
 
 
@@ -145,8 +145,8 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _json_number(value: float) -> float | str:
-    # JSON has no NaN; float() reads these words back
+def json_number(value: float) -> float | str:
+    """``value``, or ``"nan"``, ``"inf"``, ``"-inf"``: JSON has no such numbers, and ``float()`` reads these back."""
     return value if value - value == 0 else str(value)
 
 

@@ -1,4 +1,4 @@
-"""The command line: thin over ``recipe.build_run``."""
+"""The command line: thin over ``runs.recipe.build_run``."""
 
 from __future__ import annotations
 

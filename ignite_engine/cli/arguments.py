@@ -1,4 +1,4 @@
-"""What the command line takes, and how each ending becomes an exit code."""
+"""The options of the command line, and the exit code of each outcome."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ignite_engine import __version__
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.cli import checkpoints, commands, pages, verify_resume
 from ignite_engine.config import ConfigWarning
-from ignite_engine.config.yaml_file import did_you_mean
+from ignite_engine.errors import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with what was perhaps meant."""
+    """An argument parser whose errors are one line, with what was possibly meant."""
 
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"invalid choice: '([^']*)'", message)
         if unknown and "command" in message:
             message = f"got {unknown[1]!r}, which is not a command{did_you_mean(unknown[1], commands.COMMANDS)}"
-        # overrides need not be there, which argparse cannot say
+        # argparse lists the overrides too, which are optional
         self.exit(commands.USAGE_ERROR, f"error: {message.replace(', section.key=value', '')}\n")
 
 
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 completed, 1 a check that failed (``checkpoints verify`` and ``diff``) or a last checkpoint
-        that could not be saved, 2 a wrong config or argument (all told in one line), 128 + n stopped by signal n. Any
-        other exception leaves as it was raised (Python prints it and exits with 1).
+        that could not be saved, 2 a wrong config or argument (each reported in one line), 128 + n stopped by signal n.
+        Any other exception is raised unchanged (Python prints it and exits with 1).
     """
     options = parse(arguments)
     with warnings.catch_warnings():
@@ -43,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             return commands.COMMANDS[options.command](options) or 0
-        except (*commands.MENDABLE, CheckpointError, FileNotFoundError) as error:
-            if options.traceback or not commands.is_told(error, options.command):
+        except (*commands.USER_ERRORS, CheckpointError, FileNotFoundError) as error:
+            if options.traceback or not commands.one_line_is_enough(error, options.command):
                 raise
-            _say(f"error: {error}")
+            _print_line(f"error: {error}")
             return commands.code_of(error, options.command)
-        except KeyboardInterrupt:  # before the run listened to signals
+        except KeyboardInterrupt:  # before the run handled signals
             return 130
         except BrokenPipeError:  # such as: describe ... | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
     """The parser of the whole command line, and that of each command."""
     parser = Parser(
-        prog="ignite-engine", description="Train, evaluate and describe what a config says.", allow_abbrev=False
+        prog="ignite-engine", description="Train, evaluate and describe the run of a config.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"ignite-engine {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
@@ -128,12 +128,12 @@ def _count(text: str) -> int:
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
     if issubclass(category, ConfigWarning):
-        _say(f"warning: {message}")
+        _print_line(f"warning: {message}")
     else:
         sys.stderr.write(warnings.formatwarning(message, category, *place[:2]))
 
 
-def _say(line: str) -> None:
-    """One line on stderr, once: under a launcher rank 0 speaks for all."""
+def _print_line(line: str) -> None:
+    """One line on stderr, by rank 0 alone under a launcher."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)

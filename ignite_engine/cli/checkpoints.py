@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ignite_engine.checkpointing.layout import named_iteration, scan
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.errors import shortened
 from ignite_engine.run_directory import config_differences
+from ignite_engine.text import in_columns
 
 _NOT_RESULTS = ("lr", "memory", "throughput", "time")
 _WHERE = "a run's folder, or one of checkpoints"
@@ -78,7 +79,7 @@ def _list(options: argparse.Namespace) -> int:
     directory = find_directory(options.where)
     readable, unreadable = scan(directory)
     heads = ("checkpoint", "epoch", "metrics", "size", "labels", "state")
-    print(_table([heads, *(_row(each) for each in readable)]))
+    print(*in_columns([heads, *(_row(each) for each in readable)]), sep="\n")
     for path, reason in unreadable:
         print(f"{path.name}  cannot be read: {reason}")
     return 0
@@ -116,9 +117,8 @@ def _diff(options: argparse.Namespace) -> int:
     first, second = (read_source(find_source(path), mmap=True) for path in (options.first, options.second))
     print(_title("first ", first), _title("second", second), sep="\n")
     parts = compare(first.parts, second.parts)
-    width = max((len(each.part) for each in parts), default=0)
-    for each in parts:
-        print(f"  {each.part:<{width}}  {each}")
+    for line in in_columns(("", each.part, str(each)) for each in parts):
+        print(line)
     configs = [source.manifest.config or {} if source.manifest else {} for source in (first, second)]
     changes = config_differences(*configs)
     for line in changes:
@@ -176,11 +176,6 @@ def _prune(options: argparse.Namespace) -> int:
 def _size(manifest: Manifest) -> str:
     kib = sum(file.bytes for file in manifest.files.values()) / 2**10
     return f"{kib:.1f} KiB" if kib < 1000 else f"{kib / 2**10:,.1f} MiB"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -1,4 +1,4 @@
-"""The commands. Each gets the parsed arguments; ranks are started here."""
+"""The commands. Each takes the parsed arguments; ranks are started here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable
 
-import ignite.distributed as idist
 import torch
 
 from ignite_engine.checkpointing import CheckpointError, NotExact
@@ -16,29 +15,30 @@ from ignite_engine.cli import checkpoints, pages
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.errors import StateMismatch
+from ignite_engine.ranks import agreement
 from ignite_engine.ranks.launch import Parallel
-from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse
+from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
 from ignite_engine.runs import recipe
 
 FAILED, USAGE_ERROR = 1, 2
-MENDABLE = (ConfigError, StateMismatch, NotExact, RunDirectoryInUse)
-"""What a user can mend whatever the command: one line and code 2."""
+USER_ERRORS = (ConfigError, StateMismatch, NotExact, RunDirectoryInUse)
+"""What a user can fix, whatever the command: one line and code 2."""
 
 
-def is_told(error: BaseException, command: str) -> bool:
-    """Whether one line is enough: a traceback would tell the user no more."""
-    return isinstance(error, (*MENDABLE, CheckpointError)) or (
+def one_line_is_enough(error: BaseException, command: str) -> bool:
+    """Whether a traceback would add nothing for the user."""
+    return isinstance(error, (*USER_ERRORS, CheckpointError)) or (
         isinstance(error, FileNotFoundError) and command != "train"
     )
 
 
 def code_of(error: BaseException, command: str) -> int:
-    """The exit code of an error that :func:`is_told`."""
+    """The exit code of an error that is reported in one line."""
     return FAILED if isinstance(error, CheckpointError) and command == "train" else USAGE_ERROR
 
 
 def train(options: argparse.Namespace) -> None:
-    """Run to the end, or on from where it was left."""
+    """Run to the end, resuming if there is something to resume."""
     _on_ranks(options, _train)
 
 
@@ -56,7 +56,7 @@ def describe(options: argparse.Namespace) -> None:
 
 
 def verify_resume(options: argparse.Namespace) -> None:
-    """Kill a run for real, resume it, and compare it with one that was not killed."""
+    """Kill a run, resume it, and compare it with one that was not killed."""
     if options.phase is None:
         resume_verification.verify(options, load_config(options.config, options.overrides))
     else:
@@ -82,7 +82,7 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
         raise config.error("distributed.backend", "got 'nccl', but there is no CUDA device; expected gloo.")
     if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         if options.nproc_per_node:
-            raise ConfigError("--nproc-per-node: the launcher that started this process says how many; leave it out.")
+            raise ConfigError("--nproc-per-node: the launcher that started this process sets how many; leave it out.")
         with Parallel(backend=backend) as parallel:
             parallel.run(_rank_main, work, config, options)
     elif processes is not None and processes > 1:
@@ -93,13 +93,13 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
 
 
 def _rank_main(local_rank: int, work: Callable[..., None], config: Config, options: argparse.Namespace) -> None:
-    """One rank of several: what the user can mend is told once, and all ranks end with code 2."""
+    """One rank of several: a user error is printed once, and all ranks exit with its code."""
     try:
         work(config, options)
-    except (*MENDABLE, CheckpointError, FileNotFoundError) as error:
-        if options.traceback or not is_told(error, options.command):
+    except (*USER_ERRORS, CheckpointError, FileNotFoundError) as error:
+        if options.traceback or not one_line_is_enough(error, options.command):
             raise
-        if idist.get_rank() == 0:
+        if agreement.rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(code_of(error, options.command))
 
@@ -107,15 +107,17 @@ def _rank_main(local_rank: int, work: Callable[..., None], config: Config, optio
 def _train(config: Config, options: argparse.Namespace) -> None:
     above = next(each for each in (config.directory, *config.directory.absolute().parents) if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        problem = "may not be written to" if above.is_dir() else "is no folder"
+        problem = "may not be written to" if above.is_dir() else "is not a folder"
         raise config.error("run.directory", f"got '{config.directory}', but {above} {problem}.")
-    with RunDirectory(config.directory).logging_to(idist.get_rank()):
+    with RunDirectory(config.directory).logging_to(agreement.rank()):
         recipe.build_run(config).train()
 
 
 def _evaluate(config: Config, options: argparse.Namespace) -> None:
     if options.checkpoint == "best" and config.checkpoint.best is None:
-        raise config.error("checkpoint.best", "got nothing, so none is the best; name a metric, such as val/loss.")
+        raise config.error(
+            "checkpoint.best", "got nothing, so no checkpoint is the best; name a metric, such as val/loss."
+        )
     result = recipe.build_run(config).evaluate(options.checkpoint)
-    if idist.get_rank() == 0:
-        print(json.dumps(result))
+    if agreement.rank() == 0:
+        print(json.dumps(json_values(result)))

@@ -1,4 +1,4 @@
-"""The commands that draw what runs have written: ``report`` and ``compare``."""
+"""The commands that draw the curves of runs: ``report`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ignite_engine.report import write_comparison, write_report
 
 
 def add_parsers(subparsers: Any) -> None:
-    """Add both commands; they take directories of runs instead of a config."""
-    told = {
-        "report": "write a page with a run's curves, config and ending, for a browser; no network is needed",
-        "compare": "write a page that lays several runs over one another and tells how their configs differ",
+    """Add both commands; they take the directories of runs, not a config."""
+    descriptions = {
+        "report": "write a page with a run's curves, config and outcome, for a browser; no network is needed",
+        "compare": "write a page that compares several runs: curves in the same charts, differences of their configs",
     }
-    for name, text in told.items():
+    for name, text in descriptions.items():
         command = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(overrides=[], traceback=False)
         if name == "report":
@@ -41,8 +41,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"report": report, "
 
 
 def _checked(output: Path | None) -> Path | None:
-    """The file that was asked for, if there can be one of that name."""
+    """The file asked for, if it can be written."""
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         problem = f"{output} is a directory" if output.is_dir() else f"there is no directory {output.parent}"
-        raise FileNotFoundError(f"--output: got '{output}', but {problem}; name a file in a directory that is there.")
+        raise FileNotFoundError(f"--output: got '{output}', but {problem}; name a file in an existing directory.")
     return output

@@ -13,44 +13,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import ignite.distributed as idist
-
 import ignite_engine
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.config import Config, ConfigError
+from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.runs import recipe
 from ignite_engine.verify.compare import Comparison, compare, table
 from ignite_engine.verify.recorder import Record, proof_of, read_records, watch
 
 ITERATIONS = 20
-# nothing that tells of the run, and nothing that leaves the machine; none of it changes a bit of the run
+# no logging, and nothing that leaves the machine; none of it changes the result of the run
 QUIET = [f"logging.{name}=false" for name in ("console", "progress", "memory", "throughput", "clearml", "report")]
-QUIET += ["run.time_limit=null", "run.stop_file=null"]  # of the run itself, not of this proof
+QUIET += ["run.time_limit=null", "run.stop_file=null"]  # limits of the real run, not of this proof
 
 
 class PhaseError(RuntimeError):
-    """A run that was to be compared did not end as it was told to; one line."""
+    """A run that was to be compared did not end as expected; one line."""
 
 
 def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """What only this command takes."""
+    """The options of this command alone."""
     command.add_argument(
         "--iterations", type=count, default=ITERATIONS, metavar="N", help=f"compared updates, default {ITERATIONS}"
     )
     command.add_argument(
         "--kill-at", type=count, metavar="K", help="the update in which it is killed; default: past the middle"
     )
-    for name in ("--phase", "--folder"):  # of the processes that this command starts
+    for name in ("--phase", "--folder"):  # for the processes that this command starts
         command.add_argument(name, help=argparse.SUPPRESS)
 
 
 def verify(options: argparse.Namespace, config: Config) -> None:
-    """Print the verdict and leave with code 1 if it is not equality.
+    """Print the verdict; exit with code 1 if the resumed run is not equal.
 
     Raises:
         ConfigError: ``--kill-at`` leaves nothing to compare.
-        SystemExit: 1, the resumed run is another one, or could not be had.
+        SystemExit: 1, the resumed run differs, or did not complete.
     """
     kill_at, iterations = options.kill_at, options.iterations
     if iterations < 3 or (kill_at is not None and not 2 <= kill_at < iterations):
@@ -71,8 +70,8 @@ def verify(options: argparse.Namespace, config: Config) -> None:
 
 def run_phase(config: Config, options: argparse.Namespace) -> None:
     """One of the three runs, on one rank, in the process that was started for it."""
-    path = Path(options.folder) / f"{options.phase}_{idist.get_rank()}.jsonl"
-    with RunDirectory(config.directory).logging_to(idist.get_rank()):
+    path = Path(options.folder) / f"{options.phase}_{agreement.rank()}.jsonl"
+    with RunDirectory(config.directory).logging_to(agreement.rank()):
         run = recipe.build_run(config)
         saved = CheckpointStore(run.directory.checkpoints).checkpoints
         watch(run.trainer, path, until=options.iterations, kill_at=options.kill_at, ready=lambda: bool(saved()))
@@ -81,7 +80,7 @@ def run_phase(config: Config, options: argparse.Namespace) -> None:
 
 @dataclass
 class _ThreeRuns:
-    """Reference, killed and resumed run of one config, all in one folder that goes afterwards."""
+    """Reference, killed and resumed run of one config, all in one temporary folder."""
 
     options: argparse.Namespace
     config: Config
@@ -111,14 +110,14 @@ class _ThreeRuns:
         return next((each for each in compared if not each.exact), compared[0])
 
     def _save_every(self, kill_at: int) -> int:
-        """The config's own pace, if it saves before the kill; else one that does, some iterations before."""
+        """The config's own interval if it saves before the kill; otherwise one that saves shortly before it."""
         own = self.config.checkpoint.every
         if own is not None and own.iterations is not None and own.iterations < kill_at:
             return own.iterations
         return max(1, kill_at - max(1, kill_at // 5))
 
     def _records(self, phase: str) -> list[list[Record]]:
-        """Of each rank."""
+        """The records of each rank."""
         return [read_records(path) for path in sorted(self.folder.glob(f"{phase}_*.jsonl"))]
 
     def _run(self, phase: str, iterations: int, every: int, kill_at: int | None = None) -> None:
@@ -142,7 +141,7 @@ class _ThreeRuns:
     def _start(self, command: list[str]) -> tuple[int, str]:
         home = str(Path(ignite_engine.__file__).resolve().parent.parent)
         path = os.pathsep.join(each for each in (home, os.environ.get("PYTHONPATH")) if each)
-        # to a file: loader workers that outlive a kill for a moment hold a pipe open
+        # to a file: loader workers that survive a kill for a moment keep a pipe open
         output = self.folder / "output.txt"
         with output.open("w") as file:
             code = subprocess.run(command, stdout=file, stderr=file, env={**os.environ, "PYTHONPATH": path}).returncode

@@ -1,4 +1,4 @@
-"""How often, and how long, as a config says it: ``500``, ``{epochs: 1}``, ``{minutes: 10}``."""
+"""Intervals and durations of a config: ``500``, ``{epochs: 1}``, ``{minutes: 10}``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_serializer, model_validator
 
-from ignite_engine.config.yaml_file import did_you_mean, shown
+from ignite_engine.config.yaml_file import display
+from ignite_engine.errors import did_you_mean
 
 
 class _InOneUnit(BaseModel):
@@ -30,16 +31,16 @@ class _InOneUnit(BaseModel):
         if isinstance(value, int | float) and not isinstance(value, bool):
             value = {units[0]: value}
         if not isinstance(value, Mapping) or len(value) != 1:
-            raise ValueError(f"got {shown(value)}, {cls.expected}")
+            raise ValueError(f"got {display(value)}, {cls.expected}")
         unit, number = next(iter(value.items()))
         if unit not in units:
             raise ValueError(f"got the unit {unit!r}, {cls.expected}{did_you_mean(str(unit), units)[:-1]}")
         if unit in cls.whole and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise ValueError(f"got {shown(number)} {unit}, {cls.expected}, of at least 1")
+            raise ValueError(f"got {display(number)} {unit}, {cls.expected}, of at least 1")
         if unit in cls.real and (
             isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf
         ):
-            raise ValueError(f"got {shown(number)} {unit}, {cls.expected}, above 0")
+            raise ValueError(f"got {display(number)} {unit}, {cls.expected}, above 0")
         return {unit: number}
 
     @model_serializer
@@ -50,7 +51,7 @@ class _InOneUnit(BaseModel):
 
 
 class Every(_InOneUnit):
-    """A pace: ``500`` or ``{iterations: 500}``, in updates, or ``{epochs: 1}``."""
+    """An interval: ``500`` or ``{iterations: 500}``, in updates, or ``{epochs: 1}``."""
 
     whole = ("iterations", "epochs")
     expected = "expected a number of iterations, such as 500, or {epochs: 1}"
@@ -59,7 +60,7 @@ class Every(_InOneUnit):
 
 
 class EveryOrMinutes(Every):
-    """The pace of what does not change the run by when it happens."""
+    """An interval that may be of wall-clock time: for what does not change the result of the run."""
 
     real = ("minutes",)
     expected = "expected a number of iterations, such as 500, {epochs: 1} or {minutes: 10}"
@@ -67,7 +68,7 @@ class EveryOrMinutes(Every):
 
 
 class TimeLimit(_InOneUnit):
-    """A length of time: ``3600``, in seconds, ``{minutes: 90}`` or ``{hours: 23.5}``."""
+    """A duration: ``3600``, in seconds, ``{minutes: 90}`` or ``{hours: 23.5}``."""
 
     real = ("seconds", "minutes", "hours")
     expected = "expected seconds, such as 3600, {minutes: 90} or {hours: 23.5}"

@@ -1,4 +1,4 @@
-"""``load_config``: a YAML file and overrides become typed sections, or one line that says what to mend."""
+"""``load_config``: a YAML file and overrides become typed sections, or one line that says what to fix."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from ignite_engine.config.sections import (
     Section,
     UpdateSection,
 )
-from ignite_engine.config.yaml_file import ConfigError, ConfigWarning, Source, did_you_mean, read_source, shown
+from ignite_engine.config.yaml_file import ConfigError, ConfigWarning, Source, display, read_source
+from ignite_engine.errors import did_you_mean
 
 __all__ = ["Config", "ConfigError", "ConfigWarning", "Every", "load_config"]
 
 
 class Config(Section):
-    """All that a run is made from, but the code of its task. Frozen; equal configs compare equal."""
+    """Everything a run is made from except the code of its task. Frozen; equal configs compare equal."""
 
     task: Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]  # file.py:function or package.module:function
-    task_options: dict[str, Any] = Field(default_factory=dict)  # handed to that function
+    task_options: dict[str, Any] = Field(default_factory=dict)  # passed to that function
     run: RunSection
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
@@ -50,7 +51,7 @@ class Config(Section):
 
     @property
     def name(self) -> str:
-        """``run.name``, or the config file's name without its ending."""
+        """``run.name``, or the config file's name without its suffix."""
         return self.run.name or (self._source.path.stem if self._source.path else "run")
 
     @property
@@ -70,15 +71,15 @@ class Config(Section):
         return values
 
     def error(self, key: str, complaint: str) -> ConfigError:
-        """The one line about ``key``, for those who find a fault later, as the recipe does."""
+        """A one-line error about ``key``, for checks made after loading."""
         return ConfigError(f"{self._source.place(key)}: {key}: {complaint}")
 
     def place(self, key: str) -> str:
-        """The file and line, or the command line, that gave ``key``."""
+        """The file and line, or the command line, that set ``key``."""
         return self._source.place(key)
 
     def without_effect(self) -> Iterator[str]:
-        """One line for each setting that changes nothing as things stand."""
+        """One line for each setting that has no effect with the others as they are."""
         schedule, named = self.schedule, f"schedule.name is {self.schedule.name}"
         if schedule.decay is not None and schedule.name != "wsd":
             yield f"schedule.decay has no effect: {named}, and only wsd has a decay at the end"
@@ -98,7 +99,7 @@ class Config(Section):
             if schedule.min_ratio is not None:
                 yield f"schedule.min_ratio has no effect: {named}"
             if schedule.total is not None and isinstance(schedule.warmup, int):
-                yield f"schedule.total has no effect: {named}, and schedule.warmup is no fraction of it"
+                yield f"schedule.total has no effect: {named}, and schedule.warmup is not a fraction of it"
         if self.data.num_workers == 0:
             if self.data.prefetch_factor is not None:
                 yield "data.prefetch_factor has no effect: data.num_workers is 0"
@@ -125,7 +126,7 @@ class Config(Section):
 
 
 def _changed(section: Section) -> list[str]:
-    """The keys whose value is not the default; a resolved config names every key."""
+    """The keys whose value is not the default (``model_fields_set`` has every key of a resolved config)."""
     return [key for key, field in type(section).model_fields.items() if getattr(section, key) != field.default]
 
 
@@ -134,11 +135,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: a YAML file.
-        overrides: each ``section.key=value``, the value read as YAML; they go before the file, the last one first.
+        overrides: each ``section.key=value``, the value read as YAML; they override the file, and the last one counts.
 
     Raises:
         ConfigError: one line with the file and line (or "command line"), the dotted key, what was given, what is
-            expected, and what was perhaps meant.
+            expected, and what was possibly meant.
 
     Warns:
         ConfigWarning: a setting has no effect.
@@ -147,7 +148,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
-    """The config of nested plain values, as ``to_dict`` gives them.
+    """The config of nested plain values, as ``to_dict`` returns them.
 
     Raises:
         ConfigError: as ``load_config``.
@@ -179,7 +180,7 @@ def _one_line(fault: ErrorDetails, source: Source) -> str:
     where = f"{source.place(key)}: {key}: " if key else f"{source.place(key)}: "
     if kind == "extra_forbidden":
         near = did_you_mean(parts[-1], _known_keys(parts[:-1]))
-        return f"{where}got {shown(given)} for a key that is not known{near}"
+        return f"{where}got {display(given)} for a key that is not known{near}"
     if kind == "missing":
         return f"{where}this is missing, expected {_expected_of(parts)}"
     if kind == "setting":
@@ -190,12 +191,12 @@ def _one_line(fault: ErrorDetails, source: Source) -> str:
         allowed = [each.strip("'\" ") for each in context["expected"].replace(" or ", ", ").split(",")]
         near = did_you_mean(given, allowed) if isinstance(given, str) else "."
         near = "." if near.startswith("; known") else near
-        return f"{where}got {shown(given)}, expected {context['expected']}{near}"
-    return f"{where}got {shown(given)}, expected {_expectation(kind, context)}."
+        return f"{where}got {display(given)}, expected {context['expected']}{near}"
+    return f"{where}got {display(given)}, expected {_expectation(kind, context)}."
 
 
 def _expectation(kind: str, context: Mapping[str, Any]) -> str:
-    """What a value should have been, in words, for pydantic's kinds of error."""
+    """The expected value in words, for pydantic's kinds of error."""
     fixed = {
         "int_type": "a whole number",
         "int_from_float": "a whole number",

@@ -10,11 +10,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
-from ignite_engine.config.yaml_file import SCIENTIFIC, did_you_mean, shown
+from ignite_engine.config.yaml_file import SCIENTIFIC, display
+from ignite_engine.errors import did_you_mean
 
 
 def _as_number(value: object) -> object:
-    """Text such as ``1e-3``, which YAML 1.1 readers hand on as text, as the number it is."""
+    """Text such as ``1e-3``, which YAML 1.1 reads as text, as a number."""
     return float(value) if isinstance(value, str) and SCIENTIFIC.fullmatch(value) else value
 
 
@@ -22,7 +23,7 @@ def _as_steps_or_fraction(value: object) -> object:
     value = _as_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(
-            f"got {shown(value)}, expected steps (a whole number) or a fraction of the run (from 0.0 to 1.0)"
+            f"got {display(value)}, expected steps (a whole number) or a fraction of the run (from 0.0 to 1.0)"
         )
     if isinstance(value, float) and not 0.0 <= value <= 1.0:
         raise ValueError(f"got {value}, expected a fraction from 0.0 to 1.0; write steps as a whole number")
@@ -39,7 +40,7 @@ StepsOrFraction = Annotated[int | float, BeforeValidator(_as_steps_or_fraction)]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, types are not bent, values do not change."""
+    """Base of all sections: unknown keys are refused, values are not coerced to another type, instances are frozen."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -76,12 +77,12 @@ class DataSection(Section):
 
     batch_size: Count = 32  # samples of one micro-batch on one rank
     eval_batch_size: Count | None = None  # default: batch_size
-    shuffle: bool = True  # the training set, anew each epoch
+    shuffle: bool = True  # the training set, in a new order each epoch
     drop_last: bool = False  # leave out an epoch's last, smaller batch
     num_workers: Annotated[int, Field(ge=0)] = 0  # loader processes per rank; 0 loads in this one
     prefetch_factor: Count | None = None  # batches ahead per worker
     persistent_workers: bool = False  # keep the workers between epochs
-    pin_memory: bool | None = None  # default: where there is CUDA
+    pin_memory: bool | None = None  # default: with CUDA
 
 
 class OptimizerSection(Section):
@@ -120,19 +121,19 @@ class OptimizerSection(Section):
         }
         for key, value in options.items():
             if key not in known:
-                raise _fault(key, f"got {shown(value)}, but {kind} has no option '{key}'{did_you_mean(key, known)}")
+                raise _fault(key, f"got {display(value)}, but {kind} has no option '{key}'{did_you_mean(key, known)}")
             if type(known[key]) in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise _fault(key, f"got {shown(value)}, expected a number.")
+                raise _fault(key, f"got {display(value)}, expected a number.")
             if type(known[key]) is bool and not isinstance(value, bool):
-                raise _fault(key, f"got {shown(value)}, expected true or false.")
-        try:  # the optimizer itself judges the values
+                raise _fault(key, f"got {display(value)}, expected true or false.")
+        try:  # the optimizer itself validates the values
             self.type([torch.zeros(1, 1, requires_grad=True)], **options)  # 2-d: Muon takes nothing else
         except Exception as error:
             complaint = " ".join(str(error).split()).rstrip(".")
             key = next(
                 (key for key in options if key != "lr" and key.rstrip("s") in complaint), ""
             )  # "Invalid beta ..."
-            given = f"got {shown(options[key])}, but " if key else ""
+            given = f"got {display(options[key])}, but " if key else ""
             raise _fault(key, f"{given}{kind} says: {complaint}.") from None
         return self
 
@@ -162,7 +163,7 @@ class ScheduleSection(Section):
     decay: StepsOrFraction | None = None  # wsd: the length of the decay at the end; default 0.1
     decay_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] | None = None  # wsd; default linear
     power: Positive | None = None  # polynomial; default 2
-    metric: str | None = None  # plateau: a metric's key, such as val/loss, whose standstill lowers the rate
+    metric: str | None = None  # plateau: a metric's key, such as val/loss; the rate is lowered when it stops improving
     mode: Literal["min", "max"] | None = None  # plateau: whether a smaller or a larger value is better; default min
     factor: Annotated[Positive, Field(lt=1)] | None = None  # plateau: what the rate is multiplied by; default 0.1
     patience: Count | None = None  # plateau: new values in a row without improvement; default 5
@@ -192,28 +193,28 @@ class UpdateSection(Section):
         for key, value in (self.grad_scaler or {}).items():
             if key not in known:
                 raise _fault(
-                    f"grad_scaler.{key}", f"got {shown(value)} for a key that is not known{did_you_mean(key, known)}"
+                    f"grad_scaler.{key}", f"got {display(value)} for a key that is not known{did_you_mean(key, known)}"
                 )
             if isinstance(value, bool) or not isinstance(_as_number(value), int | float) or float(value) <= 0:
-                raise _fault(f"grad_scaler.{key}", f"got {shown(value)}, expected a number above 0.")
+                raise _fault(f"grad_scaler.{key}", f"got {display(value)}, expected a number above 0.")
         return self
 
 
 class EvaluationSection(Section):
-    """When each validation set of the task is gone through."""
+    """When each validation set of the task is evaluated."""
 
-    every: Every | None = Every(epochs=1)  # nothing: only at the start and end, as asked below
+    every: Every | None = Every(epochs=1)  # null: only at the start and end, see below
     at_start: bool = False
     at_end: bool = True
     limit: Count | None = None  # batches per set and rank; default: all
-    progress_every: Count | None = None  # batches after which a long one keeps how far it is; default: never
+    progress_every: Count | None = None  # batches after which a long one saves its progress; default: never
     precision: Literal["fp32", "bf16", "fp16"] | None = None  # default: as in training
 
 
 class EarlyStoppingSection(Section):
-    """Completing the run when a metric gets no better."""
+    """Completing the run when a metric stops improving."""
 
-    metric: str | None = None  # a metric's key, such as val/loss; nothing: the run goes to its end
+    metric: str | None = None  # a metric's key, such as val/loss; null: no early stopping
     mode: Literal["min", "max"] = "min"  # whether a smaller or a larger value is better
     patience: Count = 5  # new values in a row without improvement
     min_delta: NotNegative = 0.0  # an improvement is larger than this
@@ -222,38 +223,38 @@ class EarlyStoppingSection(Section):
 class EmaSection(Section):
     """A moving average of the weights."""
 
-    decay: Annotated[Number, Field(ge=0, lt=1)] | None = None  # per update, such as 0.999; nothing: no average
+    decay: Annotated[Number, Field(ge=0, lt=1)] | None = None  # per update, such as 0.999; null: no average
     warmup: bool = True  # the first updates' decay is smaller
     evaluate: list[str] | None = None  # sets that are evaluated with the average; default: all
 
 
 class LoadSection(Section):
-    """What a run begins with that finds nothing to resume in its own folder."""
+    """What a run starts from if its own folder has no checkpoint to resume."""
 
     path: Annotated[str, Field(min_length=1)] | None = None  # a run's folder, a checkpoint, or a file of weights
-    plan: Literal["fine_tune", "warm_start", "resume"] = "fine_tune"  # the model; its optimizers, too; everything
-    parts: list[str] | None = None  # in the place of the plan's: model, optimizer, schedule, counters, ...
-    include: list[str] | None = None  # of a part that is named here these names alone, such as model:backbone.*
-    ignore: list[str] | None = None  # parts and names that stay as they were built
-    rename: dict[str, str] | None = None  # how names begin there: how they begin here; re:... for an expression
+    plan: Literal["fine_tune", "warm_start", "resume"] = "fine_tune"  # the model; also its optimizers; everything
+    parts: list[str] | None = None  # instead of the plan's: model, optimizer, schedule, counters, ...
+    include: list[str] | None = None  # only these names of the parts named here, such as model:backbone.*
+    ignore: list[str] | None = None  # parts and names that are not loaded
+    rename: dict[str, str] | None = None  # prefix in the checkpoint: prefix here; re:... for a regular expression
     weights: Annotated[str, Field(min_length=1)] = "raw"  # or the part of an average, such as ema
-    strict: bool = True  # what is missing on either side is an error
+    strict: bool = True  # a name missing on either side is an error
 
 
 class CheckpointSection(Section):
-    """When checkpoints are saved (always at the end and on a stop, too) and which are kept."""
+    """When checkpoints are saved (always at the end and on a stop as well) and which are kept."""
 
     every: EveryOrMinutes | None = EveryOrMinutes(epochs=1)
     keep_last: Count = 2
     best: str | None = None  # a metric's key, such as val/loss
     mode: Literal["min", "max"] = "min"  # whether a smaller or a larger score is better
     keep_best: Count = 1
-    keep_every: Count | None = None  # those whose iteration is a multiple of it stay for good
-    background: bool = False  # written while training goes on; holds a second copy of the state in host memory
+    keep_every: Count | None = None  # those whose iteration is a multiple of it are never deleted
+    background: bool = False  # written while training continues; holds a second copy of the state in host memory
     when_busy: Literal["wait", "skip"] = "wait"  # a save that is due while one is being written in the background
     on_exception: bool = False  # also when the update or a handler raises; one process only
-    strict: bool = False  # refuse to begin, or to resume, what cannot be resumed bit for bit
-    labels: list[str] | None = None  # words that each one is labelled with
+    strict: bool = False  # refuse to start, or to resume, what cannot be resumed bit for bit
+    labels: list[str] | None = None  # labels of every checkpoint
     exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*
     ignore: list[str] | None = None  # parts of the run's own newest checkpoint that a resume leaves out
     load: LoadSection = LoadSection()
@@ -263,15 +264,15 @@ class CheckpointSection(Section):
         if self.strict and self.on_exception:
             raise _fault(
                 "on_exception",
-                "got true with checkpoint.strict, which refuses to resume what it saves; expected one of them.",
+                "got true with checkpoint.strict, which refuses to resume what it saves; use one of them.",
             )
         return self
 
 
 class LoggingSection(Section):
-    """What is told while training."""
+    """What is logged while training."""
 
-    every: Every = Every(iterations=50)  # of loss, rate, throughput and memory
+    every: Every = Every(iterations=50)  # of loss, LR, throughput and memory
     console: bool = True  # one line per log point on rank 0
     progress: bool = True  # a bar with the time left
     memory: bool = True
@@ -283,10 +284,10 @@ class LoggingSection(Section):
 
 
 class DistributedSection(Section):
-    """Several ranks. Under torchrun or SLURM only the launcher says how many."""
+    """Several ranks. Under torchrun or SLURM the launcher sets how many."""
 
-    nproc_per_node: Count | None = None  # processes to spawn; --nproc-per-node goes before it
+    nproc_per_node: Count | None = None  # processes to spawn; --nproc-per-node overrides it
     backend: Literal["gloo", "nccl"] | None = None  # default: nccl with CUDA, otherwise gloo
-    find_unused_parameters: bool = False  # DDP: some parameters take no part in some steps
+    find_unused_parameters: bool = False  # DDP: some parameters get no gradient in some steps
     gradient_as_bucket_view: bool = True  # DDP: gradients live in the reduction's buffers
     sync_batchnorm: bool = False  # batch statistics over all ranks; CUDA only

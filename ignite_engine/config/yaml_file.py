@@ -1,26 +1,27 @@
-"""Reads a config file: YAML in which no key is given twice, ``section.key=value`` overrides, and errors of one line."""
+"""Reads a config file: YAML without duplicate keys, ``section.key=value`` overrides, and errors of one line."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-# 1e-3 has no dot, so YAML 1.1 calls it text; every reader of a config calls it a number.
+from ignite_engine.errors import did_you_mean
+
+# 1e-3 has no dot, so YAML 1.1 reads it as text.
 SCIENTIFIC = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
 
 
 class ConfigError(ValueError):
-    """What a user can mend in a config, its overrides or its task: one line with file, key, value and expectation."""
+    """A mistake in a config, its overrides or its task: one line with file, key, value and expectation."""
 
 
 class ConfigWarning(UserWarning):
-    """A setting that has no effect as things stand."""
+    """A setting that has no effect with the others as they are."""
 
 
 class Loader(yaml.SafeLoader):
@@ -36,9 +37,9 @@ class Source:
 
     Attributes:
         values: the mapping of sections, overrides merged in.
-        path: the file, or None for values that never were in one.
+        path: the file; None for values that were not read from one.
         lines: the line, from 1, of each key of the file, by its dotted name.
-        overridden: the dotted names that the command line gave.
+        overridden: the dotted names set on the command line.
     """
 
     values: dict[str, Any]
@@ -47,7 +48,7 @@ class Source:
     overridden: set[str] = field(default_factory=set)
 
     def place(self, key: str) -> str:
-        """The file and line, or the command line, that gave ``key`` or the section it is missing from."""
+        """The file and line, or the command line, that set ``key`` or the section it is missing from."""
         if key not in self.lines and any(name.startswith(f"{key}.") for name in self.overridden):
             return "command line"
         for name in _ancestors(key):
@@ -62,8 +63,8 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
     """Read ``path`` and merge the overrides into it.
 
     Raises:
-        ConfigError: the file is missing, unreadable, broken, empty or no mapping; a key is given twice; an override
-            is no ``section.key=value``.
+        ConfigError: the file is missing, unreadable, broken, empty or not a mapping; a key is given twice; an
+            override is not ``section.key=value``.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -72,7 +73,7 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
     except IsADirectoryError:
         raise ConfigError(f"{path}: this is a folder, expected a YAML file.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: this is no UTF-8 text ({error.reason} at byte {error.start}).") from None
+        raise ConfigError(f"{path}: this is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     except OSError as error:
         raise ConfigError(f"{path}: the file cannot be read: {error.strerror or error}.") from None
     source = Source({}, path)
@@ -80,25 +81,15 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
     if values is None:
         raise ConfigError(f"{path}: the file is empty, expected sections such as 'run:' and 'task:'.")
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: got {shown(values)}, expected a mapping of sections such as 'run:' and 'task:'.")
+        raise ConfigError(f"{path}: got {display(values)}, expected a mapping of sections such as 'run:' and 'task:'.")
     source.values = values
     for override in overrides:
         _merge(source, override)
     return source
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'lr'?"``, or all that is known where nothing is near."""
-    names = list(known)
-    folded = {each.lower(): each for each in names}
-    near = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean '{folded[near[0]]}'?"
-    return f"; known: {', '.join(names)}." if names else "."
-
-
-def shown(value: object) -> str:
-    """A value as an error shows it: its kind where that is the point, and never more than a line."""
+def display(value: object) -> str:
+    """A value for an error message: never more than a line of 80 characters."""
     if value is None:
         return "nothing"
     if isinstance(value, str):
@@ -151,7 +142,7 @@ def _check_keys(node: yaml.Node, name: str, prefix: str, lines: dict[str, int], 
         line = key_node.start_mark.line + 1
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
         if key is None or key_node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-            text = shown(key) if key is not None else "a list or mapping"
+            text = display(key) if key is not None else "a list or mapping"
             raise ConfigError(
                 f"{name}:{line}: got {text} as a key, expected text; quote it (YAML reads on, yes, 1 as values)."
             )
@@ -182,7 +173,7 @@ def _merge(source: Source, override: str) -> None:
         if not isinstance(below, dict):
             outer = ".".join(parts[:depth])
             raise ConfigError(
-                f"command line: {key}: {outer} is {shown(below)} and has no keys of its own; give {outer}=..."
+                f"command line: {key}: {outer} is {display(below)} and has no keys of its own; give {outer}=..."
             )
         inner = below
     inner[parts[-1]] = value
@@ -195,12 +186,6 @@ def _ancestors(key: str) -> list[str]:
 
 
 def _near_file(path: Path) -> str:
-    try:
-        near = difflib.get_close_matches(
-            path.name, [each.name for each in path.parent.iterdir() if each.is_file()], n=1
-        )
-    except OSError:
-        near = []
-        if not path.parent.is_dir():
-            return f", nor its folder {path.parent}."
-    return f"; did you mean '{path.parent / near[0]}'?" if near else "."
+    if not path.parent.is_dir():
+        return f", nor its folder {path.parent}."
+    return did_you_mean(path.name, sorted(each.name for each in path.parent.glob("*.y*ml")))

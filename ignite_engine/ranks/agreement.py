@@ -1,4 +1,4 @@
-"""What all ranks decide together, over a small CPU group beside the one that reduces gradients.
+"""What all ranks decide together, over a small CPU group apart from the one that reduces gradients.
 
 On one process every function here returns at once and nothing is created. Each is a collective: all ranks call it,
 in the same order.
@@ -33,14 +33,17 @@ _groups: dict[tuple[int, str], dist.ProcessGroup] = {}
 
 
 def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
-    """A gloo group of all ranks, made on first use (a collective) and anew for each default group.
+    """A gloo group of all ranks, made on first use (a collective), and again for each new default group.
 
     Args:
-        purpose: one group for each; what runs in another thread needs its own, or the exchanges mix.
+        purpose: one group for each; another thread needs its own, or the exchanges mix.
     """
     default = dist.group.WORLD
     assert default is not None
-    key = (id(default), purpose)  # not the group itself: one that outlives its end aborts the process at its exit
+    key = (
+        id(default),
+        purpose,
+    )  # not the group itself: one that outlives the default group aborts the process at its exit
     if key not in _groups:
         for stale in [each for each in _groups if each[0] != id(default)]:
             del _groups[stale]
@@ -49,7 +52,7 @@ def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
 
 
 def forget_groups() -> None:
-    """Let go of the groups, before the default group is destroyed."""
+    """Drop the groups, before the default group is destroyed."""
     _groups.clear()
 
 
@@ -108,7 +111,7 @@ def agreed(work: Callable[[], T]) -> list[T]:
         work: it must not itself wait for a peer.
 
     Raises:
-        Exception: this rank's own, or else the first that another rank told.
+        Exception: this rank's own, or else that of the first rank that failed.
     """
     result, error = None, None
     try:
@@ -122,14 +125,26 @@ def agreed(work: Callable[[], T]) -> list[T]:
     return [each for each, _ in outcomes]  # type: ignore[misc]  # without an error there is a result
 
 
+def together(work: Callable[[], T]) -> T:
+    """As :func:`agreed`, but each rank keeps its own result, which need not be picklable."""
+    results: list[T] = []
+    agreed(lambda: results.append(work()))
+    return results[0]
+
+
+def on_rank_0(work: Callable[[], T]) -> T:
+    """As :func:`agreed`, for ``work`` of rank 0 alone, whose (picklable) result every rank gets."""
+    return agreed(lambda: work() if rank() == 0 else None)[0]  # type: ignore[return-value]  # rank 0's
+
+
 def wait_for_all() -> None:
-    """Return once every rank is here."""
+    """Return once every rank has called this."""
     if world_size() > 1:
         dist.barrier(group=cpu_group())
 
 
 class Vote:
-    """Requests of single ranks, seen by all of them at the same iteration.
+    """Requests of single ranks, received by all of them at the same iteration.
 
     Ranks exchange bits only at voting iterations, about 0.25 s apart; each result also names the next voting
     iteration, so all ranks always agree on when to vote. Between votes :meth:`poll` is one comparison.
@@ -141,12 +156,12 @@ class Vote:
         self._last_time = time.monotonic()
 
     def restart(self, iteration: int) -> None:
-        """Begin a run at ``iteration``: the first vote falls on the next one."""
+        """Start a run at ``iteration``: the first vote is at the next one."""
         self._next = iteration + 1
         self._last_iteration, self._last_time = iteration, time.monotonic()
 
     def hurry(self) -> None:
-        """Vote at the next :meth:`poll` whatever its iteration; every rank says so at the same place."""
+        """Vote at the next :meth:`poll` whatever its iteration; every rank calls this at the same place."""
         self._next = 0
 
     def poll(self, iteration: int, requests: int, *, now: bool = False) -> int:
@@ -154,7 +169,7 @@ class Vote:
 
         Args:
             requests: this rank's bits; on one process they are the result.
-            now: vote at this iteration even if it is not its turn; every rank must say the same.
+            now: vote at this iteration even if it is not a voting one; the same on every rank.
         """
         if world_size() == 1:
             return requests

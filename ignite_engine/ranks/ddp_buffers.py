@@ -14,8 +14,8 @@ from ignite_engine.ranks import agreement
 def share_buffers(model: object) -> None:
     """Give every rank the buffers of rank 0, as DDP does by itself before its next forward in training; a collective.
 
-    So an evaluation sees on each rank what a checkpoint made at the same edge holds. Nothing is done to a model that is
-    not under DDP, or whose DDP does not broadcast buffers.
+    So an evaluation uses on each rank what a checkpoint made at the same step boundary holds. A model without DDP, or
+    whose DDP does not broadcast buffers, is left unchanged.
     """
     wrapped = _data_parallel(model)
     if wrapped is None or not wrapped.broadcast_buffers:
@@ -33,7 +33,7 @@ def share_buffers(model: object) -> None:
 
 
 def unshared_statistics(model: object) -> str | None:
-    """Name of a module whose running statistics are each rank's own for good; None: there is none."""
+    """Name of a module whose running statistics always differ between ranks; None: there is none."""
     wrapped = _data_parallel(model)
     if agreement.world_size() == 1 or not isinstance(model, nn.Module) or (wrapped and wrapped.broadcast_buffers):
         return None

@@ -1,1 +1,1 @@
-"""A config and a task become a run."""
+"""From a config and a task to a run."""

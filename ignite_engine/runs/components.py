@@ -1,4 +1,4 @@
-"""What a config and a task give before anything is attached: task, model, loaders, optimizer, schedule."""
+"""The parts of a run before anything is attached: task, model, loaders, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from ignite_engine import schedules
 from ignite_engine.config import Config, ConfigWarning
-from ignite_engine.config.yaml_file import did_you_mean
 from ignite_engine.data import loader
+from ignite_engine.errors import did_you_mean
 from ignite_engine.ranks import agreement
 from ignite_engine.schedules import Schedule
 from ignite_engine.task import Task, TaskError, build_task, find_task
@@ -41,7 +41,7 @@ def total_updates(config: Config, samples: int) -> int:
         ConfigError: an epoch has no update.
     """
     data = config.data
-    shard = -(-samples // idist.get_world_size())
+    shard = -(-samples // agreement.world_size())
     batches = shard // data.batch_size if data.drop_last else -(-shard // data.batch_size)
     if not batches:
         raise config.error(
@@ -59,34 +59,32 @@ def seed_all(seed: int) -> None:
 
 
 def set_up_torch(config: Config) -> None:
-    """Set what holds for the whole process: precision of matrix products, threads, determinism."""
+    """Apply the settings of the whole process: precision of matrix products, threads, determinism."""
     torch.set_float32_matmul_precision(config.run.matmul_precision)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for determinism
         torch.use_deterministic_algorithms(True)
 
 
 def agreed_task(config: Config) -> Task:
-    """The config's task. An error on any rank is raised on all, or the others would wait for it."""
-    task, complaint, cause = None, None, None
+    """The config's task; an error on any rank is raised on all.
+
+    Raises:
+        ConfigError: the task cannot be found or built; its own error is the ``__cause__``.
+    """
     try:
-        task = build_task(find_task(config.task, config.folder), config.task_options)
+        return agreement.together(lambda: build_task(find_task(config.task, config.folder), config.task_options))
     except TaskError as error:
-        complaint, cause = str(error), error
-    first = next((each for each in agreement.gather_objects(complaint) if each is not None), None)
-    if first is not None:
-        raise config.error("task", first) from (cause.__cause__ if cause else None)
-    assert task is not None
-    return task
+        raise config.error("task", str(error)) from error.__cause__
 
 
 def check_fit(config: Config, task: Task) -> None:
-    """Refuse, in one line, a task that the config does not fit; warn of settings without effect.
+    """Refuse, in one line, a task that does not fit the config; warn about settings without effect.
 
     Raises:
-        ConfigError: names the key, and what was perhaps meant.
+        ConfigError: names the key, and what was possibly meant.
     """
     for name, data in {"train_set": task.train_set, **task.val_sets, **task.test_sets}.items():
         size = len(data) if hasattr(data, "__len__") else None
@@ -94,8 +92,8 @@ def check_fit(config: Config, task: Task) -> None:
             raise config.error(
                 "task", f"the data '{name}' is a {type(data).__name__}, expected __len__ and __getitem__."
             )
-        if size < idist.get_world_size():
-            raise config.error("task", f"the data '{name}' has {size} samples for {idist.get_world_size()} ranks.")
+        if size < agreement.world_size():
+            raise config.error("task", f"the data '{name}' has {size} samples for {agreement.world_size()} ranks.")
     both = set(task.val_sets) & set(task.test_sets)
     if both:
         raise config.error(
@@ -122,9 +120,9 @@ def check_fit(config: Config, task: Task) -> None:
 
 
 def on_device(config: Config, model: nn.Module) -> nn.Module:
-    """The model where it trains, in DDP on several ranks; a collective there."""
-    if idist.get_world_size() == 1:
-        return model.to(idist.device())  # auto_model would make a DataParallel where there are several GPUs
+    """The model on its device, in DDP on several ranks; a collective there."""
+    if agreement.world_size() == 1:
+        return model.to(idist.device())  # auto_model makes a DataParallel on several GPUs
     section = config.distributed
     if section.sync_batchnorm and idist.device().type != "cuda":
         raise config.error(
@@ -138,7 +136,7 @@ def on_device(config: Config, model: nn.Module) -> nn.Module:
 
 
 def data_loader(config: Config, task: Task, dataset: Dataset[Any], *, training: bool) -> DataLoader[Any]:
-    """The loader of one set, of this rank's share; only that of training shuffles or drops a last batch."""
+    """The loader of this rank's share of one set; only that of training shuffles or drops a last batch."""
     data = config.data
     options: dict[str, Any] = {"num_workers": data.num_workers, "collate_fn": task.collate_fn}
     options["pin_memory"] = idist.device().type == "cuda" if data.pin_memory is None else data.pin_memory
@@ -151,7 +149,7 @@ def data_loader(config: Config, task: Task, dataset: Dataset[Any], *, training: 
 
 
 def make_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
-    """The config's optimizer over the task's parameter groups, or all that is trained.
+    """The config's optimizer over the task's parameter groups, or all parameters that require gradients.
 
     Raises:
         ConfigError: its options do not fit.
@@ -165,14 +163,14 @@ def make_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
 
 
 def make_schedule(config: Config, optimizer: Optimizer, total: int) -> Schedule:
-    """The config's schedule over the run; for a plateau, which has none, a constant one to show.
+    """The config's schedule over the run; for a plateau, whose rates are not known ahead, a constant one.
 
     Raises:
         ConfigError: its settings do not fit the run's length.
     """
     section = config.schedule
     if section.name == "plateau":
-        what = f"plateau: as below, until {section.metric} gets no better"
+        what = f"plateau: as below, until {section.metric} stops improving"
         return Schedule(optimizer, lambda step: 1.0, what)
     factory = SCHEDULES[section.name]
     given = {

@@ -1,4 +1,4 @@
-"""The mean loss over a set, for tasks that give no evaluation of their own."""
+"""The mean loss over a set, for tasks without an evaluation of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mean_loss(
 
     Args:
         loss_fn: the training loss.
-        weight_fn: what a batch counts; None: its samples, by the first dimension of its first tensor.
+        weight_fn: the weight of a batch; None: its number of samples, the first dimension of its first tensor.
 
     Returns:
         ``predict`` and ``metrics``; the mean is exact on any number of ranks.

@@ -8,7 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
@@ -19,6 +18,7 @@ from ignite_engine import handlers
 from ignite_engine.checkpointing import CheckpointError, LoadPlan, SaveOptions
 from ignite_engine.config import Config, Every
 from ignite_engine.evaluator import create_evaluator
+from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
 from ignite_engine.runs.components import (
     agreed_task,
@@ -27,10 +27,10 @@ from ignite_engine.runs.components import (
     make_optimizer,
     make_schedule,
     on_device,
+    seed_all,
     set_up_torch,
+    total_updates,
 )
-from ignite_engine.runs.components import seed_all as seed_all
-from ignite_engine.runs.components import total_updates as total_updates
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
 from ignite_engine.task import Task
@@ -39,15 +39,15 @@ from ignite_engine.update import Update
 
 
 def build_run(config: Config, task: Task | None = None) -> Run:
-    """Everything wired up and nothing begun; no file is written. On several ranks a collective.
+    """Build the run; nothing is trained and no file is written. On several ranks a collective.
 
     Args:
         config: from ``load_config``.
-        task: made by the caller; None: the one that the config names, made here under the run's seed, the same on
-            every rank. After it each rank draws its own random numbers, from ``run.seed`` + rank.
+        task: made by the caller; None: the one that the config names, built here under the run's seed, the same on
+            every rank. Afterwards each rank is seeded with ``run.seed`` + rank.
 
     Raises:
-        ConfigError: the task cannot be found or built, or it and the config do not fit; the same on all ranks.
+        ConfigError: the task cannot be found or built, or it and the config do not fit; raised on all ranks.
     """
     startup = PhaseTimes()
     set_up_torch(config)
@@ -57,7 +57,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         check_fit(config, task)
     with startup("model"):
         model = on_device(config, task.model)
-        seed_all(config.run.seed + idist.get_rank())
+        seed_all(config.run.seed + agreement.rank())
     with startup("data"):
         train_loader = data_loader(config, task, task.train_set, training=True)
         total = total_updates(config, len(task.train_set))  # type: ignore[arg-type]  # loader() has checked
@@ -101,7 +101,7 @@ def _lr_schedule(config: Config, run: Run, optimizer: Optimizer) -> handlers.LRS
         optimizer,
         mode=section.mode or "min",
         factor=section.factor or 0.1,
-        patience=(section.patience or 5) - 1,  # torch's are the values that are still borne
+        patience=(section.patience or 5) - 1,  # torch counts the values that are tolerated
         threshold=section.min_delta or 0.0,
         threshold_mode="abs",
         min_lr=[group["lr"] * (section.min_ratio or 0.0) for group in optimizer.param_groups],
@@ -151,15 +151,15 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         if evaluation.at_start:
             each.attach(trainer, Events.STARTED(event_filter=before_the_first_update))
         if evaluation.every is not None:
-            each.attach(trainer, pace(evaluation.every))
+            each.attach(trainer, interval_event(evaluation.every))
         if evaluation.at_end:  # before the last checkpoint, which it may make the best
             each.attach(trainer, Events.ITERATION_COMPLETED(event_filter=after_the_last_update))
         each.attach(trainer, Events.COMPLETED(event_filter=already_finished))
     if logging.memory:
-        handlers.MemoryLogger().attach(trainer, pace(logging.every))
+        handlers.MemoryLogger().attach(trainer, interval_event(logging.every))
     if logging.throughput:
-        handlers.Throughput(task.tokens_fn).attach(trainer, pace(logging.every))
-    _metric_logger(config, run).attach(trainer, pace(logging.every))
+        handlers.Throughput(task.tokens_fn).attach(trainer, interval_event(logging.every))
+    _metric_logger(config, run).attach(trainer, interval_event(logging.every))
     if logging.progress:
         handlers.Progress().attach(trainer)
     stopping = config.early_stopping
@@ -176,7 +176,9 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         run.load, run.always_load = _loading(config, run.checkpoint, section.load.path), bool(section.exclude)
     # it always saves at the end; after COMPLETED nothing more is saved
     minutes = section.every.minutes if section.every else None
-    run.checkpoint.attach(trainer, pace(section.every) if section.every and minutes is None else Events.COMPLETED)
+    run.checkpoint.attach(
+        trainer, interval_event(section.every) if section.every and minutes is None else Events.COMPLETED
+    )
     if minutes is not None:
         handlers.SaveEvery(minutes=minutes).attach(trainer)
     _attach_stops(config, run)
@@ -185,10 +187,10 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
 
 
 def _loading(config: Config, checkpoint: handlers.Checkpoint, path: str) -> Callable[[], object]:
-    """Loads what the config says that the run begins with.
+    """The function that loads the config's ``checkpoint.load``.
 
     Raises:
-        ConfigError: (now) the settings are no plan; (when called) there is nothing to load, or it does not fit.
+        ConfigError: (now) the settings are not a plan; (when called) there is nothing to load, or it does not fit.
     """
     section = config.checkpoint.load
     given = {"parts": section.parts, "include": section.include, "ignore": section.ignore, "rename": section.rename}
@@ -213,7 +215,7 @@ def _loading(config: Config, checkpoint: handlers.Checkpoint, path: str) -> Call
 def _attach_stops(config: Config, run: Run) -> None:
     handlers.GracefulStop().attach(run.trainer)
     limit, path = config.run.time_limit, config.run.stop_file
-    if limit is not None:  # the start-up counts, too
+    if limit is not None:  # the start-up counts as well
         since = time.monotonic() - (time.perf_counter() - run.startup.began)
         handlers.WallClockLimit(seconds=limit.total_s, since=since).attach(run.trainer)
     if path is not None:
@@ -232,7 +234,7 @@ def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
     return handlers.MetricLogger(path, sinks=sinks, console=logging.console)
 
 
-def pace(every: Every) -> Any:
+def interval_event(every: Every) -> Any:
     """The event of a config's ``every``, in iterations or epochs."""
     if every.epochs is not None:
         return Events.EPOCH_COMPLETED(every=every.epochs)

@@ -1,4 +1,4 @@
-"""A run that is wired up: train it, evaluate it, describe it. ``recipe.build_run`` makes one."""
+"""A run, ready to train, evaluate or describe. ``recipe.build_run`` makes one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import ignite.distributed as idist
-
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, LoadPlan, LoadTable
-from ignite_engine.ranks.agreement import gather_objects
+from ignite_engine.ranks import agreement
 from ignite_engine.report import write_report
 from ignite_engine.report.lr_curve import Curve, lr_svg, lr_text
-from ignite_engine.run_directory import PhaseTimes, RunDirectory, RunDirectoryInUse, weights_sha256
+from ignite_engine.run_directory import PhaseTimes, RunDirectory, weights_sha256
 from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.trainer import Trainer
 
@@ -26,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saves(Protocol):
-    """What a run asks of its checkpoints."""
+    """What a run needs of its checkpoint handler."""
 
     @property
     def store(self) -> CheckpointStore: ...
@@ -45,17 +43,17 @@ class Run:
         loader: of the training set.
         directory: nothing has been written to it yet.
         schedule: learning rates by update.
-        total: updates of the whole run, from its first start on.
+        total: updates of the whole run, counted from its first start.
         length: ``max_epochs`` or ``max_iters``, as ``trainer.run`` takes it.
-        evaluations: makes one for each validation and test set; each writes into ``trainer.state.metrics`` when called.
-        startup: seconds of the phases so far.
+        evaluations: makes one for each validation and test set; each writes ``trainer.state.metrics`` when called.
+        startup: seconds of the phases of the start-up so far.
         config: the resolved config as plain values.
-        best: the metric by which ``evaluate`` chooses a checkpoint, and ``min`` or ``max``; None: the newest.
+        best: the metric by which ``evaluate`` chooses a checkpoint, and ``min`` or ``max``; None: the newest one.
         checkpoint: set before the first call of ``train``.
-        log_states: names of states that a resumed run does without, once their log is turned off.
-        began_at: the iteration at which ``train`` began, after the resume.
-        load: loads what the run begins with where there is nothing to resume; None: it begins anew.
-        always_load: also before it resumes, because its own checkpoints are saved without some of it.
+        log_states: names of states that are dropped on a resume if their logger is no longer attached.
+        began_at: the iteration at which ``train`` started, after the resume.
+        load: loads other weights where there is nothing to resume; None: the run starts fresh.
+        always_load: also before a resume, because the run's own checkpoints are saved without some of them.
         start: ``fresh``, ``restart`` or ``fine-tune``, the same on all ranks; None before ``train``.
     """
 
@@ -82,21 +80,21 @@ class Run:
     def train(self) -> dict[str, Any]:
         """Resume if there is something to resume, run to the end, write the summary; a collective.
 
-        A run that is already at its end is only evaluated.
+        A run that has already reached its end is only evaluated.
 
         Returns:
             The content of ``summary.json``.
 
         Raises:
-            Interrupted: a signal stopped it. The summary is written first, as it is when anything else is raised.
-            RunDirectoryInUse: another process trains in the folder; nothing was written.
+            Interrupted: a signal stopped it. The summary is written first, also when anything else is raised.
+            RunDirectoryInUse: another process trains in the folder; nothing is written.
         """
         with self._held_directory():
             return self._train()
 
     def _train(self) -> dict[str, Any]:
         assert self.checkpoint is not None
-        trainer, rank = self.trainer, idist.get_rank()
+        trainer, rank = self.trainer, agreement.rank()
         resumed: Path | None = None
         try:
             with self.startup("directory"):
@@ -107,10 +105,10 @@ class Run:
                 for name in self.log_states:
                     trainer.registry.waiting.pop(name, None)
                 if resumed is None and rank == 0:
-                    self._put_aside_old_metrics()
+                    self._set_old_metrics_aside()
             self.began_at = trainer.state.iteration
             if resumed is not None:
-                self._tell_what_was_saved()
+                self._warn_of_kept_settings()
             self.startup.log()
             if self.began_at:
                 self._metrics_before = self.directory.read_summary().get("metrics", {})
@@ -122,7 +120,7 @@ class Run:
             trainer.run(self.loader, **self.length)
         except BaseException as error:
             status = trainer.state.status
-            if isinstance(error, KeyboardInterrupt) and status != "interrupted":  # before the run heard signals
+            if isinstance(error, KeyboardInterrupt) and status != "interrupted":  # before GracefulStop was attached
                 status, trainer.state.reason = "interrupted", "SIGINT"
             status = status if status in ("interrupted", "failed") else "failed"
             trainer.state.reason = trainer.state.reason or f"{type(error).__name__}: {error}"
@@ -133,30 +131,22 @@ class Run:
             summary = self._write_summary(status, resumed)
             self._write_report()
             if status == "interrupted":
-                self._say_how_it_ended(summary)
+                self._log_outcome(summary)
             raise
         summary = self._write_summary(trainer.state.status, resumed)
         self._write_report()
-        self._say_how_it_ended(summary)
+        self._log_outcome(summary)
         return summary
 
     @contextlib.contextmanager
     def _held_directory(self) -> Iterator[None]:
-        """Rank 0 holds the folder for all; where it cannot, all raise."""
+        """Rank 0 locks the folder for all ranks; if it cannot, all raise."""
         with contextlib.ExitStack() as stack:
-            refused: Exception | None = None
-            if idist.get_rank() == 0:
-                try:
-                    stack.enter_context(self.directory.held())
-                except (RunDirectoryInUse, OSError) as error:
-                    refused = error
-            refused = gather_objects(refused)[0]
-            if refused is not None:
-                raise refused
+            agreement.on_rank_0(lambda: stack.enter_context(self.directory.held()))
             yield
 
     def _begin(self) -> Path | None:
-        """Restart from the newest checkpoint, or else begin with what there is to load, or fresh; rank 0 decides."""
+        """Resume the newest checkpoint, or else load other weights if asked to; rank 0 decides."""
         assert self.checkpoint is not None
         if self.load is not None and self.always_load:
             self.load()
@@ -168,7 +158,7 @@ class Run:
 
     @property
     def trained_nothing(self) -> bool:
-        """A resumed run that has made no update: it was at its end."""
+        """Whether the run was resumed and has made no update: it was at its end."""
         return 0 < self.began_at == self.trainer.state.iteration
 
     def evaluate(self, checkpoint: Path | str | None = None) -> dict[str, float | int | str]:
@@ -184,7 +174,7 @@ class Run:
         """
         assert self.checkpoint is not None
         store = self.checkpoint.store
-        path = gather_objects(self._chosen(store, checkpoint) if idist.get_rank() == 0 else None)[0]
+        path = agreement.on_rank_0(lambda: self._chosen(store, checkpoint))
         if path is None:
             scored = f" with {self.best[0]}" if checkpoint == "best" and self.best else ""
             raise FileNotFoundError(
@@ -192,7 +182,7 @@ class Run:
             )
         if self.load is not None and self.always_load:
             self.load()
-        loaded = store.load(path, idist.get_rank())
+        loaded = store.load(path, agreement.rank())
         for name, each in self.trainer.registry.objects.items():
             if name == "model" or getattr(each, "serves_evaluation", False):
                 if name in loaded.shared:
@@ -210,7 +200,7 @@ class Run:
         }
 
     def describe(self) -> str:
-        """What will run, how the learning rate moves, and the bus, as text."""
+        """What will run, the learning rate over the run, and the bus, as text."""
         model = unwrap(self.trainer.update.model)  # type: ignore[attr-defined]  # build_run gave it an Update
         parameters = sum(parameter.numel() for parameter in model.parameters())
         length = ", ".join(f"{key} {value}" for key, value in self.length.items())
@@ -231,44 +221,44 @@ class Run:
         self._differences = self.directory.write_config(self.config)
         for line in self._differences:
             logger.info("Config differs from the run's last start: %s", line)
-        self.directory.write_environment(idist.get_world_size())
+        self.directory.write_environment(agreement.world_size())
 
-    def _tell_what_was_saved(self) -> None:
-        """A setting that the checkpoint decides must not seem to have been changed."""
+    def _warn_of_kept_settings(self) -> None:
+        """The optimizer's settings come from the checkpoint: a change of them in the config has no effect."""
         kept = [line.partition(":")[0] for line in self._differences if line.startswith("optimizer.")]
         if kept and "optimizer" not in self.ignore:
             logger.warning(
-                "%s: without effect on a resumed run, which has the optimizer as it was saved; to change it, begin "
+                "%s: no effect on a resumed run, which restores its optimizer as it was saved; to change it, start "
                 "another run with checkpoint.load.path and checkpoint.load.plan=fine_tune.",
                 ", ".join(kept),
             )
 
-    def _say_how_it_ended(self, summary: Mapping[str, Any]) -> None:
-        """One line, so that whoever pressed Ctrl-C knows that the run heard it and where it goes on."""
+    def _log_outcome(self, summary: Mapping[str, Any]) -> None:
+        """One line: how the run ended, and for a stop where the same command resumes."""
         if summary["status"] == "interrupted":
             saved = self.checkpoint.store.checkpoints() if self.checkpoint else ()
-            goes_on = f"goes on from {saved[-1].path.name}" if saved else "begins anew: no checkpoint was saved"
+            resumes = f"resumes from {saved[-1].path.name}" if saved else "starts over: no checkpoint was saved"
             logger.info(
-                "Stopped by %s at iteration %d; the same command %s.", summary["reason"], summary["iteration"], goes_on
+                "Stopped by %s at iteration %d; the same command %s.", summary["reason"], summary["iteration"], resumes
             )
         else:
             logger.info(
-                "Completed at iteration %d in %.1f s; all is in %s.",
+                "Completed at iteration %d in %.1f s; results are in %s.",
                 summary["iteration"],
                 summary["wall_s"],
                 self.directory.path,
             )
 
     def _write_report(self) -> None:
-        if idist.get_rank() != 0 or not self.config["logging"]["report"]:
+        if agreement.rank() != 0 or not self.config["logging"]["report"]:
             return
         try:
             write_report(self.directory.path)
-        except Exception as error:  # the run has ended as it has, with or without a picture
+        except Exception as error:  # the outcome of the run does not depend on its report
             logger.warning("No report could be written: %s: %s.", type(error).__name__, error)
 
-    def _put_aside_old_metrics(self) -> None:
-        """Points of a run that left no checkpoint would stand twice."""
+    def _set_old_metrics_aside(self) -> None:
+        """Log points of a run that left no checkpoint would appear twice."""
         if self.directory.metrics.exists():
             aside = self.directory.metrics.with_suffix(".jsonl.old")
             os.replace(self.directory.metrics, aside)
@@ -314,19 +304,19 @@ class Run:
             "metrics": dict(sorted({**before, **state.metrics}.items())),
             "weights_sha256": digest,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "world_size": idist.get_world_size(),
+            "world_size": agreement.world_size(),
             "start": self.start,
             "resumed_from": resumed.name if resumed else None,
             "startup_s": dict(self.startup.seconds),
             "wall_s": time.perf_counter() - self.startup.began,
             "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
-        if idist.get_rank() == 0:
+        if agreement.rank() == 0:
             try:
                 self.directory.write_summary(summary)
             except OSError as error:
                 if status != "failed":
                     raise
-                # what failed the run is told, often the same full disk
+                # the error that failed the run is raised instead: often the same full disk
                 logger.error("%s could not be written: %s.", self.directory.summary, error)
         return summary

@@ -1,6 +1,6 @@
-"""Is a resumed run the uninterrupted one? The first piece of state that differs, from the records of three runs.
+"""Does a resumed run equal the uninterrupted one? The first piece of state that differs, from records of three runs.
 
-The reference, one that was killed, and one that went on from what the killed one left: each wrote its records with a
+The reference, one that was killed, and one that resumed what the killed one had saved: each wrote its records with a
 :class:`~ignite_engine.verify.recorder.StateRecorder`.
 """
 
@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ignite_engine.text import in_columns
 from ignite_engine.verify.recorder import OUTPUT, UNSAVED, Record
 
-# what a run is made of: if these differ before anybody was killed, the run is no function of its seed
+# if these differ before anything was killed, the run is not a function of its seed
 _ESSENTIAL = ("model", "optimizer", "scaler", "rng", "data", "trainer", OUTPUT)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One piece of state that is not what it was in the reference."""
+    """One piece of state that differs from the reference."""
 
     iteration: int
     component: str
@@ -28,13 +29,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of it.
+    """The result.
 
     Attributes:
         line: the verdict, in one sentence.
         exact: nothing that is saved differs.
-        differences: those of the first edge with any, ``not saved`` ones of before first; empty if exact.
-        notes: what was left out of the comparison, and what differs without consequence so far.
+        differences: those at the first step boundary with any, preceded by earlier ``not saved`` ones; empty if exact.
+        notes: what was left out of the comparison, and what differs but changed nothing.
     """
 
     line: str
@@ -46,10 +47,10 @@ class Comparison:
 def compare(reference: Sequence[Record], killed: Sequence[Record], resumed: Sequence[Record]) -> Comparison:
     """Whether the resumed run is the reference from where it was resumed to its end.
 
-    Pieces that differ between reference and killed run before the kill are no function of the seed (a clock's, say):
-    they are left out, unless they are weights, optimizer, generators, data, counters or losses.
+    Pieces that differ between reference and killed run before the kill are not functions of the seed (a clock's, for
+    example): they are left out, unless they are weights, optimizer, generators, data, counters or losses.
     """
-    expected = {record.edge: record for record in reference}
+    expected = {record.boundary: record for record in reference}
     noise, unstable = _noise(expected, killed)
     if unstable:
         return Comparison(
@@ -62,13 +63,15 @@ def compare(reference: Sequence[Record], killed: Sequence[Record], resumed: Sequ
     notes = [f"not compared, as it differs between two runs from the same start: {', '.join(clocks)}"] if clocks else []
     start = next((record for record in resumed if record.resumed), None)
     if start is None:
-        return Comparison("Nothing was resumed: the run that was to go on began anew.", exact=False, notes=notes)
+        return Comparison(
+            "Nothing was resumed: the run that should have resumed started over.", exact=False, notes=notes
+        )
     hints: list[Difference] = []
     compared = _Count()
     for record in resumed:
-        other = expected.get(record.edge)
+        other = expected.get(record.boundary)
         if other is None:
-            line = f"The resumed run came to iteration {record.iteration}, epoch {record.epoch}, the other did not."
+            line = f"The resumed run reached iteration {record.iteration}, epoch {record.epoch}, the other did not."
             return Comparison(line, exact=False, notes=notes)
         different = [each for each in _differences(other, record, compared) if _label(each) not in noise]
         hints += [each for each in different if each.component == UNSAVED and not hints]
@@ -77,7 +80,7 @@ def compare(reference: Sequence[Record], killed: Sequence[Record], resumed: Sequ
             line = f"Resume is NOT exact: at iteration {record.iteration} {_place(saved[0])} differs first."
             if hints:
                 named = ", ".join(each.piece for each in hints[:3])
-                line += f" Not saved, and other than it was: {named}; trainer.register(name, object) saves it."
+                line += f" Not saved, and different: {named}; trainer.register(name, object) saves it."
             return Comparison(line, exact=False, differences=[*hints, *saved], notes=notes)
     last, end = resumed[-1].iteration, reference[-1].iteration
     if last != end:
@@ -99,10 +102,10 @@ class _Count:
 
 
 def _noise(expected: Mapping[tuple[int, int], Record], killed: Sequence[Record]) -> tuple[set[str], list[Difference]]:
-    """Labels of what is no function of the seed, and the essential differences of the first edge with any."""
+    """Labels of what is not a function of the seed, and the essential differences at the first boundary with any."""
     noise: set[str] = set()
     for record in killed:
-        if (other := expected.get(record.edge)) is None:
+        if (other := expected.get(record.boundary)) is None:
             continue
         found = _differences(other, record)
         essential = [each for each in found if each.component.split("/")[0] in _ESSENTIAL]
@@ -145,14 +148,12 @@ def _place(difference: Difference) -> str:
 def table(differences: Sequence[Difference], rows: int = 10) -> list[str]:
     """The first few differences as lines of a table."""
     head = ("iteration", "component", "piece", "uninterrupted", "resumed")
-    shown = [
+    first = [
         (str(each.iteration), each.component, each.piece, _short(each.expected), _short(each.found))
         for each in differences[:rows]
     ]
-    widths = [max(len(row[column]) for row in (head, *shown)) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *shown)]
     more = len(differences) - rows
-    return [line.rstrip() for line in lines] + ([f"... and {more} more"] if more > 0 else [])
+    return in_columns([head, *first]) + ([f"... and {more} more"] if more > 0 else [])
 
 
 def _short(value: str) -> str:

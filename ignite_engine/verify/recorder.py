@@ -1,4 +1,4 @@
-"""A line per step with the digest of every piece of state, written by the run itself; and a kill to compare after."""
+"""One line per step boundary with the digest of every piece of state, written by the run itself; and the kill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAVE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Record:
-    """The state at one edge, or of a run that was just resumed (``resumed``)."""
+    """The state at one step boundary, or of a run that was just resumed (``resumed``)."""
 
     iteration: int
     epoch: int
@@ -34,18 +34,18 @@ class Record:
     components: Mapping[str, Pieces]
 
     @property
-    def edge(self) -> tuple[int, int]:
+    def boundary(self) -> tuple[int, int]:
         return self.iteration, self.epoch
 
 
 class StateRecorder:
-    """Appends the digests of all registered parts, the output, the generators and what is not saved, at each edge.
+    """Appends the digests of all registered parts, output, generators and unsaved state at each step boundary.
 
     Args:
-        path: one JSON object per line; a file of this rank alone.
+        path: one JSON object per line; each rank has its own file.
         until: the last iteration that is recorded; the run is then asked to stop.
 
-    Attach it last, so that it sees each edge as a checkpoint made there does.
+    Attach it last, so that it sees the state that a checkpoint made at the same boundary holds.
     """
 
     def __init__(self, path: Path, until: int) -> None:
@@ -73,7 +73,7 @@ class StateRecorder:
         components = {
             name: digests(obj.state_dict())
             for name, obj in trainer.registry.objects.items()
-            # the position and the generators are put back when the first batch is fetched
+            # position and generators are restored when the first batch is fetched
             if name not in ("rng", "data") or (name == "data" and not resumed)
         }
         if not resumed:
@@ -92,12 +92,12 @@ class StateRecorder:
 
 
 class KillAt:
-    """Ends this process by SIGKILL in the middle of an iteration: after the update, before anything is measured.
+    """Kills this process (SIGKILL) in the middle of an iteration: after the update, before anything is measured.
 
     Args:
-        iteration: in which.
-        proof: a file that is written just before.
-        ready: whether there is something to resume; a save in the background is waited for.
+        iteration: the one to be killed in.
+        proof: a file that is written just before the kill.
+        ready: whether there is something to resume; it is polled, as a save may still be running in the background.
     """
 
     def __init__(self, iteration: int, proof: Path, ready: Callable[[], bool]) -> None:
@@ -115,7 +115,7 @@ class KillAt:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The lines of a :class:`StateRecorder`; one that a kill cut short is left out."""
+    """The lines of a :class:`StateRecorder`; an incomplete last line is left out."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -132,12 +132,12 @@ def _one_digest(value: Any) -> str:
 
 
 def proof_of(name: str) -> str:
-    """Name of the file that a run leaves just before it is killed, for that of its records without the suffix."""
+    """Name of the file that proves the kill, for the name of the run's records without its suffix."""
     return f"{name}.proof"
 
 
 def watch(trainer: Trainer, path: Path, *, until: int, kill_at: int | None, ready: Callable[[], bool]) -> None:
-    """Attach the recorder, and what kills the process if ``kill_at`` says when."""
+    """Attach the recorder, and with ``kill_at`` what kills the process."""
     StateRecorder(path, until).attach(trainer)
     if kill_at is not None:
         KillAt(kill_at, path.with_name(proof_of(path.stem)), ready).attach(trainer)

@@ -115,7 +115,10 @@ WRONG = [
         ["train", "my_config.yaml", "checkpoint.best=val/los"],
         "checkpoint.best: got 'val/los', .*did you mean 'val/loss'?",
     ),
-    (["train", "my_config.yaml", "run.directory=my_task.py"], "run.directory: got 'my_task.py', but .* is no folder"),
+    (
+        ["train", "my_config.yaml", "run.directory=my_task.py"],
+        "run.directory: got 'my_task.py', but .* is not a folder",
+    ),
     (
         ["train", "my_config.yaml", "--nproc-per-nod", "2"],
         "is not an option of train; did you mean '--nproc-per-node'?",
@@ -130,7 +133,7 @@ WRONG = [
     ),
     (
         ["evaluate", "my_config.yaml", "--checkpoint", "best", "checkpoint.best=null"],
-        "checkpoint.best: got nothing, so none is the best; name a metric, such as val/loss.",
+        "checkpoint.best: got nothing, so no checkpoint is the best; name a metric, such as val/loss.",
     ),
     (["report", "nowhere"], "nowhere is no directory: give one in which a run has written"),
     (["report", "."], ". is no run: it holds neither metrics.jsonl nor summary.json; give"),
@@ -265,7 +268,7 @@ def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.
     assert first["weights_sha256"] == again["weights_sha256"]
     assert (folder / "run" / "metrics.jsonl").read_text() == metrics
     assert "Start-up took" in told and "task" in told
-    assert re.search(r"Completed at iteration 12 in \d+\.\d s; all is in run\.\n", told)
+    assert re.search(r"Completed at iteration 12 in \d+\.\d s; results are in run\.\n", told)
     assert set(evaluated) == {"checkpoint", "iteration", "val/loss"}
     scores = [json.loads(line)["val/loss"] for line in metrics.splitlines() if "val/loss" in line]
     assert evaluated["val/loss"] == min(scores)
@@ -309,7 +312,7 @@ def test_signal_ends_with_its_code_and_the_same_command_goes_on(folder: Path, nu
     assert process.returncode == code
     assert (stopped["status"], stopped["reason"]) == ("interrupted", signal.Signals(number).name)
     assert 6 <= stopped["iteration"] < 12
-    where = f"at iteration {stopped['iteration']}; the same command goes on from iteration_{stopped['iteration']:08d}."
+    where = f"at iteration {stopped['iteration']}; the same command resumes from iteration_{stopped['iteration']:08d}."
     assert f"Stopped by {stopped['reason']} {where}" in error.splitlines()
     assert summary(folder)["status"] == "completed"
     assert summary(folder)["weights_sha256"] == summary(folder, "whole")["weights_sha256"]

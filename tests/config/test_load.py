@@ -210,7 +210,7 @@ def test_missing_file_names_a_near_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="this is a folder"):
         load_config(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="no UTF-8 text"):
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
         load_config(tmp_path / "binary.yaml")
 
 

@@ -1,4 +1,4 @@
-"""A task whose loss depends on what no checkpoint holds, if asked: a generator in a closure, and a global counter.
+"""A task whose loss depends on what no checkpoint holds, if asked: a generator or a counter of the loss.
 
 Options: ``forgets``: ``generator``, ``counter``, or nothing.
 """
@@ -14,26 +14,29 @@ from torch.utils.data import TensorDataset
 
 from ignite_engine import Task
 
-CALLS = 0
+
+class ForgetfulLoss:
+    """Holds a generator and a counter, and no ``state_dict``."""
+
+    def __init__(self, forgets: str | None) -> None:
+        self.forgets, self.calls = forgets, 0
+        self.noise = torch.Generator().manual_seed(5)
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        if self.forgets == "generator":
+            inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=self.noise)
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        if self.forgets == "counter":
+            self.calls += 1
+            loss = loss * (1 + 0.01 * self.calls)
+        return loss
 
 
 def build(options: Mapping[str, Any]) -> Task:
     if options.get("forgets") == "everything":
         raise ValueError("nothing is left")
-    noise = torch.Generator().manual_seed(5)
-
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        global CALLS
-        inputs, targets = batch
-        if options.get("forgets") == "generator":
-            inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=noise)
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        if options.get("forgets") == "counter":
-            CALLS += 1
-            loss = loss * (1 + 0.01 * CALLS)
-        return loss
-
     generator = torch.Generator().manual_seed(7)
     data = TensorDataset(torch.randn(50, 8, generator=generator), torch.randint(0, 3, (50,), generator=generator))
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 3))
-    return Task(model=model, loss_fn=loss_fn, train_set=data, val_sets={"val": data})
+    return Task(model, ForgetfulLoss(options.get("forgets")), train_set=data, val_sets={"val": data})

@@ -78,7 +78,7 @@ def forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("forgets", "cause"), [("generator", "loss_fn: noise"), ("counter", "forgetful_task.CALLS")])
+@pytest.mark.parametrize(("forgets", "cause"), [("generator", "loss_fn.noise"), ("counter", "loss_fn.calls")])
 def test_run_that_depends_on_what_is_not_saved_is_caught_and_the_cause_named(
     tmp_path: Path, temporary: Path, forked: None, forgets: str, cause: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,7 +87,7 @@ def test_run_that_depends_on_what_is_not_saved_is_caught_and_the_cause_named(
     assert left.value.code == 1
     line, *rows = capsys.readouterr().out.splitlines()
     assert line == (
-        "Resume is NOT exact: at iteration 4 0.weight of model differs first. Not saved, and other than it was: "
+        "Resume is NOT exact: at iteration 4 0.weight of model differs first. Not saved, and different: "
         f"{cause}; trainer.register(name, object) saves it."
     )
     assert rows[0].split() == ["iteration", "component", "piece", "uninterrupted", "resumed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,33 @@ def test_broken_off_evaluation_has_the_ranks_agree_at_the_next_edge() -> None:
     Evaluation(evaluator, [0, 0]).attach(trainer, Events.ITERATION_COMPLETED(every=3))
     trainer.run(numbers_loader(12), max_epochs=1)
     assert hurried == [3]
+
+
+@pytest.mark.parametrize("run", [agreement.agreed, agreement.together])
+def test_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    outcomes = list[Any]()
+
+    def gather(value: Any) -> list[Any]:
+        outcomes.append(value)
+        return [value, (None, ValueError("of rank 1"))]
+
+    monkeypatch.setattr(agreement, "gather_objects", gather)
+    with pytest.raises(ValueError, match="of rank 1"):
+        run(lambda: 3)
+    with pytest.raises(ZeroDivisionError):  # its own goes before a peer's, and the peer is not left waiting
+        run(lambda: 1 // 0)
+    assert len(outcomes) == 2
+
+
+def test_each_rank_keeps_its_result_and_that_of_rank_0_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpicklable = lambda: None  # noqa: E731
+    monkeypatch.setattr(
+        agreement, "gather_objects", lambda mine: [("of rank 0", None), pickle.loads(pickle.dumps(mine))]
+    )
+    monkeypatch.setattr(agreement, "rank", lambda: 1)
+
+    assert agreement.together(lambda: unpicklable) is unpicklable
+    assert agreement.on_rank_0(lambda: "of rank 1") == "of rank 0"
 
 
 def test_a_rank_lets_go_of_its_groups_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def other_build(options: Any) -> Task:
 def test_task_is_imported_only_if_the_caller_says_so(folder: Path) -> None:
     ran = folder / "tasks" / f"{task_name(folder)}.ran"
     with pytest.raises(
-        TaskError, match=r"tasks/task_of_.*:build', which would be imported and run: say import_task=True"
+        TaskError, match=r"tasks/task_of_.*:build', which would be imported and run: use import_task=True"
     ):
         load_model(folder / "runs/one")
     assert not ran.exists()
@@ -144,7 +144,7 @@ def test_what_was_left_out_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_checkpoint_without_a_config_needs_a_task(tmp_path: Path) -> None:
     CheckpointStore(tmp_path).save({"model": nn.Linear(2, 1).state_dict()}, {}, iteration=1, epoch=0)
-    with pytest.raises(CheckpointError, match="holds no config, so nothing says how its model is built: give task="):
+    with pytest.raises(CheckpointError, match="holds no config, so how its model is built is unknown: give task="):
         load_model(tmp_path, import_task=True)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_model(tmp_path / "nowhere", import_task=True)

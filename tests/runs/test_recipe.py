@@ -23,7 +23,7 @@ from ignite_engine import Task, TrainingEvents, create_evaluator
 from ignite_engine.checkpointing import StateMismatch
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.run_directory import RunDirectory, config_differences, weights_sha256
-from ignite_engine.runs import recipe
+from ignite_engine.runs import components, recipe
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
 
@@ -50,7 +50,7 @@ def build(tmp_path: Path) -> Callable[..., Run]:
         for name, section in (sections or {}).items():
             values[name] = {**values.get(name, {}), **section}
         config = config_from_dict(values)
-        recipe.seed_all(config.run.seed)
+        components.seed_all(config.run.seed)
         return recipe.build_run(config, make_task(**parts))
 
     return make
@@ -170,7 +170,7 @@ def test_option_of_the_optimizer_that_the_checkpoint_decides_is_told(
 ) -> None:
     first = build().train()
     changed = {"optimizer": {"lr": 0.9}}
-    told = "optimizer.lr: without effect on a resumed run"
+    told = "optimizer.lr: no effect on a resumed run"
     assert build(changed).train()["weights_sha256"] == first["weights_sha256"]
     assert [each for each in caplog.messages if each.startswith(told)]
     caplog.clear()
@@ -314,7 +314,7 @@ def test_plateau_lowers_the_rate_after_patience_evaluations(build: Callable[...,
     run.train()
     # the first value sets the best; the second and third after it are no better, and the fourth update is slower
     assert [line["lr"] for line in lines_of(run)] == [1.0] * 3 + [0.5] * 2 + [0.3] * 5
-    assert "plateau: as below, until val/loss gets no better" in run.describe()
+    assert "plateau: as below, until val/loss stops improving" in run.describe()
 
 
 def test_average_is_evaluated_in_training_and_from_a_checkpoint(build: Callable[..., Run]) -> None:

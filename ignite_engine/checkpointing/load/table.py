@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ignite_engine.errors import shortened
+from ignite_engine.text import in_columns
 
 _OUTCOMES = {
     "missing": "not in the checkpoint, stays as built",
@@ -69,5 +70,4 @@ class LoadTable:
         return next(row for row in self.rows if row.part == part)
 
     def __str__(self) -> str:
-        width = max((len(row.part) for row in self.rows), default=0)
-        return "\n".join([f"Loaded from {self.source}:", *(f"  {row.part:<{width}}  {row}" for row in self.rows)])
+        return "\n".join([f"Loaded from {self.source}:", *in_columns(("", row.part, str(row)) for row in self.rows)])

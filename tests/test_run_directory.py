@@ -1,0 +1,94 @@
+"""The files of a run's folder: whole or not there, readable by every JSON reader, held by one process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ignite_engine.run_directory import (
+    RunDirectory,
+    RunDirectoryInUse,
+    config_differences,
+    flat,
+    weights_sha256,
+    write_whole,
+)
+from tests.builders import linear
+
+
+def test_numbers_that_json_lacks_are_strings_that_float_reads_back(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.write_summary({"metrics": {"loss": math.nan, "peak": -math.inf, "lr": 0.1}, "times": [1, math.inf]})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    values = json.loads(directory.summary.read_text(), parse_constant=refuse)
+    assert values == {"metrics": {"loss": "nan", "peak": "-inf", "lr": 0.1}, "times": [1, "inf"]}
+    assert float(values["metrics"]["peak"]) == -math.inf
+    assert directory.read_summary() == values
+
+
+def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_whole(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "new")
+
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_folder_is_held_by_one_process_until_it_ends(tmp_path: Path) -> None:
+    script = f"from ignite_engine.run_directory import *\nwith RunDirectory({str(tmp_path)!r}).held(): pass"
+    command = [sys.executable, "-c", script]
+    with RunDirectory(tmp_path).held():
+        refused = subprocess.run(command, capture_output=True, text=True)
+    free = subprocess.run(command, capture_output=True, text=True)
+
+    assert RunDirectoryInUse.__name__ in refused.stderr and f"is in use by process {os.getpid()} on" in refused.stderr
+    assert free.returncode == 0, free.stderr
+
+
+def test_each_rank_logs_to_its_file_and_rank_0_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("ignite_engine.some_module")
+    with RunDirectory(tmp_path).logging_to(1):
+        logger.info("of rank 1")
+    with RunDirectory(tmp_path).logging_to(0):
+        logger.info("of rank 0")
+        logging.getLogger("ignite.engine").info("Engine run starting")
+    logger.info("afterwards")
+
+    assert capsys.readouterr().err == "of rank 0\n"
+    assert (tmp_path / "logs" / "rank_1.log").read_text().endswith("INFO ignite_engine.some_module: of rank 1\n")
+    assert "Engine run starting" in (tmp_path / "logs" / "rank_0.log").read_text()
+
+
+def test_differences_of_configs_are_by_dotted_key() -> None:
+    before, now = {"run": {"seed": 0}, "a": {}}, {"run": {"seed": 1, "name": "x"}, "a": {}}
+
+    assert config_differences(before, now) == ["run.name: not set -> x", "run.seed: 0 -> 1"]
+    assert flat(now) == {"run.seed": 1, "run.name": "x", "a": {}}
+
+
+def test_digest_of_weights_depends_on_each_bit_and_not_on_the_wrapping() -> None:
+    model = linear()
+    digest = weights_sha256(model)
+
+    assert weights_sha256(torch.compile(model)) == digest  # type: ignore[arg-type]  # a module
+    with torch.no_grad():
+        model[0].bias[0] = -model[0].bias[0]  # type: ignore[index]
+    assert weights_sha256(model) != digest
