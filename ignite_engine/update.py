@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
+from ignite_engine.step.losses import scalar, unusable_result, weighted, weighted_by_name
 from ignite_engine.step.micro_batches import Group, WeightFn, check_accumulates, gradient_sync, micro_batch_scales
-from ignite_engine.step.optimizer_step import step
+from ignite_engine.step.optimizer_step import needs_closure, step
 from ignite_engine.step.precision import autocast, check_precision, loss_scaler
 
 LossFn = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Mapping[str, Tensor]]"]
@@ -25,14 +25,18 @@ LossFn = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Mapping[str, Tensor]
 class Update:
     """The process function of a :class:`~ignite_engine.Trainer`; works in any Ignite engine.
 
+    Its weights are those of the loop written by hand, bit for bit: for each micro-batch forward under autocast and
+    ``(loss * scale).backward()`` outside of it, then clip, then step. No listener changes them.
+
     Args:
         model: plain, DDP or FSDP2.
-        optimizer: one, or a mapping of names to several: all of them step or none does.
+        optimizer: one, or a mapping of names to several: all of them step or none does. Their parameters and groups
+            are read at each update, so they may change during a run.
         loss_fn: ``loss_fn(model, batch)`` with the batch on the model's device; returns the mean over the
-            micro-batch, shape ``()``, or ``(mean, {name: detached scalar})``, the same names each time. It must not
-            write to a weight.
+            micro-batch, one element, or ``(mean, {name: detached scalar})``, the same names each time.
         precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; fp16 with a loss scaler).
-        clip_norm: largest joint L2 norm of all gradients, in the units of the loss; None does not clip.
+        clip_norm: largest joint L2 norm of all gradients of the optimizers' parameters, in the units of the loss;
+            None does not clip.
         weight_fn: weight of a micro-batch, e.g. its number of tokens, called on the host batch; None weighs each 1.
             Under DDP and FSDP2 gradients must be finite for one that weighs 0, too: the peers wait for them.
         grad_scaler: torch's GradScaler arguments, for fp16 only.
@@ -44,6 +48,7 @@ class Update:
 
     Raises:
         ValueError: an argument is out of range, or DDP with ``static_graph`` is asked to accumulate.
+        TypeError, ValueError: loss_fn returns what cannot be trained on.
     """
 
     def __init__(
@@ -64,43 +69,40 @@ class Update:
         self.optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
         if not self.optimizers:
             raise ValueError("optimizer must hold at least one optimizer, got an empty mapping.")
+        for each in self.optimizers.values():
+            if needs_closure(each):
+                raise ValueError(
+                    f"{type(each).__name__} needs a closure that computes the loss again, which Update does not give: "
+                    "write update(engine, batch) yourself and call its step(closure) there."
+                )
         self.loss_fn, self.weight_fn = loss_fn, weight_fn
         self.precision, self.clip_norm, self.log_grad_norm = check_precision(precision), clip_norm, log_grad_norm
         self.device = device_of(model)
         self.scaler = loss_scaler(precision, self.device.type, grad_scaler)
         self.stepping = False
         """An optimizer's step has begun and not all have ended: the weights are of no iteration."""
-        self._engine: Callable[[], Engine | None] = lambda: None
         self._wrapped = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
-        # under FSDP2 one context over several micro-batches gives gradients off by 16-29 %
-        self._shares_cast = precision != "fp32" and not any(hasattr(p, "full_tensor") for p in model.parameters())
         # one context for good: making one costs more than entering it
         self._autocast = autocast(precision, self.device.type)
-        self._casts, self._on_host = precision != "fp32", self.device.type == "cpu"
         self._factors: dict[float, Tensor] = {}
         self._scales: dict[tuple[int, int, int], list[float]] = {}
-        self._group_count = -1
-        self._parameters: list[Tensor] = []
 
     def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
         """Do one update with ``batch``: a list of micro-batches where the engine groups them, else the loader's."""
-        if engine is not self._engine():
-            self._bind(engine)
-        state = engine.state
-        micro_batches = batch if self._grouped or isinstance(batch, Group) else (batch,)
+        state: Any = engine.state
+        if not hasattr(state, "padding"):
+            _prepare_plain_engine(engine)
+        grouped = getattr(engine, "accumulation_steps", None) is not None
+        micro_batches = batch if grouped or isinstance(batch, Group) else (batch,)
         scales = self._scales_of(micro_batches, state)
-        parameters = self._clear_gradients()
+        self._clear_gradients()
         if scales is None:
-            return self._skip(state, {"loss": torch.zeros((), device=self.device)})
+            return self._skip(engine, {"loss": torch.zeros((), device=self.device)})
         if not self._wrapped and 0.0 in scales and any(scales):
             # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
             micro_batches = [each for each, scale in zip(micro_batches, scales, strict=True) if scale]
             scales = [scale for scale in scales if scale]
-        if len(scales) == 1:
-            output = self._forward_backward(state, micro_batches, scales, self._casts)
-        else:
-            output = self._accumulate(state, micro_batches, scales, parameters)
-        return self._step(state, parameters, output)
+        return self._step(engine, self._accumulate(engine, micro_batches, scales))
 
     def stateful(self) -> Iterator[tuple[str, Any, bool]]:
         """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
@@ -112,7 +114,7 @@ class Update:
             yield "scaler", self.scaler, True
 
     def run_starts(self) -> None:
-        """A run begins: what follows from the number of ranks is asked anew."""
+        """A run starts: what depends on the number of ranks is computed again."""
         self._scales.clear()
         self.stepping = False
 
@@ -127,63 +129,49 @@ class Update:
                 self._scales[key] = scales
         return scales
 
-    def _accumulate(
-        self, state: Any, micro_batches: Any, scales: list[float], parameters: list[Tensor]
-    ) -> dict[str, Tensor]:
-        if self._wrapped:
+    def _accumulate(self, engine: Engine, micro_batches: Any, scales: list[float]) -> dict[str, Tensor]:
+        """Forward and backward of each micro-batch; the weighted means of what they report."""
+        state: Any = engine.state
+        if self._wrapped and len(scales) > 1:
             check_accumulates(self.model)
-        if not self._shares_cast or "BACKWARD_COMPLETED" in self._heard:
-            return self._forward_backward(state, micro_batches, scales, self._casts)
-        versions = [parameter._version for parameter in parameters]
-        with self._autocast:  # each weight is cast once a group, bit-equal
-            output = self._forward_backward(state, micro_batches, scales, False)
-        if versions != [parameter._version for parameter in parameters]:
-            raise ValueError(
-                "loss_fn changed a weight in place, which the other micro-batches of the group may not have seen: "
-                "change weights in a handler of ITERATION_COMPLETED, or use accumulation_steps=None."
-            )
-        return output
-
-    def _forward_backward(self, state: Any, micro_batches: Any, scales: list[float], cast: bool) -> dict[str, Tensor]:
-        wrapped, hears = self._wrapped, "BACKWARD_COMPLETED" in self._heard
         losses: list[Tensor] = []
         extras: list[Mapping[str, Tensor]] = []
-        for batch in micro_batches if self._on_host else to_device(micro_batches, self.device):
+        for batch in to_device(micro_batches, self.device):
             scale = scales[len(losses)]
-            if wrapped:
+            if self._wrapped:
                 with gradient_sync(self.model, last=len(losses) == len(scales) - 1):
-                    losses.append(self._backward(batch, scale, extras, cast))
+                    losses.append(self._backward(batch, scale, extras))
             else:
-                losses.append(self._backward(batch, scale, extras, cast))
-            if hears:
-                state.micro_batches += 1
-                self._fire(TrainingEvents.BACKWARD_COMPLETED)
-        if not hears:
-            state.micro_batches += len(losses)
-        output = {"loss": _weighted(losses, scales)}
-        return output if not extras else output | _weighted_by_name(extras, scales)
+                losses.append(self._backward(batch, scale, extras))
+            state.micro_batches += 1
+            _fire(engine, TrainingEvents.BACKWARD_COMPLETED)
+        output = {"loss": weighted(losses, scales)}
+        return output if not extras else output | weighted_by_name(extras, scales)
 
-    def _backward(self, batch: Any, scale: float, extras: list[Mapping[str, Tensor]], cast: bool) -> Tensor:
+    def _backward(self, batch: Any, scale: float, extras: list[Mapping[str, Tensor]]) -> Tensor:
         """Forward and backward of one micro-batch on the device; its mean loss, detached."""
-        if cast:
-            with self._autocast:
-                result = self.loss_fn(self.model, batch)
-        else:
-            result = self.loss_fn(self.model, batch)
-        if isinstance(result, tuple):
-            result, named = result
-            extras.append(named)
-        result.backward(self._incoming(scale, result))
-        return result.detach()
+        with self._autocast:
+            result: Any = self.loss_fn(self.model, batch)
+        try:
+            loss, extra = result if isinstance(result, tuple) else (result, None)
+            if loss.dim():
+                loss = loss.reshape(())
+            loss.backward(self._incoming(scale, loss))
+            if extra is not None:
+                extras.append({name: scalar(value) for name, value in extra.items()})
+            return scalar(loss)
+        except Exception as error:
+            if (unusable := unusable_result(result)) is not None:
+                raise ValueError(unusable) from error
+            raise
 
-    def _step(self, state: Any, parameters: list[Tensor], output: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _step(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
         finite = self.scaler is None or self.scaler.unscale_all(self.optimizers.values())
-        if "OPTIMIZER_STEP_STARTED" in self._heard:
-            self._fire(TrainingEvents.OPTIMIZER_STEP_STARTED)
+        _fire(engine, TrainingEvents.OPTIMIZER_STEP_STARTED)
         if self.clip_norm is not None:
-            output["grad_norm"] = clip_gradients(parameters, self.clip_norm)
+            output["grad_norm"] = clip_gradients(self._parameters(), self.clip_norm)
         elif self.log_grad_norm:
-            output["grad_norm"] = gradient_norm([p.grad for p in parameters if p.grad is not None])
+            output["grad_norm"] = gradient_norm([p.grad for p in self._parameters() if p.grad is not None])
         if finite:
             self.stepping = True
             for optimizer in self.optimizers.values():
@@ -192,22 +180,17 @@ class Update:
         if self.scaler is not None:
             self.scaler.adjust()
         if not finite:
-            return self._skip(state, output)
+            return self._skip(engine, output)
+        state: Any = engine.state
         state.optimizer_steps += 1
-        if "OPTIMIZER_STEP_COMPLETED" in self._heard:
-            self._fire(TrainingEvents.OPTIMIZER_STEP_COMPLETED)
+        _fire(engine, TrainingEvents.OPTIMIZER_STEP_COMPLETED)
         return output
 
-    def _skip(self, state: Any, output: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _skip(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
+        state: Any = engine.state
         state.skipped_steps += 1
-        if "OPTIMIZER_STEP_SKIPPED" in self._heard:
-            self._fire(TrainingEvents.OPTIMIZER_STEP_SKIPPED)
+        _fire(engine, TrainingEvents.OPTIMIZER_STEP_SKIPPED)
         return output
-
-    def _fire(self, event: TrainingEvents) -> None:
-        engine = self._engine()
-        assert engine is not None  # it is calling
-        engine.fire_event(event)
 
     def _incoming(self, scale: float, loss: Tensor) -> Tensor:
         """The gradient that backward starts from: the divisor costs no node of its own."""
@@ -218,58 +201,32 @@ class Update:
             factor = self._factors[scale] = torch.full((), scale, dtype=loss.dtype, device=loss.device)
         return factor if self.scaler is None else self.scaler.scale(factor)
 
-    def _clear_gradients(self) -> list[Tensor]:
-        groups = 0
+    def _clear_gradients(self) -> None:
         for optimizer in self.optimizers.values():
-            groups += len(optimizer.param_groups)
-        if groups != self._group_count:
-            self._group_count = groups
-            self._parameters = list(_unique(self.optimizers.values()))
-        for parameter in self._parameters:
-            parameter.grad = None
-        return self._parameters
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
-    def _bind(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)  # no cycle: a dropped Trainer frees its model at once
-        self._grouped = getattr(engine, "accumulation_steps", None) is not None
-        self._heard = getattr(engine, "heard", _EVERY_EVENT)
-        if not engine.has_registered_events(TrainingEvents.BACKWARD_COMPLETED):
-            engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
-            engine.state.padding = engine.state.group_total = 0  # type: ignore[attr-defined]
+    def _parameters(self) -> list[Tensor]:
+        """Each parameter of the optimizers once, in their order."""
+        groups = (group for optimizer in self.optimizers.values() for group in optimizer.param_groups)
+        return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
+
+
+def _fire(engine: Engine, event: TrainingEvents) -> None:
+    """Fire an event that has listeners; a plain Ignite engine is not asked, and fires each."""
+    if hasattr(engine, "has_listeners"):
+        listened = engine.has_listeners(event)
+    else:
+        listened = event.name in getattr(engine, "heard", _EVERY_EVENT)
+    if listened:
+        engine.fire_event(event)
 
 
 _EVERY_EVENT = frozenset(event.name for event in TrainingEvents)
 
 
-def _weighted(values: list[Tensor], scales: list[float]) -> Tensor:
-    """The sum of ``values * scales``, shape ``()``; a value of scale zero is left out, as it may be NaN."""
-    if 0.0 in scales:
-        counted = [(value, scale) for value, scale in zip(values, scales, strict=True) if scale]
-        if not counted:
-            return torch.zeros_like(values[0])
-        values, scales = [value for value, _ in counted], [scale for _, scale in counted]
-    if len(values) == 1:
-        return values[0] if scales[0] == 1.0 else values[0] * scales[0]
-    if scales.count(scales[0]) == len(scales):
-        summed = torch.stack(values)
-        return summed.mean() if scales[0] * len(scales) == 1.0 else summed.sum() * scales[0]
-    return torch.stack([value * scale for value, scale in zip(values, scales, strict=True)]).sum()
-
-
-def _weighted_by_name(extras: list[Mapping[str, Tensor]], scales: list[float]) -> dict[str, Tensor]:
-    names = [sorted(named) for named in extras]
-    if len(extras) < len(scales) or any(each != names[0] for each in names):
-        raise ValueError(
-            f"loss_fn must return the same names for each micro-batch of a group, got {names} for {len(scales)} of "
-            "them: return a zero, or a NaN, where there is nothing to tell."
-        )
-    return {name: _weighted([named[name].detach() for named in extras], scales) for name in extras[0]}
-
-
-def _unique(optimizers: Iterable[Optimizer]) -> Iterable[Tensor]:
-    seen: dict[int, Tensor] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                seen.setdefault(id(parameter), parameter)
-    return seen.values()
+def _prepare_plain_engine(engine: Engine) -> None:
+    if not engine.has_registered_events(TrainingEvents.BACKWARD_COMPLETED):
+        engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
+    engine.state.padding = engine.state.group_total = 0  # type: ignore[attr-defined]

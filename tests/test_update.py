@@ -12,7 +12,6 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.step.precision import LossScaler
@@ -345,41 +344,85 @@ def test_options_of_a_scaler_that_is_not_there_are_refused() -> None:
         Update(model, torch.optim.SGD(model.parameters()), mse, precision="half")
 
 
-class CastsOf(TorchDispatchMode):
-    """Counts the casts of a model's weights to bf16."""
+# -- the loop written by hand is the judge ----------------------------------------------------------------------------
 
-    def __init__(self, model: nn.Module) -> None:
+
+class Islands(nn.Module):
+    """Layers in the precision of autocast around one that the model keeps in fp32, as a router or a head."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.weights = {parameter.data_ptr() for parameter in model.parameters()}
-        self.count = 0
+        torch.manual_seed(5)
+        self.first, self.island, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.weights:
-            self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def bf16_run(listen: bool, steps: int | None = 4) -> tuple[Tensor, int, list[Any]]:
-    trainer = trainer_of(linear(), steps, precision="bf16", clip_norm=1.0)
-    heard: list[Any] = []
-    if listen:
-        trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED, heard.append)
-    with CastsOf(trainer.update.model) as casts:  # type: ignore[attr-defined]
-        trainer.run(batches_of(Numbers(32), [4] * 8), max_epochs=3)
-    return weights(trainer), casts.count, heard
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs).tanh()
+        with torch.autocast("cpu", enabled=False):
+            hidden = self.island(hidden.float()).tanh()
+        return self.last(hidden)
 
 
-def test_weights_are_cast_once_a_group_with_the_same_bits() -> None:
-    shared, shared_casts, _ = bf16_run(listen=False)
-    each, each_casts, _ = bf16_run(listen=True)
+def by_hand(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any, groups: list[list[Any]], precision: str = "fp32"
+) -> None:
+    """Autocast around each forward, backward outside of it, one step for each group."""
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    for group in groups:
+        optimizer.zero_grad()
+        for batch in group:
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                loss = loss_fn(model, batch)
+            scaler.scale(loss / len(group)).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
-    # 2 groups of 4 micro-batches in each of 3 epochs, 4 weights
-    assert shared_casts == 2 * 3 * 4 and each_casts == 4 * shared_casts
-    assert torch.equal(shared, each)
+
+def grouped(batches: list[Any], steps: int | None) -> list[list[Any]]:
+    return [batches[index : index + (steps or 1)] for index in range(0, len(batches), steps or 1)]
 
 
-def test_listener_between_micro_batches_gets_its_own_cast() -> None:
-    """A handler of BACKWARD_COMPLETED may change weights, or compute; no autocast context is open around it."""
+@pytest.mark.parametrize(
+    "listened", [None, *(event for event in TrainingEvents if "STEP" in event.name or "B" in event.name)]
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("steps", [None, 1, 2, 4])
+def test_layers_kept_in_fp32_get_the_bits_of_the_loop_written_by_hand(
+    steps: int | None, precision: str, listened: Any
+) -> None:
+    batches, models = batches_of(Numbers(30, 8), [4] * 7), [Islands(), Islands()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    trainer = Trainer(Update(models[0], optimizers[0], mse, precision=precision), steps)
+    if listened is not None:
+        trainer.add_event_handler(listened, lambda: None)
+    trainer.run(batches)
+    by_hand(models[1], optimizers[1], mse, grouped(batches, steps), precision)
+
+    assert torch.equal(one(models[0]), one(models[1]))
+    assert not torch.equal(one(models[0]), one(Islands()))
+
+
+@pytest.mark.parametrize("through_data", [True, False])
+def test_weight_that_loss_fn_writes_to_is_seen_by_the_next_micro_batch(through_data: bool) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        loss = mse(model, batch)
+        weight = next(model.parameters())
+        if through_data:
+            weight.data.mul_(0.5)
+        else:
+            with torch.no_grad():
+                weight.copy_(weight * 0.5)
+        return loss
+
+    batches, models = batches_of(Numbers(16), [4] * 4), [linear(), linear()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    Trainer(Update(models[0], optimizers[0], loss_fn, precision="bf16"), 2).run(batches)
+    by_hand(models[1], optimizers[1], loss_fn, grouped(batches, 2), "bf16")
+
+    assert torch.equal(one(models[0]), one(models[1]))
+
+
+def test_no_autocast_context_is_open_in_a_handler() -> None:
     trainer = trainer_of(linear(), 4, precision="bf16")
     inside: list[bool] = []
     trainer.add_event_handler(
@@ -390,18 +433,55 @@ def test_listener_between_micro_batches_gets_its_own_cast() -> None:
     assert inside == [False] * 8
 
 
-def test_loss_fn_that_writes_to_a_weight_is_refused() -> None:
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        loss = mse(model, batch)
-        with torch.no_grad():
-            next(model.parameters()).mul_(0.5)
-        return loss
+def append(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    optimizer.param_groups[0]["params"].append(parameter)
 
-    model = linear()
-    update = Update(model, torch.optim.SGD(model.parameters()), loss_fn, precision="bf16")
 
-    with pytest.raises(ValueError, match="loss_fn changed a weight in place"):
-        Trainer(update, accumulation_steps=2).run(batches_of(Numbers(8), [4, 4]))
+def clear_and_add(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    kept = [*optimizer.param_groups[0]["params"], parameter]
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": kept})
+
+
+def replace(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    optimizer.param_groups[0]["params"][-1] = parameter
+
+
+@pytest.mark.parametrize("change", [append, clear_and_add, replace])
+def test_parameters_that_change_during_a_run_are_cleared_and_clipped(change: Any) -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.grown = nn.Parameter(torch.ones(1))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layer(inputs) * self.scale * self.grown
+
+    def made() -> tuple[Growing, torch.optim.Optimizer]:
+        model = Growing()
+        first = [*model.layer.parameters(), model.scale]
+        return model, torch.optim.SGD(first, lr=0.1)
+
+    batches = batches_of(Numbers(48), [4] * 12)
+    model, optimizer = made()
+    trainer = Trainer(Update(model, optimizer, mse, clip_norm=0.05), 2)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: change(optimizer, model.grown))
+    trainer.run(batches)
+    other, optimizer = made()
+    for index, group in enumerate(grouped(batches, 2)):
+        if index == 2:
+            change(optimizer, other.grown)
+        parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
+        for parameter in parameters:
+            parameter.grad = None  # else the first one has gathered gradients from before it was added
+        for batch in group:
+            (mse(other, batch) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+        optimizer.step()
+
+    assert torch.equal(one(model), one(other)) and model.grown.item() != 1.0
 
 
 # -- shape of the whole -----------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""An optimizer's step without torch's wrapper around it, wherever nobody could tell the difference."""
+"""An optimizer's step without torch's wrapper around it, wherever that makes no difference."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch.autograd import profiler
@@ -14,11 +15,13 @@ def step(optimizer: Optimizer) -> None:
 
     torch wraps every optimizer's step in a span for the profiler and two rounds of hooks, 8 us on an idle machine and
     29 us among the cache misses of a real step, profiler or not. Without a profiler, without hooks and without
-    another's patch (an LR scheduler of torch puts one on the instance) the wrapped function itself is called.
+    another's patch (an LR scheduler of torch puts one on the instance) the wrapped function itself is called. A private
+    name of torch that is missing means ``optimizer.step()``.
     """
     hooked = type(optimizer).step
     if (
-        getattr(hooked, "__code__", None) is not _WRAPPER
+        _WRAPPER is None
+        or getattr(hooked, "__code__", None) is not _WRAPPER
         or "step" in optimizer.__dict__
         or getattr(profiler, "_is_profiler_enabled", True)
         or getattr(optimizer, "_optimizer_step_pre_hooks", True)
@@ -31,7 +34,18 @@ def step(optimizer: Optimizer) -> None:
         hooked.__wrapped__(optimizer)  # type: ignore[attr-defined]  # functools.wraps put it there
 
 
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` cannot be called without a closure that computes the loss again, as LBFGS's."""
+    try:
+        parameters = inspect.signature(optimizer.step).parameters.values()
+    except (TypeError, ValueError):  # without a signature, as a compiled extension's
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.kind in positional and each.default is inspect.Parameter.empty for each in parameters)
+
+
 def _nothing(*_: Any) -> None: ...
 
 
-_WRAPPER = Optimizer.profile_hook_step(_nothing).__code__
+_wrap = getattr(Optimizer, "profile_hook_step", None)
+_WRAPPER = getattr(_wrap(_nothing), "__code__", None) if callable(_wrap) else None

@@ -14,10 +14,10 @@ DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "
 
 
 def check_precision(precision: str) -> str:
-    """Return ``precision`` if it is one of ours.
+    """Return ``precision`` if it is known.
 
     Raises:
-        ValueError: it is none of ``fp32``, ``bf16``, ``fp16``.
+        ValueError: it is not one of ``fp32``, ``bf16``, ``fp16``.
     """
     if precision not in DTYPES:
         raise ValueError(f"precision must be one of {', '.join(DTYPES)}, got {precision!r}.")
@@ -33,27 +33,41 @@ def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
 class LossScaler(GradScaler):
     """torch's GradScaler with one verdict over several optimizers: all step, or none does.
 
-    torch decides for each optimizer by itself, so that an overflow in the sparse one would leave the dense one
-    stepping (and the weights of one update torn apart).
+    torch decides for each optimizer separately, so that an overflow in the sparse one would leave the dense one
+    stepping, and the weights would belong to no iteration.
     """
 
-    def unscale_all(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Unscale the gradients of ``optimizers`` and say whether all of them are finite (one read of the device).
+    _unscaled = False
 
-        Call once per update, after the last backward and before clipping. An optimizer without any gradient
-        has no say.
+    def unscale_all(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Unscale the gradients of ``optimizers``; whether all of them are finite (one read of the device).
+
+        Call once per update, after the last backward and before clipping; True where there is no gradient.
         """
-        found: list[torch.Tensor] = []
-        for optimizer in optimizers:
-            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                self.unscale_(optimizer)
-                found.extend(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
-        return not found or not any(value.item() for value in found)
+        joint: Any = _JointOptimizer(optimizers)
+        if all(parameter.grad is None for group in joint.param_groups for parameter in group["params"]):
+            return True
+        self.unscale_(joint)
+        self._unscaled = True
+        return self.step(joint) is not None
 
     def adjust(self) -> None:
         """Raise or lower the scale by what :meth:`unscale_all` found; call once, after the step or its skip."""
-        if any(state["found_inf_per_device"] for state in self._per_optimizer_states.values()):
+        if self._unscaled:
+            self._unscaled = False
             self.update()
+
+
+class _JointOptimizer:
+    """Several optimizers as the one that torch's scaler asks for; its step is called where all is finite."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        unique = {id(parameter): parameter for group in groups for parameter in group["params"]}
+        self.param_groups = [{"params": list(unique.values())}]  # a parameter of two optimizers is unscaled once
+
+    def step(self) -> bool:
+        return True
 
 
 def loss_scaler(precision: str, device_type: str, options: Mapping[str, Any] | None) -> LossScaler | None:

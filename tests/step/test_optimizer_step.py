@@ -1,8 +1,10 @@
-"""The step without torch's wrapper: nobody who asked for the wrapper may miss it."""
+"""The step without torch's wrapper: whoever asked for the wrapper gets it, and torch's private names may go."""
 
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
-from ignite_engine.step.optimizer_step import step
+from ignite_engine.step import optimizer_step
+from ignite_engine.step.optimizer_step import needs_closure, step
 
 
 @pytest.fixture
@@ -113,3 +116,80 @@ def test_decorated_step_of_a_users_own_is_called(optimizer: torch.optim.Optimize
 
     step(Own([weights(optimizer)], lr=0.1))
     assert calls == ["own"]
+
+
+# Each removes a private name as a torch without it would: torch's own use of it goes on under another name.
+REMOVALS = {
+    "profile_hook_step": "O.renamed = staticmethod(O.profile_hook_step); O._patch_step_function = patch; del O.profile_hook_step",
+    "_is_profiler_enabled": "del torch.autograd.profiler._is_profiler_enabled",
+    "hooks": "hide(O, '_optimizer_step_pre_hooks'); hide(O, '_optimizer_step_post_hooks')",
+    "hooks of all optimizers": "sys.modules['torch.optim.optimizer'] = without(M, '_global_optimizer_p')",
+    "nothing": "",
+}
+PROGRAM = """
+import sys, types, torch
+M, O = sys.modules['torch.optim.optimizer'], torch.optim.Optimizer
+
+def without(module, start):
+    return types.SimpleNamespace(**{key: value for key, value in vars(module).items() if not key.startswith(start)})
+
+def patch(self):
+    self._zero_grad_profile_name = ""
+    if not hasattr(type(self).step, "hooked"):
+        type(self).step = self.renamed(type(self).step)
+        type(self).step.hooked = True
+
+def hide(optimizer_class, name):
+    class Hiding:  # an instance that has it no more; torch's own wrapper reads it through the class
+        def __get__(self, instance, owner):
+            if instance is None or "ignite_engine" in sys._getframe(1).f_code.co_filename:
+                raise AttributeError(name)
+            return instance.__dict__[name]
+        def __set__(self, instance, value):
+            instance.__dict__[name] = value
+    setattr(optimizer_class, name, Hiding())
+
+%s
+wrapped = []
+enter = torch.autograd.profiler.record_function.__enter__
+torch.autograd.profiler.record_function.__enter__ = lambda self: (wrapped.append(self.name), enter(self))[1]
+from ignite_engine import Trainer, Update
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+before = model.weight.detach().clone()
+Trainer(Update(model, optimizer, lambda model, batch: model(batch).mean())).run([torch.ones(1, 2)] * 2)
+assert optimizer.state[model.weight]["step"] == 2 and not torch.equal(before, model.weight)
+print(len(wrapped))
+"""
+
+
+@pytest.mark.parametrize("name", REMOVALS)
+def test_without_a_private_name_of_torch_the_engine_imports_and_trains(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM % REMOVALS[name]], capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    # by torch's own wrapper, two steps of it, but where nothing is missing
+    assert int(done.stdout) == (0 if name == "nothing" else 2)
+
+
+def test_private_names_are_where_this_torch_has_them(optimizer: torch.optim.Optimizer) -> None:
+    assert optimizer_step._WRAPPER is type(optimizer).step.__code__
+    assert torch.autograd.profiler._is_profiler_enabled is False
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert torch_optimizer._global_optimizer_pre_hooks == torch_optimizer._global_optimizer_post_hooks == {}
+
+
+def test_lbfgs_alone_of_torchs_optimizers_needs_a_closure() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 2))]
+    needing = [
+        name
+        for name in torch.optim.__all__
+        if isinstance(kind := getattr(torch.optim, name), type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
+        and needs_closure(kind(parameters))  # type: ignore[call-arg]
+    ]
+
+    assert needing == ["LBFGS"]

@@ -1,0 +1,114 @@
+"""What a loss function may return, the error where it returns something else, and the averages of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ignite_engine import Trainer, Update
+from ignite_engine.step.losses import scalar, weighted, weighted_by_name
+from tests.builders import Numbers, linear, mse, one
+
+
+def trained(loss_fn: Any, steps: int | None = 2, **options: Any) -> Any:
+    model, data = linear(), Numbers(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(data.inputs[start : start + 2], data.targets[start : start + 2]) for start in range(0, 8, 2)]
+    state = Trainer(Update(model, optimizer, loss_fn, **options), steps).run(batches)
+    return one(model), state.output
+
+
+def beside(**values: Any) -> Any:
+    return lambda model, batch: (mse(model, batch), values)
+
+
+UNUSABLE = {
+    "number": (lambda model, batch: mse(model, batch).item(), "loss_fn returned the number .*without item"),
+    "None": (lambda model, batch: None, "loss_fn returned None: return the mean loss over the micro-batch"),
+    "dict": (lambda model, batch: {"loss": mse(model, batch)}, r"loss_fn returned a dict: .*\(loss, \{name: detached"),
+    "list": (lambda model, batch: [mse(model, batch)], "loss_fn returned a list: return the mean"),
+    "vector": (
+        lambda model, batch: (model(batch[0]) - batch[1]).pow(2).squeeze(1),
+        r"a loss of shape \(2,\): return a tensor of one element, such as its mean\(\)",
+    ),
+    "detached": (lambda model, batch: mse(model, batch).detach(), "depends on no parameter with requires_grad"),
+    "triple": (lambda model, batch: (mse(model, batch), 1, 2), "loss_fn returned a tuple of 3: return the loss, or"),
+    "loss and tensor": (lambda model, batch: (mse(model, batch),) * 2, r"returned \(loss, Tensor\): return \(loss, "),
+    "number beside": (beside(accuracy=0.5), r"'accuracy' as the number 0.5: return a tensor, such as torch.tensor"),
+    "vector beside": (beside(each=torch.ones(3)), r"'each' of shape \(3,\): return one element, such as its mean\(\)"),
+    "loss beside": (beside(loss=torch.ones(())), "'loss' beside the loss, a name that Update writes: choose another"),
+    "norm beside": (beside(grad_norm=torch.ones(())), "'grad_norm' beside the loss, a name that Update writes"),
+}
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_cannot_be_trained_on_is_one_sentence(name: str, steps: int | None) -> None:
+    loss_fn, message = UNUSABLE[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        trained(loss_fn, steps)
+
+    assert str(caught.value).startswith("loss_fn returned ") and "\n" not in str(caught.value)
+
+
+def test_errors_of_the_users_own_stay_as_they_are() -> None:
+    def failing(model: nn.Module, batch: Any) -> Tensor:
+        raise KeyError("mine")
+
+    def failing_in_backward(model: nn.Module, batch: Any) -> Tensor:
+        loss = mse(model, batch)
+        loss.register_hook(failing)  # one argument is missing
+        return loss
+
+    with pytest.raises(KeyError, match="mine"):
+        trained(failing)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        trained(failing_in_backward)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_loss_of_one_element_is_a_loss(shape: tuple[int, ...], precision: str) -> None:
+    weights, output = trained(lambda model, batch: mse(model, batch).reshape(shape), precision=precision)
+    expected, same = trained(mse, precision=precision)
+
+    assert torch.equal(weights, expected)
+    assert output["loss"].shape == () and torch.equal(output["loss"], same["loss"])
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_reported_views_do_not_keep_the_whole_tensor(steps: int | None) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        large = torch.zeros(1000) + mse(model, batch)
+        return large[0], {"first": large.detach()[1], "last": large[-1:]}
+
+    output = trained(loss_fn, steps)[1]
+
+    assert {name: value.untyped_storage().nbytes() for name, value in output.items()} == dict.fromkeys(output, 4)
+    assert torch.equal(output["first"], output["loss"]) and output["last"].shape == ()
+
+
+def test_counts_are_averaged_too() -> None:
+    output = trained(lambda model, batch: (mse(model, batch), {"right": (batch[1] > -9).sum()}), 4)[1]
+
+    assert output["right"].item() == 2.0
+
+
+def test_what_is_a_scalar_of_its_own_is_not_copied() -> None:
+    value = torch.ones((), requires_grad=True)
+
+    assert scalar(value).data_ptr() == value.data_ptr() and not scalar(value).requires_grad
+    assert scalar(torch.ones(2)[1]).item() == 1.0
+
+
+def test_weighted_sums_leave_out_what_weighs_nothing() -> None:
+    values = [torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(4.0)]
+
+    assert weighted(values, [0.25, 0.0, 0.75]).item() == 3.25
+    assert weighted(values[:1], [0.0]).item() == 0.0
+    assert weighted([values[0], values[2]], [0.5, 0.5]).item() == 2.5
+    assert weighted([values[0], values[2]], [2.0, 2.0]).item() == 10.0
+    assert weighted_by_name([{"a": values[0]}, {"a": values[2]}], [0.25, 0.75])["a"].item() == 3.25
