@@ -36,10 +36,8 @@ def step(optimizer: Optimizer) -> None:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether ``step`` cannot be called without a closure that computes the loss again, as LBFGS's."""
-    try:
-        parameters = inspect.signature(optimizer.step).parameters.values()
-    except (TypeError, ValueError):  # without a signature, as a compiled extension's
-        return False
+    # of the class: an LR scheduler of torch patches the instance's with a function that names self
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(each.kind in positional and each.default is inspect.Parameter.empty for each in parameters)
 

@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
+from ignite_engine import Update
 from ignite_engine.step import optimizer_step
 from ignite_engine.step.optimizer_step import needs_closure, step
 
@@ -120,7 +121,8 @@ def test_decorated_step_of_a_users_own_is_called(optimizer: torch.optim.Optimize
 
 # Each removes a private name as a torch without it would: torch's own use of it goes on under another name.
 REMOVALS = {
-    "profile_hook_step": "O.renamed = staticmethod(O.profile_hook_step); O._patch_step_function = patch; del O.profile_hook_step",
+    "profile_hook_step": "O.renamed = staticmethod(O.profile_hook_step); O._patch_step_function = patch; "
+    "del O.profile_hook_step",
     "_is_profiler_enabled": "del torch.autograd.profiler._is_profiler_enabled",
     "hooks": "hide(O, '_optimizer_step_pre_hooks'); hide(O, '_optimizer_step_post_hooks')",
     "hooks of all optimizers": "sys.modules['torch.optim.optimizer'] = without(M, '_global_optimizer_p')",
@@ -193,3 +195,11 @@ def test_lbfgs_alone_of_torchs_optimizers_needs_a_closure() -> None:
     ]
 
     assert needing == ["LBFGS"]
+
+
+def test_patched_steps_need_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    StepLR(optimizer, 1)
+
+    assert not needs_closure(optimizer)
+    with pytest.raises(ValueError, match="LBFGS needs a closure that computes the loss again, which Update does not"):
+        Update(nn.Linear(1, 1), torch.optim.LBFGS([weights(optimizer)]), lambda model, batch: model(batch).sum())
