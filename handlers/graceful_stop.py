@@ -1,32 +1,45 @@
-"""Stop on SIGINT or SIGTERM at a step boundary, saved; on SIGUSR1 save and continue."""
+"""Stop on SIGINT, SIGTERM or SIGHUP at a step boundary, saved; on SIGUSR1 save and continue."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
+import threading
 import time
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
-import ignite.distributed as idist
 from ignite.engine import Events
 
 from ignite_engine import Interrupted, Phase, StopRequested, Trainer, TrainingEvents
+from ignite_engine.ranks import agreement
+
+logger = logging.getLogger(__name__)
 
 _FORCE_AFTER_S = 0.5
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_Lines = SimpleQueue[tuple[int, str] | None]
 
 
 class GracefulStop:
-    """The first SIGINT or SIGTERM, on any rank, stops all ranks at the same iteration; the Checkpoint saves there.
+    """The first SIGINT, SIGTERM or SIGHUP on any rank stops all ranks at the same iteration, where Checkpoint saves.
 
     Args:
         exit: ``run()`` then raises ``Interrupted`` (exit code 128 + signal); False: it returns, with
             ``state.status == "interrupted"``.
 
-    A signal only sets a flag; on one process it also interrupts a wait for the loader. A second signal 0.5 s or more
-    after the first ends the run at once, without a save. SIGTERM after the last checkpoint is ignored: launchers send
-    it to processes that are still exiting. The signal handlers are installed while ``run()`` runs and restored after
-    it; but with ``Interrupted`` both signals stay ignored, as everything is saved and the process exits.
+    A signal only sets a flag and logs one line; on one process it also interrupts a wait for the loader. A second
+    signal 0.5 s or more after the first ends the run at once, without a save. SIGTERM after the last checkpoint is
+    ignored: launchers send it to processes that are still exiting. SIGHUP stays ignored under ``nohup``.
+
+    The signal handlers are installed while ``run()`` runs and restored after it; but with ``Interrupted`` the three
+    stay ignored, as everything is saved and the process exits (in an interactive session they are restored). If a
+    handler of your own was installed for the signal that stopped the run, it is called once, with the frame None, when
+    the run has ended and is saved. Signals can only be handled in the main thread: in another one this
+    handler has no effect but a warning.
     """
 
     phase = Phase.EVALUATE - 1  # an evaluation at STARTED can be stopped too
@@ -34,10 +47,14 @@ class GracefulStop:
     def __init__(self, *, exit: bool = True) -> None:
         self.exit = exit
         self._trainer: Trainer | None = None
-        self._stopped_at: float | None = None
-        self._saved = False
+        self._received: int | None = None
+        """The first signal of this run that stops it."""
+        self._received_at = 0.0
+        self._saved = self._forced = False
         self._pid = -1
         self._before: dict[int, Any] = {}
+        self._lines: _Lines = SimpleQueue()
+        self._logging: threading.Thread | None = None
 
     def attach(self, trainer: Trainer, event: Any = Events.STARTED) -> None:
         """Handle signals from ``event`` on."""
@@ -45,11 +62,22 @@ class GracefulStop:
         trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._committed)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Install the signal handlers; only the main thread may."""
-        self._trainer, self._stopped_at, self._saved, self._pid = trainer, None, False, os.getpid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            self._before[number] = signal.signal(number, self._on_signal)
+        """Install the signal handlers; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning(
+                "GracefulStop has no effect: signals can only be handled in the main thread, and run() was called in "
+                "another one (%s). The run continues without it; stop it with trainer.request_stop(reason).",
+                threading.current_thread().name,
+            )
+            return
+        self._trainer, self._received, self._saved, self._forced, self._pid = trainer, None, False, False, os.getpid()
+        # a signal handler must not log: it may have interrupted the main thread while it was writing to the same stream
+        self._logging = threading.Thread(target=_log_lines, args=(self._lines,), name="GracefulStop", daemon=True)
+        self._logging.start()
         trainer.call_at_end(self._restore)
+        for number in (*_STOPS, signal.SIGUSR1):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # a forked loader worker inherits this handler
@@ -57,23 +85,55 @@ class GracefulStop:
             return
         if number == signal.SIGUSR1:
             self._trainer.request_save()
+            self._log(logging.INFO, number, "Checkpoint saves at the next step boundary.")
             return
         now = time.monotonic()
-        if self._stopped_at is None:
-            self._stopped_at = now
+        if self._received is None:
+            self._received, self._received_at = number, now
             self._trainer.request_stop(signal.Signals(number).name, number if self.exit else None)
-            if self._trainer.fetching and idist.get_world_size() == 1:
+            self._log(
+                logging.WARNING,
+                number,
+                "the run stops at the next step boundary, where Checkpoint saves. Another signal ends it at once, "
+                "without a save.",
+            )
+            if self._trainer.fetching and agreement.world_size() == 1:
                 raise StopRequested
-        elif now - self._stopped_at >= _FORCE_AFTER_S and not (self._saved and number == signal.SIGTERM):
+        elif now - self._received_at >= _FORCE_AFTER_S and not (self._saved and number == signal.SIGTERM):
+            self._forced = True
             raise Interrupted(number)
+
+    def _log(self, level: int, number: int, what: str) -> None:
+        assert self._trainer is not None
+        name, iteration = signal.Signals(number).name, self._trainer.state.iteration
+        self._lines.put((level, f"{name} at iteration {iteration}: {what}"))
 
     def _committed(self, trainer: Trainer) -> None:
         self._saved = trainer.state.stopping and trainer.state.saved_iteration == trainer.state.iteration
 
     def _restore(self, trainer: Trainer) -> None:
-        stopped = self.exit and trainer.state.status == "interrupted"
-        for number, handler in self._before.items():
-            ignored = stopped and number in (signal.SIGINT, signal.SIGTERM)
-            signal.signal(number, signal.SIG_IGN if ignored else handler)
-        self._before = {}
-        self._trainer = None
+        stopped = trainer.state.status == "interrupted"
+        exits = stopped and self.exit and not hasattr(sys, "ps1")  # an interactive session outlives Interrupted
+        before, self._before, self._trainer = self._before, {}, None
+        for number, handler in before.items():
+            if exits and number in _STOPS:
+                handler = signal.SIG_IGN
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._logging is not None:
+            self._lines.put(None)
+            self._logging.join()
+        if self._received is None:
+            return
+        own = before.get(self._received)
+        if callable(own) and own is not signal.default_int_handler:
+            try:
+                own(self._received, None)
+            except BaseException:
+                if self.exit and trainer.state.stopping and not self._forced:
+                    agreement.wait_for_all()  # as run() does before it raises Interrupted: the peers wait for this rank
+                raise
+
+
+def _log_lines(lines: _Lines) -> None:
+    while (line := lines.get()) is not None:
+        logger.log(*line)

@@ -22,8 +22,9 @@ class WorkerInit:
         self.user = user
 
     def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})
         trainer = multiprocessing.parent_process()
         if trainer is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -43,7 +44,7 @@ def begin_pass(data: Any) -> Iterator[Any]:
     """``iter(data)``, whose workers begin with signals held back until they see to them: see ``data.py``."""
     if not getattr(getattr(data, "worker_init_fn", None), "sees_to_signals", False):
         return iter(data)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         return iter(data)
     finally:

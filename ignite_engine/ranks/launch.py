@@ -15,15 +15,15 @@ from ignite.distributed.launcher import Parallel as IgniteParallel
 
 from ignite_engine.ranks import agreement
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Parallel(IgniteParallel):
     """Launch a function on one process or many: the arguments and the use are those of ``idist.Parallel``.
 
     Beside it, where it spawns the ranks itself (``nproc_per_node``): a free port instead of the fixed 2222, so that
-    two runs can share a machine; SIGINT, SIGTERM and SIGUSR1 to the parent reach every rank and leave the parent
-    waiting for them; and a rank that ends with ``SystemExit`` hands its code to the parent, which exits with it once
+    two runs can share a machine; SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the parent reach every rank and leave the
+    parent waiting for them; and a rank that ends with ``SystemExit`` hands its code to the parent, which exits with it once
     every rank is done. (A child's own exit status would make torch send SIGTERM to its peers while they save.)
     """
 

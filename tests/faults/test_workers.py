@@ -15,13 +15,14 @@ STARTED_WITH: list[int] = []
 
 
 class Answers(Dataset[Any]):
-    """What each sample's process does with SIGINT, and whether the user's own function was called in it."""
+    """Whether each sample's process ignores SIGINT and SIGHUP, and whether the user's own function was called in it."""
 
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> tuple[int, bool, list[int]]:
-        return os.getpid(), signal.getsignal(signal.SIGINT) == signal.SIG_IGN, list(STARTED_WITH)
+        ignored = [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGHUP)]
+        return os.getpid(), all(ignored), list(STARTED_WITH)
 
 
 def as_they_are(samples: list[Any]) -> list[Any]:

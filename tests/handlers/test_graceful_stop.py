@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from ignite.engine import Events
 
 from ignite_engine import Interrupted, Trainer, TrainingEvents
@@ -22,7 +23,7 @@ from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
 from tests.builders import numbers_loader, trainer_of, weights
 
 ROOT = Path(__file__).parents[2]
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @pytest.fixture(autouse=True)
@@ -105,17 +106,17 @@ def test_signal_handlers_are_installed_while_it_runs_and_restored_after(tmp_path
     for number in SIGNALS:
         signal.signal(number, mine)
     trainer, during = stoppable(tmp_path), list[Any]()
-    assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 3  # attaching touches nothing
+    assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 4  # attaching touches nothing
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED(once=1), lambda: during.extend(signal.getsignal(number) for number in SIGNALS)
     )
     trainer.run(numbers_loader())
-    assert len(during) == 3 and mine not in during
-    assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 3
+    assert len(during) == 4 and mine not in during
+    assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 4
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.run(numbers_loader())
-    assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 3
+    assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 4
 
 
 def test_second_signal_soon_after_the_first_is_the_same_one(tmp_path: Path) -> None:
@@ -217,6 +218,150 @@ def test_signal_interrupts_the_wait_of_an_evaluation(tmp_path: Path) -> None:
     assert (trainer.state.iteration, trainer.state.evaluations, iterations(tmp_path)) == (2, 0, [2])
 
 
+# -- which signals, and whose handlers --------------------------------------------------------------------------------
+
+
+def test_sighup_stops_the_run_as_sigterm_does(tmp_path: Path) -> None:
+    trainer = stoppable(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGHUP))
+    with pytest.raises(Interrupted) as caught:
+        trainer.run(numbers_loader(), max_epochs=3)
+
+    assert caught.value.code == 128 + signal.SIGHUP and iterations(tmp_path) == [2]
+    assert (trainer.state.status, trainer.state.reason) == ("interrupted", "SIGHUP")
+
+
+def test_sighup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    trainer = stoppable(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGHUP))
+
+    assert trainer.run(numbers_loader(), max_epochs=1).status == "completed"
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_in_another_thread_it_is_one_line_and_the_run_completes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, before = stoppable(tmp_path), [signal.getsignal(number) for number in SIGNALS]
+    during = list[Any]()
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=1), lambda: during.extend(signal.getsignal(number) for number in SIGNALS)
+    )
+    thread = threading.Thread(target=trainer.run, args=(numbers_loader(),))
+    thread.start()
+    thread.join()
+
+    assert (trainer.state.status, trainer.state.iteration, iterations(tmp_path)) == ("completed", 3, [3])
+    assert during == before
+    assert [record.getMessage() for record in caplog.records if "GracefulStop" in record.getMessage()] == [
+        "GracefulStop has no effect: signals can only be handled in the main thread, and run() was called in another "
+        f"one ({thread.name}). The run continues without it; stop it with trainer.request_stop(reason)."
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_users_own_handler_is_called_once_when_the_run_has_ended(number: signal.Signals, tmp_path: Path) -> None:
+    called = list[Any]()
+    trainer = stoppable(tmp_path)
+    signal.signal(number, lambda *arguments: called.append((arguments, trainer.state.status, iterations(tmp_path))))
+
+    @trainer.on(Events.ITERATION_STARTED(once=2))
+    def twice() -> None:
+        send(number)
+        send(number)
+
+    trainer.add_event_handler(Events.COMPLETED, lambda: called.append("COMPLETED"))
+    with pytest.raises(Interrupted):
+        trainer.run(numbers_loader(), max_epochs=3)
+
+    assert called == ["COMPLETED", ((number, None), "interrupted", [2])]
+
+
+def test_users_own_handler_is_called_when_the_run_returns_too(tmp_path: Path) -> None:
+    called = list[int]()
+    signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    trainer = stoppable(tmp_path, exit=False)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGTERM))
+    trainer.run(numbers_loader(), max_epochs=3)
+    assert called == [signal.SIGTERM]
+    trainer.run(numbers_loader(), max_epochs=3)
+
+    assert called == [signal.SIGTERM], "the second run had no signal"
+
+
+def test_handler_that_python_did_not_install_becomes_the_default_one(tmp_path: Path) -> None:
+    """In an embedded interpreter ``signal.signal`` returns None for it, and does not accept None."""
+    handler = GracefulStop()
+    handler._before = {signal.SIGTERM: None}
+    handler._restore(trainer_of())
+
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_interactive_session_can_be_interrupted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's prompt, IPython and notebooks, which have ``sys.ps1``, survive ``Interrupted``."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    trainer, before = stoppable(tmp_path), [signal.getsignal(number) for number in SIGNALS]
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGINT))
+    with pytest.raises(Interrupted):
+        trainer.run(numbers_loader(), max_epochs=3)
+
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+# -- what is logged ---------------------------------------------------------------------------------------------------
+
+
+def stop_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.endswith("graceful_stop")]
+
+
+def test_signal_is_one_line_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = stoppable(tmp_path)
+    seen = list[list[str]]()
+
+    @trainer.on(Events.ITERATION_STARTED(once=2))
+    def interrupt() -> None:
+        send(signal.SIGINT)
+        send(signal.SIGINT)
+        deadline = time.monotonic() + 5
+        while not stop_lines(caplog) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(stop_lines(caplog))
+
+    with pytest.raises(Interrupted):
+        trainer.run(numbers_loader(), max_epochs=3)
+
+    line = (
+        "SIGINT at iteration 2: the run stops at the next step boundary, where Checkpoint saves. Another signal ends "
+        "it at once, without a save."
+    )
+    assert seen == [[line]], "while the update is still running"
+    assert stop_lines(caplog) == [line]
+
+
+def test_sigusr1_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = stoppable(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGUSR1))
+    with caplog.at_level("INFO"):
+        trainer.run(numbers_loader(), max_epochs=1)
+
+    assert stop_lines(caplog) == ["SIGUSR1 at iteration 2: Checkpoint saves at the next step boundary."]
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    before = threading.active_count()
+    trainer = stoppable(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(numbers_loader())
+
+    assert threading.active_count() == before
+
+
+# -- as a program -----------------------------------------------------------------------------------------------------
+
 SCRIPT = """
 import sys, time, torch
 from ignite.engine import Events
@@ -248,16 +393,16 @@ def start(directory: Path, speed: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_program_with_loader_workers_saves_and_exits_with_the_signals_code(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
-    """Ctrl-C goes to the whole group: the loader's workers get it too."""
+    """Ctrl-C and a closed terminal signal the whole group: the loader's workers get it too."""
     process = start(tmp_path / "cut", "slow")
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("iteration 5"):
-            os.killpg(process.pid, number) if number is signal.SIGINT else process.send_signal(number)
+            os.killpg(process.pid, number) if number is not signal.SIGTERM else process.send_signal(number)
             break
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
@@ -268,3 +413,29 @@ def test_program_with_loader_workers_saves_and_exits_with_the_signals_code(
     again, whole = start(tmp_path / "cut", "fast"), start(tmp_path / "whole", "fast")
     ends = [process.communicate(timeout=60)[0].splitlines()[-1] for process in (again, whole)]
     assert ends[0] == ends[1] and ends[0].startswith("weights [")
+
+
+def _one_of_two_ranks(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+    def leave(number: int, frame: Any) -> None:
+        sys.exit(5)
+
+    signal.signal(signal.SIGTERM, leave)
+    trainer = Trainer(lambda engine, batch: time.sleep(0.01))
+    GracefulStop().attach(trainer)
+    if rank == 1:
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGTERM))
+        trainer.add_event_handler(Events.COMPLETED, lambda: time.sleep(0.5))
+    try:
+        trainer.run(range(1000), max_epochs=1)
+    except SystemExit as end:
+        (Path(folder) / f"{rank}.txt").write_text(str(end.code))
+    os._exit(0)  # not together: the first one would take the other's connection down
+
+
+@pytest.mark.distributed
+def test_users_handler_may_exit_on_one_rank_when_all_have_saved(tmp_path: Path) -> None:
+    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["143", "5"]
