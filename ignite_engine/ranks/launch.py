@@ -22,8 +22,8 @@ class Parallel(IgniteParallel):
     """Launch a function on one process or many; arguments and use are those of ``idist.Parallel``.
 
     In addition, where it spawns the ranks itself (``nproc_per_node``): a free port instead of the fixed 2222, so that
-    two runs can share a machine; SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the parent are forwarded to every rank while the
-    parent waits for them; and a rank that ends with ``SystemExit`` passes its code to the parent, which exits with it once
+    two runs can share a machine; SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the parent are forwarded to every rank, and the
+    parent waits for them; a rank that ends with ``SystemExit`` passes its code to the parent, which exits with it once
     every rank is done. (A child's own exit status would make torch send SIGTERM to its peers while they save.)
     """
 
