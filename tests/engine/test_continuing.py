@@ -130,7 +130,7 @@ def test_save_that_was_asked_for_where_the_epoch_is_cut_short_is_made_at_its_end
     @trainer.on(TrainingEvents.RESUME_POINT)
     def note() -> None:
         if trainer.state.save_requested:
-            asked.append((trainer.state.iteration, trainer.position.epochs_completed))
+            asked.append((trainer.state.iteration, trainer.progress.epochs_completed))
 
     trainer.run(loader(TensorDataset(torch.arange(4))), max_epochs=2)
     assert asked == [(2, 1)]

@@ -282,7 +282,7 @@ def test_metric_that_cannot_be_saved_is_in_the_exactness_report() -> None:
 
     (name,) = (each for each in trainer.registry.objects if "Recent" in each)
     assert trainer.exactness() == [
-        f"{name} is not saved, as Recent keeps a collections.deque in recent, which is no plain data"
+        f"{name} is not saved, as Recent keeps a collections.deque in recent, which is not plain data"
     ]
     assert trainer.registry.capture()[1][name] == {}
 
