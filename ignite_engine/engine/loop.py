@@ -24,13 +24,13 @@ from typing import Any
 
 from ignite.engine import Engine, Events
 
+from ignite_engine import rng
 from ignite_engine.engine import bus
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.start import is_done
 from ignite_engine.engine.stop_requests import BACKGROUND_DONE, SAVE, STOP, StopRequests
 from ignite_engine.errors import StopRequested
 from ignite_engine.events import TrainingEvents
-from ignite_engine import rng
 from ignite_engine.state import TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState

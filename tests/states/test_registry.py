@@ -78,7 +78,7 @@ def test_attached_objects_with_a_state_register_by_themselves() -> None:
 
     assert label == "tests/Kept" and trainer.registry.objects[label] is first
     # a second one without a name has no stable place
-    assert trainer.exactness() == [f"{label} is attached but not saved"]
+    assert trainer.reproducibility() == [f"{label} is attached but not saved"]
 
 
 def test_named_objects_register_under_their_name() -> None:
