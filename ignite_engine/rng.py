@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def capture() -> dict[str, Any]:
-    """State of the generators of Python, NumPy, torch and every CUDA device in use.
+    """State of the generators of Python, NumPy, torch and every CUDA device that is in use.
 
     Returns:
         Plain numbers and tensors, loadable with ``weights_only=True``. Reads CUDA generators only if CUDA is
@@ -35,7 +35,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore what :func:`capture` returned. CUDA devices that no longer exist are ignored."""
+    """Put back what :func:`capture` returned. CUDA devices that are not here any more are left alone."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -48,28 +48,28 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Restore the generators afterwards, whatever the body draws from them."""
+    """Whatever the body draws, the generators outside go on as if it had not run."""
     outside = _generators()
     try:
         yield
     finally:
-        _restore_generators(outside)
+        _put_back(outside)
 
 
 def undisturbed(function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)``, with the generators restored afterwards even if a signal handler raises at any point.
+    """``function(*arguments)``, after which the generators are as before, wherever a signal's handler raises once.
 
-    A stop may interrupt a fetch anywhere, so also while the generators are restored, or between the end of a ``with``
-    body and the first line of its ``__exit__``; and at that stop the generators are saved.
+    A stop may break into a fetch at any moment, so also into the putting back, or between the end of a ``with`` body
+    and the first line of its ``__exit__``; and at that stop the generators are saved.
     """
     outside = _generators()
     try:
         return function(*arguments)
     finally:
         try:
-            _restore_generators(outside)
+            _put_back(outside)
         except BaseException:
-            _restore_generators(outside)
+            _put_back(outside)
             raise
 
 
@@ -78,7 +78,7 @@ def _generators() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
-def _restore_generators(generators: tuple[Any, ...]) -> None:
+def _put_back(generators: tuple[Any, ...]) -> None:
     python, numpy, cpu, cuda = generators
     random.setstate(python)
     np.random.set_state(numpy)
@@ -88,7 +88,7 @@ def _restore_generators(generators: tuple[Any, ...]) -> None:
 
 
 def mix(*numbers: int) -> int:
-    """A 64-bit seed from several integers: equal inputs give equal seeds on every machine.
+    """A well spread 64-bit seed from several integers: equal inputs give equal seeds on every machine.
 
     Source: the SplitMix64 finaliser, Steele, Lea and Flood 2014.
     """

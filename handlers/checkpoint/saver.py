@@ -99,14 +99,14 @@ class Saver:
         """
         state = trainer.state
         state.checkpoints += 1  # it counts itself: the resumed run continues with this number
-        kinds = trainer.registry.kinds
+        kinds: Mapping[str, str] = getattr(trainer.registry, "kinds", {})
         (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
         if background:
             shared, local = self._snapshot.take((shared, local), _changed_by_step_alone(trainer))
         facts: Facts = {
             **self.options.facts,
             "metrics": metrics,
-            "reproducibility": [*trainer.reproducibility(self.filter), *reasons],
+            "reproducibility": [*trainer.exactness(self.filter), *reasons],
             "left_out": left_out | own,
             "kinds": kinds,
             "parent": self.parent,
@@ -124,7 +124,7 @@ class Saver:
             started = time.perf_counter()
             self._report(trainer, write, lambda: time.perf_counter() - started)
             return
-        self._saving = BackgroundSave(self._snapshot, write, trainer.report_background_done)
+        self._saving = BackgroundSave(self._snapshot, write, trainer.request_attention)
         if isinstance(trainer.update, Update):
             # an average of the weights may replace them while they are evaluated
             changes = TrainingEvents.OPTIMIZER_STEP_STARTED | TrainingEvents.EVALUATION_STARTED
@@ -196,4 +196,4 @@ def _changed_by_step_alone(trainer: Trainer) -> Callable[[Tensor], bool]:
 
 def _boundary_of(trainer: Trainer) -> tuple[int, int]:
     """Iteration and epochs completed: an iteration has two boundaries where unsized data turns out to have ended."""
-    return trainer.state.iteration, trainer.progress.epochs_completed
+    return trainer.state.iteration, trainer.position.epochs_completed

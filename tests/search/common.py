@@ -21,8 +21,12 @@ REFUSED = "refused"
 class Failure:
     """A case that broke the promise: ``case`` reproduces it, ``reason`` says on one line what differs first."""
 
+    judge: str
     case: int
     reason: str
+
+    def __str__(self) -> str:
+        return f"FAILED {self.judge} --case {self.case}: {self.reason}"
 
 
 @dataclass
@@ -43,6 +47,8 @@ class Result:
     outcomes: Counter[str] = field(default_factory=Counter)
     exercised: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why cases came out otherwise than passed, such as ``refused: ValueError: ...``."""
     seconds: float = 0.0
 
     @property
@@ -72,12 +78,15 @@ def case_seeds(seed: int, cases: int | None, minutes: float | None) -> Iterator[
 
 def table_of(result: Result) -> str:
     """The result as text: one line for each failure, then outcomes, then how often each feature was exercised."""
-    lines = [f"FAILED {result.judge} --case {each.case}: {each.reason}" for each in result.failures]
+    lines = [str(each) for each in result.failures]
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.outcomes.items()))
     lines.append(
         f"{result.judge}: seed {result.seed}, {result.cases} cases in {result.seconds:.0f} s: "
         f"{len(result.failures)} failed{', ' if counts else ''}{counts}"
     )
+    lines += [f"  {count} {reason}" for reason, count in result.reasons.most_common()]
+    if result.cases == 1:
+        return "\n".join(lines)
     lines.append("| dimension | exercised in so many cases |")
     lines.append("|---|---|")
     for dimension, values in itertools.groupby(result.features, lambda each: each.partition(": ")[0]):

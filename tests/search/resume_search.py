@@ -1,0 +1,315 @@
+"""The judge of resume: a run stopped anywhere and started again ends with the bits of the whole one, or said it won't.
+
+Each case is one program (``resume_plan``), run three times or four, in processes of their own: whole; stopped, perhaps
+twice; and from there to its end. What is compared: the loss and the learning rates of every iteration, the log, and at
+the end every weight, optimizer state, counter and generator.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.faults.fork_server import ForkServer
+from tests.search.common import PASSED, REFUSED, Failure, Result, case_seeds
+from tests.search.resume_plan import CHOICES, FEATURES, LISTS, Plan, described, draw, settled
+from tests.search.resume_program import PLANNED, RAISED
+from tests.search.resume_program import REFUSED as REFUSED_CODE
+
+MODULES = (
+    "ignite_engine.handlers",
+    "tests.search.resume_program",
+    "torchdata.stateful_dataloader",
+    "torch._dynamo",  # torch's foreach optimizers ask it; imported in each child it would cost a second
+)
+RUN = "tests.search.resume_program:run"
+FAILED = "failed"
+NOT_STOPPED = "not stopped"
+ANNOUNCED, ANNOUNCED_EQUAL = "announced, other bits", "announced, same bits"
+NO_FUNCTION = "no function of its seed"
+"""Two whole runs differ from each other: nothing can be said about the resumed one."""
+TIMEOUT_S = 15.0
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Verdict:
+    """What came of a case."""
+
+    outcome: str
+    reason: str = ""
+    features: set[str] = field(default_factory=set)
+    """What really took part."""
+
+
+def run(seed: int, cases: int | None, minutes: float | None, *, jobs: int = 2) -> Result:
+    """Judge the cases ``seed``, ``seed + 1``, ..., ``jobs`` at a time; each failure is printed as it is found."""
+    result, started = Result("resume", seed, FEATURES), time.monotonic()
+    seeds, lock, errors = case_seeds(seed, cases, minutes), threading.Lock(), queue.SimpleQueue[BaseException]()
+
+    def work() -> None:
+        try:
+            with Judge() as judge:
+                while (number := _next(seeds, lock)) is not None:
+                    verdict = judge.judge(draw(number))
+                    with lock:
+                        _count(result, number, verdict)
+        except BaseException as error:
+            errors.put(error)
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        while worker.is_alive():  # so that Ctrl-C is delivered
+            worker.join(0.5)
+    if not errors.empty():
+        raise errors.get()
+    result.failures.sort(key=lambda each: each.case)
+    result.seconds = time.monotonic() - started
+    return result
+
+
+def _next(seeds: Iterator[int], lock: threading.Lock) -> int | None:
+    with lock:
+        return next(seeds, None)
+
+
+def _count(result: Result, number: int, verdict: Verdict) -> None:
+    if verdict.outcome == FAILED:
+        result.failures.append(Failure("resume", number, verdict.reason))
+        print(f"[{result.cases}] {result.failures[-1]}", flush=True)
+    else:
+        result.outcomes[verdict.outcome] += 1
+        if verdict.reason and verdict.outcome in (REFUSED, NO_FUNCTION):
+            result.reasons[f"{verdict.outcome}: {verdict.reason}"] += 1
+    if verdict.outcome in (FAILED, PASSED, ANNOUNCED, ANNOUNCED_EQUAL):
+        result.exercised.update(verdict.features)
+
+
+def show(number: int) -> str:
+    """What a case is, in a line."""
+    return described(draw(number))
+
+
+def simplified(number: int) -> str:
+    """A failing case with all that can be made plain and still fails, and what differs then."""
+    plan, tried = draw(number), 0
+    with Judge() as judge:
+        verdict = judge.judge(plan)
+        if verdict.outcome != FAILED:
+            return f"{verdict.outcome}: nothing to make simpler"
+        for candidate in _simpler(json.loads(json.dumps(plan))):
+            simpler = settled(json.loads(json.dumps({**plan, **candidate})))
+            if simpler == plan:
+                continue
+            tried += 1
+            if (found := judge.judge(simpler)).outcome == FAILED:
+                plan, verdict = simpler, found
+    return f"{described(plan)}\n  {verdict.reason}\n  ({tried} cases tried)"
+
+
+def _simpler(plan: Plan) -> Iterator[Plan]:
+    if len(plan["stops"]) > 1:
+        yield {"stops": plan["stops"][:1]}
+        yield {"stops": plan["stops"][1:]}
+    for name in LISTS:
+        yield {name: []}
+        for value in plan[name]:
+            yield {name: [each for each in plan[name] if each != value]}
+    for name, values in CHOICES.items():
+        if plan[name] != values[0]:
+            yield {name: values[0]}
+
+
+class Judge:
+    """Runs cases on two fork servers, so that processes of one case do not share what a process fixes at its start."""
+
+    def __enter__(self) -> Judge:
+        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        self._folder = tempfile.TemporaryDirectory(prefix="search-", dir=parent, ignore_cleanup_errors=True)
+        self.folder = Path(self._folder.name)
+        self.servers = (ForkServer(MODULES), ForkServer(MODULES))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for server in self.servers:
+            server.close()
+        self._folder.cleanup()
+
+    def judge(self, plan: Plan) -> Verdict:
+        """Run the case and compare."""
+        whole, began = self._fresh("whole"), time.monotonic()
+        code = self._run(plan, whole, "whole", None)
+        seconds = time.monotonic() - began
+        if code == REFUSED_CODE:
+            return Verdict(REFUSED, _error(whole))
+        if code != 0:
+            return Verdict(FAILED, f"the whole run ended with code {code}: {_error(whole)}")
+        case = self._fresh("case")
+        expected, verdict = _lines(whole), Verdict(PASSED)
+        total = max((int(key.split()[1]) for key in expected if key.startswith("iteration")), default=0)
+        at, stopped = 0, 0
+        for stop in plan["stops"]:
+            at = min(total, max(at + 1, 1 + int(stop["after"] * total)))
+            error = self._stop(plan, case, {**stop, "at": at}, seconds)
+            if error is not None:
+                return Verdict(FAILED, error, _features(case, expected, total))
+            if not _ended(case, "stopped"):
+                stopped += 1
+            else:
+                break
+        code = self._run(plan, case, "resumed", None, server=1)
+        verdict.features = _features(case, expected, total) | ({"happened: stopped twice"} if stopped > 1 else set())
+        announced = _notes(case, "stopped", "announced ") + _notes(case, "resumed", "announced in the checkpoint")
+        if code != 0:
+            verdict.outcome, verdict.reason = FAILED, f"the resumed run ended with code {code}: {_error(case)}"
+            return verdict
+        difference = _difference(whole, case, expected)
+        if difference is None:
+            verdict.outcome = ANNOUNCED_EQUAL if announced else PASSED if stopped else NOT_STOPPED
+        elif announced:
+            verdict.outcome, verdict.reason = ANNOUNCED, difference
+        else:
+            again = self._fresh("again")
+            self._run(plan, again, "whole", None, server=1)
+            unsure = _difference(whole, again, expected, role="whole")
+            verdict.outcome, verdict.reason = (FAILED, difference) if unsure is None else (NO_FUNCTION, unsure)
+        return verdict
+
+    def _stop(self, plan: Plan, folder: Path, stop: Plan, seconds: float) -> str | None:
+        """Run until the stop; what went wrong, if it ended in another way."""
+        if stop["how"] != "SIGKILL at an instant":
+            code = self._run(plan, folder, "stopped", stop)
+            expected = {"exception": (0, PLANNED), "SIGKILL": (0, -signal.SIGKILL)}.get(stop["how"], (0,))
+            told = "" if code in expected else f"stopped by {stop['how']} it ended with code {code}: {_error(folder)}"
+            return told or None
+        child = self._start(plan, folder, "stopped", None)
+        code = child.poll(seconds * stop["after"])
+        if code is None:
+            child.signal(signal.SIGKILL)
+            code = child.wait()
+        if code == -signal.SIGKILL:
+            with (folder / "notes.txt").open("a") as file:
+                file.write("stopped\tstop: SIGKILL at an instant\n")
+        return None if code in (0, -signal.SIGKILL) else f"before a SIGKILL it ended with {code}: {_error(folder)}"
+
+    def _start(self, plan: Plan, folder: Path, role: str, stop: Plan | None, server: int = 0) -> Any:
+        (folder / "stopped_end.json").unlink(missing_ok=True)
+        return self.servers[server].start(RUN, plan, str(folder), role, stop, output=folder / "output.txt")
+
+    def _run(self, plan: Plan, folder: Path, role: str, stop: Plan | None, server: int = 0) -> int:
+        try:
+            code: int = self._start(plan, folder, role, stop, server).wait(TIMEOUT_S)
+        except TimeoutError:
+            (folder / "error.txt").write_text(f"it did not end within {TIMEOUT_S:.0f} s")
+            return RAISED
+        return code
+
+    def _fresh(self, name: str) -> Path:
+        folder = self.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
+
+
+def _ended(folder: Path, role: str) -> bool:
+    """The run came to its own end before its stop."""
+    path = folder / f"{role}_end.json"
+    return path.exists() and json.loads(path.read_text())["status.0"] != "'interrupted'"
+
+
+def _lines(folder: Path) -> dict[str, list[str]]:
+    """All that was written for each iteration and epoch, by the processes one after another."""
+    found: dict[str, list[str]] = {}
+    path = folder / "lines.txt"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        key, _, _ = line.partition("\t")
+        key = " ".join(key.split()[:2]) if key.startswith("iteration") else key
+        found.setdefault(key, []).append(line)
+    return found
+
+
+def _notes(folder: Path, role: str, prefix: str) -> list[str]:
+    path = folder / "notes.txt"
+    rows = [line.partition("\t") for line in path.read_text().splitlines()] if path.exists() else []
+    return [text for who, _, text in rows if who == role and text.startswith(prefix)]
+
+
+def _features(folder: Path, expected: dict[str, list[str]], total: int) -> set[str]:
+    """What took part: of the drawn features those that the resumed run used, too."""
+    found = {each for each in _notes(folder, "resumed", "") if each in FEATURES}
+    for role in ("stopped", "resumed"):
+        found.update(each for each in _notes(folder, role, "") if each.startswith(("happened", "stop")))
+        for note in _notes(folder, role, "resumed from "):
+            iteration = int(note.split()[-1])
+            ends = {int(key.split()[3]) for key in expected if key.startswith("epoch")}
+            where = (
+                "at the end" if iteration == total else "at an epoch's end" if iteration in ends else "within an epoch"
+            )
+            found.add(f"happened: resumed {where}")
+    if not _notes(folder, "resumed", "resumed from "):
+        found.add("happened: began again without a checkpoint")
+    return found & set(FEATURES)
+
+
+def _difference(whole: Path, case: Path, expected: dict[str, list[str]], role: str = "resumed") -> str | None:
+    """What differs first: an iteration's line, else a line of the log, else a part of the end."""
+    found = _lines(case)
+    for key in sorted({**expected, **found}, key=_order):
+        (line,), others = expected.get(key, ["nothing"])[-1:], found.get(key, ["nothing"])
+        for other in others:
+            if other != line:
+                return f"{key}: expected {_values(line, other)}"
+    logs = [_log(folder) for folder in (whole, case)]
+    for one, other in zip([*logs[0], "nothing"], [*logs[1], "nothing"], strict=False):
+        if one != other:
+            return f"metrics.jsonl: expected {one}, found {other}"
+    ends = [
+        json.loads((folder / name).read_text())
+        for folder, name in ((whole, "whole_end.json"), (case, f"{role}_end.json"))
+    ]
+    for name in {**ends[0], **ends[1]}:
+        if ends[0].get(name) != ends[1].get(name):
+            return f"at the end {name}: expected {ends[0].get(name)}, found {ends[1].get(name)}"
+    return None
+
+
+def _order(key: str) -> tuple[int, int]:
+    words = key.split()
+    return (int(words[1]), 0) if words[0] == "iteration" else (int(words[3]), 1)
+
+
+def _values(line: str, other: str) -> str:
+    """The first word that differs in two lines, numbers as people read them."""
+    words = zip(line.split(), other.split(), strict=False)
+    index = next((at for at, (one, two) in enumerate(words) if one != two), None)
+    if index is None:
+        return f"{line!r}, found {other!r}"
+    name = next((word for word in reversed(line.split()[:index]) if not re.fullmatch(r"[-\d.x+a-fpinN]+", word)), "")
+    one, two = (_plain(each.split()[index]) for each in (line, other))
+    return f"{name} {one}, found {two}"
+
+
+def _plain(word: str) -> str:
+    return repr(float.fromhex(word)) if "0x" in word else word
+
+
+def _log(folder: Path) -> list[str]:
+    path = folder / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _error(folder: Path) -> str:
+    path = folder / "error.txt"
+    return path.read_text() if path.exists() else ""
