@@ -9,6 +9,7 @@ from typing import Any
 
 from ignite.engine import Engine
 
+from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.ranks import agreement
 
 
@@ -17,11 +18,12 @@ class FollowedMetric:
 
     Args:
         key: in ``state.metrics``; written on every rank, at the same iterations.
-        follower: names the handler in the warning about a key that nothing writes.
+        setting: the handler and its argument, for the warning about a key that nothing writes:
+            ``"Checkpoint(best='val/loss')"``.
     """
 
-    def __init__(self, key: str, follower: str) -> None:
-        self.key, self.follower = key, follower
+    def __init__(self, key: str, setting: str) -> None:
+        self.key, self.setting = key, setting
         self.seen_at: int | None = None
         """The iteration of the last value, for the handler's state: each value is used once, also over a resume."""
         self._warned = False
@@ -31,9 +33,8 @@ class FollowedMetric:
         metrics, iteration = trainer.state.metrics, trainer.state.iteration
         fresh: Mapping[str, Any] = getattr(metrics, "fresh", metrics)
         if self.key not in fresh:
-            group = self.key.rpartition("/")[0]
-            if group and self.seen_at is None and any(key.startswith(f"{group}/") for key in fresh):
-                self._warn(fresh)
+            if self.seen_at is None and not self._warned and self._is_mistaken(trainer, metrics):
+                self._warn(metrics)
             return None
         if self.seen_at == iteration:
             return None
@@ -50,14 +51,28 @@ class FollowedMetric:
         if self.seen_at is None and trainer.state.iteration and getattr(trainer.state, "status", "") == "completed":
             self._warn(trainer.state.metrics)
 
+    def _is_mistaken(self, trainer: Engine, written: Mapping[str, Any]) -> bool:
+        """Whether its group was written without it, or else every evaluation has written and none of them the key."""
+        group, _, name = self.key.rpartition("/")
+        if group and any(key.startswith(f"{group}/") for key in written):
+            return True
+        registered = getattr(getattr(trainer, "registry", None), "objects", ())
+        evaluations = [each.removeprefix("evaluation/") for each in registered if each.startswith("evaluation/")]
+        if not evaluations or not all(any(key.startswith(f"{each}/") for key in written) for each in evaluations):
+            return False
+        # a name without a group may be the update's, whose means are written at an interval of their own
+        return any(f"{each}/{name}" in written for each in evaluations) and (bool(group) or name != "loss")
+
     def _warn(self, written: Mapping[str, Any]) -> None:
         if self._warned or agreement.rank() != 0:
             return
         self._warned = True
-        keys = ", ".join(sorted(written)) or "nothing"
+        hint = did_you_mean(self.key, written)
+        if not hint.startswith("; did"):
+            hint = ": name one of those, or attach the handler that writes it." if written else "."
         warnings.warn(
-            f"{self.follower} follows {self.key!r}, which has not been written (written: {keys}): it does nothing; "
-            "name one of those, or attach the handler that writes it.",
+            f"{self.setting} has no effect, as nothing has written that metric "
+            f"(written: {shortened(sorted(written), 20) or 'nothing'}){hint}",
             stacklevel=2,
         )
 

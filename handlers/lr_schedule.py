@@ -72,7 +72,7 @@ class LRSchedule:
             )
         self.scheduler: Any = scheduler
         self.name = name
-        self._followed = None if metric is None else FollowedMetric(metric, f"LRSchedule {name!r}")
+        self._followed = None if metric is None else FollowedMetric(metric, f"LRSchedule(metric={metric!r})")
         self._called = isinstance(scheduler, (ParamScheduler, ParamGroupScheduler))
         self._primed = not self._called
         self._moved = False

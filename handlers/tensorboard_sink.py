@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import socket
 import time
@@ -25,8 +26,8 @@ class TensorBoardSink:
         name: in checkpoints, which hold the last iteration of each series. The event file of a resumed run starts with
             a session mark that makes TensorBoard drop the points after the checkpoint, so that none appears twice.
 
-    The package tensorboard is imported at the first value. torch.utils.tensorboard is not used: its background thread
-    raises errors late. Rank 0 only.
+    The package tensorboard is imported at the first value; without it, ``attach`` logs a warning.
+    torch.utils.tensorboard is not used: its background thread raises errors late. Rank 0 only.
     """
 
     def __init__(self, directory: str | Path, *, name: str = "tensorboard") -> None:
@@ -40,6 +41,8 @@ class TensorBoardSink:
         """Write what is new at each METRICS_READY; the file is closed when the run ends for any reason."""
         guarded = GuardedSink(self)
         guarded.attach(trainer)
+        if idist.get_rank() == 0:
+            guarded.guard(_require_tensorboard)()
 
         def start(trainer: Trainer) -> None:
             if trainer.state.iteration == 0:
@@ -113,3 +116,8 @@ class TensorBoardSink:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+
+def _require_tensorboard() -> None:
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ModuleNotFoundError("No module named 'tensorboard'", name="tensorboard")

@@ -56,6 +56,10 @@ class Schedule:
         self.steps += 1
         self.apply()
 
+    def get_last_lr(self) -> list[float]:
+        """The LRs that the last ``apply()`` or ``step()`` set, of each parameter group; as torch's schedulers."""
+        return self.lrs_at(self.steps)
+
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "base_lrs": list(self.base_lrs)}
 

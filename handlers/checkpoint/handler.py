@@ -44,7 +44,7 @@ class Checkpoint:
         self.name, self.options = name, SaveOptions(**options)
         self._saver = Saver(directory, self.options)
         best = self.options.best
-        self._followed = None if best is None else FollowedMetric(best, f"{type(self).__name__}(best=...)")
+        self._followed = None if best is None else FollowedMetric(best, f"{type(self).__name__}(best={best!r})")
         self._trainer: Trainer | None = None
         self._due = self._must = False
         self._best: float | None = None

@@ -39,9 +39,7 @@ from ignite_engine.schedules import (
     constant,
     warmup_constant,
     warmup_cosine,
-    warmup_inverse_sqrt,
     warmup_linear,
-    warmup_polynomial,
     warmup_wsd,
 )
 
@@ -100,120 +98,7 @@ def used_lrs(handler: LRSchedule, steps: int, **options: Any) -> list[list[float
     return run(handler, steps, **options)[0]
 
 
-# --- the curves -------------------------------------------------------------------------------------------------------
-
-
-def test_warmup_rises_by_equal_steps_from_the_first_update_and_reaches_the_base_with_its_last() -> None:
-    assert factors(warmup_constant(sgd(), 4), 7) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
-    assert factors(constant(sgd()), 3) == [1.0, 1.0, 1.0]
-    assert factors(warmup_constant(sgd(), 0), 2) == [1.0, 1.0]
-
-
-def test_linear_has_exact_values_and_stays_at_its_end() -> None:
-    assert factors(warmup_linear(sgd(), 2, total=6), 9) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]
-    assert factors(warmup_linear(sgd(), 0, total=4, min_ratio=0.5), 6) == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
-
-
-def test_cosine_has_exact_values_and_stays_at_its_end() -> None:
-    expected = [
-        0.5,
-        1.0,
-        1.0,
-        0.1 + 0.9 * (0.5 + math.sqrt(0.125)),
-        0.55,
-        0.1 + 0.9 * (0.5 - math.sqrt(0.125)),
-        0.1,
-        0.1,
-    ]
-    assert factors(warmup_cosine(sgd(), 2, total=6, min_ratio=0.1), 8) == pytest.approx(expected, rel=1e-14)
-    assert factors(warmup_cosine(sgd(), 2, total=6), 1_000_000)[-1] == 0.0
-
-
-def test_polynomial_has_exact_values_and_stays_at_its_end() -> None:
-    assert factors(warmup_polynomial(sgd(), 1, total=5), 7) == [1.0, 1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
-    straight, line = warmup_polynomial(sgd(), 2, total=9, power=1.0), warmup_linear(sgd(), 2, total=9)
-    assert factors(straight, 12) == factors(line, 12)
-
-
-def test_inverse_sqrt_falls_with_the_root_of_the_updates_and_is_held_at_total() -> None:
-    assert factors(warmup_inverse_sqrt(sgd(), 4), 16) == pytest.approx(
-        [0.25, 0.5, 0.75, 1.0] + [math.sqrt(4 / updates) for updates in range(5, 17)], rel=1e-15
-    )
-    assert factors(warmup_inverse_sqrt(sgd(), 4, total=15), 40)[15:] == [0.5] * 25
-    assert warmup_inverse_sqrt(sgd()).factor_at(3) == 0.5
-    assert warmup_inverse_sqrt(sgd(), 4, min_ratio=0.75).factor_at(10_000) == 0.75
-
-
-@pytest.mark.parametrize(
-    ("shape", "min_ratio", "decayed"),
-    [
-        ("linear", 0.0, [1.0, 0.75, 0.5, 0.25, 0.0]),
-        ("linear", 0.2, [1.0, 0.8, 0.6, 0.4, 0.2]),
-        ("cosine", 0.0, [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]),
-        ("1-sqrt", 0.0, [1.0, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0.0]),
-        ("exponential", 0.0625, [1.0, 0.5, 0.25, 0.125, 0.0625]),
-    ],
-)
-def test_wsd_is_stable_until_its_decay_of_the_given_shape(shape: str, min_ratio: float, decayed: list[float]) -> None:
-    schedule = warmup_wsd(sgd(), 2, total=10, decay=4, decay_shape=shape, min_ratio=min_ratio)
-    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, *decayed, decayed[-1]]
-    assert factors(schedule, 12) == pytest.approx(expected, rel=1e-14)
-
-
-@pytest.mark.parametrize("total", [7, 100, 1000])
-def test_a_fraction_of_total_is_the_same_as_its_number_of_updates(total: int) -> None:
-    warmup, decay = round(0.1 * total), round(0.3 * total)
-    for make in (warmup_linear, warmup_cosine, warmup_polynomial, warmup_inverse_sqrt, warmup_constant):
-        assert factors(make(sgd(), 0.1, total=total), 99) == factors(make(sgd(), warmup, total=total), 99)
-    by_fraction, by_updates = (warmup_wsd(sgd(), w, total=total, decay=d) for w, d in ((0.1, 0.3), (warmup, decay)))
-    assert factors(by_fraction, total + 3) == factors(by_updates, total + 3)
-
-
-@pytest.mark.parametrize("make", [warmup_linear, warmup_cosine, warmup_polynomial, warmup_inverse_sqrt, warmup_wsd])
-def test_no_schedule_leaves_the_range_of_its_ratios_or_moves_past_its_end(make: Callable[..., Schedule]) -> None:
-    values = factors(make(sgd(), 3, total=20, min_ratio=0.1), 60)
-    assert all(0.1 <= value <= 1.0 for value in values[3:])
-    assert values[20:] == [values[20]] * 40
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda o: warmup_cosine(o, -1, total=10), "warmup must be at least 0 and at most total=10 updates, got -1."),
-        (lambda o: warmup_cosine(o, 11, total=10), "warmup must be at least 0 and at most total=10 updates, got 11."),
-        (lambda o: warmup_cosine(o, 1.5, total=10), "warmup must be updates (int) or a fraction in [0, 1] (float)"),
-        (lambda o: warmup_cosine(o, math.nan, total=10), "warmup must be updates (int) or a fraction"),
-        (lambda o: warmup_cosine(o, True, total=10), "warmup must be a number of updates or a fraction of total"),
-        (lambda o: warmup_cosine(o, "10", total=10), "warmup must be a number of updates or a fraction of total"),
-        (lambda o: warmup_cosine(o, total=0), "total must be the number of updates of the run"),
-        (lambda o: warmup_cosine(o, total=10.0), "total must be the number of updates of the run"),
-        (lambda o: warmup_linear(o, total=10, min_ratio=1.1), "min_ratio must be a ratio of the base LR in [0, 1]"),
-        (lambda o: warmup_inverse_sqrt(o, 2, min_ratio=-0.1), "min_ratio must be a ratio of the base LR in [0, 1]"),
-        (lambda o: warmup_polynomial(o, total=10, power=0), "power must be a positive number, got 0"),
-        (lambda o: warmup_constant(o, 0.1), "warmup=0.1 is a fraction of total: give total too"),
-        (lambda o: warmup_inverse_sqrt(o, 0.1), "warmup=0.1 is a fraction of total: give total too"),
-        (lambda o: warmup_wsd(o, 6, total=10, decay=5), "must fit in total=10; shorten one of them."),
-        (lambda o: warmup_wsd(o, total=10, decay=0), "decay must be at least 1 update, got 0"),
-        (lambda o: warmup_wsd(o, total=10, decay_shape="log"), "decay_shape must be one of linear, cosine, 1-sqrt"),
-        (lambda o: warmup_wsd(o, total=10, decay_shape="exponential"), "give a min_ratio above 0"),
-    ],
-)
-def test_a_wrong_value_is_named_with_what_is_expected(make: Callable[[Optimizer], Schedule], words: str) -> None:
-    with pytest.raises(ValueError) as error:
-        make(sgd())
-    assert words in str(error.value)
-    assert str(error.value).endswith(".")
-
-
 # --- setting the LR ---------------------------------------------------------------------------------------------------
-
-
-def test_the_curve_can_be_asked_for_without_touching_the_optimizer() -> None:
-    optimizer = SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.5, 2.0)], lr=1.0)
-    schedule = warmup_linear(optimizer, 2, total=6)
-    assert [schedule.lrs_at(step) for step in (0, 1, 4, 99)] == [[0.25, 1.0], [0.5, 2.0], [0.25, 1.0], [0.0, 0.0]]
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
-    assert repr(schedule) == "warmup_linear(warmup=2, total=6, min_ratio=0.0)"
 
 
 def test_every_group_is_scheduled_from_its_own_base() -> None:
@@ -229,16 +114,6 @@ def test_a_tensor_lr_is_filled_in_place() -> None:
         [0.25], [0.5], [0.5], [0.375], [0.25], [0.125], [0.0]
     ]  # fmt: skip
     assert optimizer.param_groups[0]["lr"] is held
-
-
-def test_a_group_added_later_is_scheduled_from_the_lr_it_came_with() -> None:
-    optimizer = sgd()
-    schedule = warmup_linear(optimizer, 2, total=6)
-    schedule.step()
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 4.0})
-    schedule.step()
-    schedule.step()
-    assert [group["lr"] for group in optimizer.param_groups] == schedule.lrs_at(3) == [0.375, 3.0]
 
 
 # --- moving with the optimizer ----------------------------------------------------------------------------------------
@@ -683,7 +558,7 @@ def test_plateau_whose_metric_is_never_written_is_a_warning() -> None:
     trainer, _, _ = real_trainer(5, [1, 1])
     optimizer = trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]  # an Update
     LRSchedule(torch_schedulers.ReduceLROnPlateau(optimizer), metric="val/los", name="plateau").attach(trainer)
-    with pytest.warns(UserWarning, match=r"LRSchedule 'plateau' follows 'val/los', which has not been written"):
+    with pytest.warns(UserWarning, match=r"LRSchedule\(metric='val/los'\) has no effect, as nothing has written"):
         trainer.run([(index, torch.ones(3, 2)) for index in range(2)], max_epochs=1)
 
 
