@@ -129,7 +129,7 @@ class EMA:
             return
         registered = trainer.registry.objects.get("model")
         state = registered if isinstance(registered, ModelState) else None  # a user's update may save it by itself
-        if state is not None and state.held:
+        if state is not None and state.swapped_out:
             raise ValueError(
                 f"Two EMA handlers would replace the weights in the evaluation {evaluation.name!r}: "
                 "give each EMA its own evaluations with evaluate=(...)."
@@ -138,13 +138,13 @@ class EMA:
         kept = {first: parameter.detach().clone() for _, first, parameter in self._named()}
         evaluation.undo.callback(self._put_back, state, kept)
         if state is not None:
-            state.held = {name: kept[first] for name, first, _ in self._named()}
+            state.swapped_out = {name: kept[first] for name, first, _ in self._named()}
         self._set(self._averages)
 
     def _put_back(self, state: ModelState | None, kept: Mapping[str, Tensor]) -> None:
         self._set(kept)
         if state is not None:
-            state.held = {}
+            state.swapped_out = {}
 
     @torch.no_grad()
     def _set(self, values: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""An engine that evaluates and leaves no trace: modes, weights and random numbers are as before."""
+"""An engine that evaluates without side effects: modes, weights and random numbers are as before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PredictFn = Callable[[nn.Module, Any], Any]
 
 
 class _Evaluator(Engine):
-    """An engine that can run again after a run that raised (Ignite's returns None then, without running)."""
+    """An engine that can run again after a run that raised; Ignite's returns None then, without running."""
 
     model: nn.Module
 
@@ -38,9 +38,9 @@ def create_evaluator(
     """An Ignite engine whose ``state.output`` is ``predict(model, batch)``, in eval mode and without gradients.
 
     Args:
-        model: plain or wrapped; a DDP model runs its own module, so ranks may have different numbers of batches.
+        model: plain or wrapped; a DDP model runs the module inside, so ranks may have different numbers of batches.
         predict: gets the batch on the model's device; returns what the metrics take, usually ``(y_pred, y)``.
-        metrics: attached under their names; they reduce over ranks by themselves.
+        metrics: attached under their names; they reduce over ranks themselves.
         precision: of the forward pass, ``fp32``, ``bf16`` or ``fp16``.
     """
     check_precision(precision)
@@ -73,7 +73,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def whole_pass(data: Any) -> Iterator[None]:
-    """Iterate over a loader that training may be in the middle of: from its first batch, and without a trace."""
+    """Iterate over a loader that training may be in the middle of: from its first batch, and restore its position."""
     sampler = getattr(data, "sampler", None)
     if not isinstance(sampler, ResumableSampler):
         yield

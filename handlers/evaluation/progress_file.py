@@ -67,7 +67,7 @@ class EvaluationProgress:
         if not sized and agreement.world_size() > 1:
             return "its data has no length, so that the ranks cannot agree when to write"
         for name, metric in metric_state.metrics_of(evaluator).items():
-            if (found := metric_state.problem(metric)) is not None:
+            if (found := metric_state.unsupported_reason(metric)) is not None:
                 return f"its metric {name!r} cannot be saved: {found}, which is not plain data"
         return None
 

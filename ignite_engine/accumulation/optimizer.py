@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,23 +22,23 @@ _OURS = ("accumulation", "scaler")  # what state_dict has beside the wrapped opt
 class GradientAccumulationOptimizer(WrappedOptimizer):
     """``optimizer``, gated: call it at every micro-batch, it steps once per group of ``accumulation_steps``.
 
-    Works in any loop that calls, for each micro-batch and in this order, :meth:`backward` (once per loss) and
-    :meth:`step`, with :meth:`zero_grad` before the first or after the last of them. Whatever else is asked of it
-    (``param_groups``, ``state``, ``add_param_group``, hooks) is the wrapped optimizer's, which stands in
-    ``.optimizer``. With ``accumulation_steps=1`` it does what that one does.
+    For any loop that calls, for each micro-batch and in this order, :meth:`backward` (once per loss) and
+    :meth:`step`, with :meth:`zero_grad` before the first or after the last of them. Everything else
+    (``param_groups``, ``state``, ``add_param_group``, hooks) is delegated to the wrapped optimizer, ``.optimizer``.
+    With ``accumulation_steps=1`` it behaves as that one.
 
-    From here on the model's gradients are reduced over ranks in the last micro-batch of a group only; this holds for
-    the next forward, so one model has one of these at a time. :meth:`release` gives the model back.
+    From construction on the model's gradients are reduced over ranks in the last micro-batch of a group only. This is
+    set on the model before each forward, so a model has one of these at a time; :meth:`release` restores the model.
 
     Args:
         optimizer: over parameters of ``model``.
-        model: plain, DDP or FSDP2, wrapped already; a plain model that contains such ones too.
+        model: plain, DDP or FSDP2, already wrapped, or a plain model that contains such modules.
         accumulation_steps: micro-batches per update, at least 1.
-        precision: ``fp32``, ``bf16`` or ``fp16``: what :meth:`autocast` is, and whether losses are scaled.
+        precision: ``fp32``, ``bf16`` or ``fp16``: of :meth:`autocast`; fp16 scales the loss.
         grad_scaler: torch's GradScaler arguments, for fp16 only.
 
     Attributes:
-        micro_batches: stepped so far in the group that is open, 0 at its edge.
+        micro_batches: stepped so far in the open group, 0 between groups.
         optimizer_steps: updates made.
         skipped_steps: groups whose gradients overflowed (fp16).
 
@@ -65,18 +65,18 @@ class GradientAccumulationOptimizer(WrappedOptimizer):
         self._reduction = Reduction(model)
         if accumulation_steps > 1:
             self._reduction.check_accumulates()
-        self._scheduler: Any = None  # moves with the updates made here; set by initialize()
+        self._scheduler: Any = None  # follows the updates made here; set by initialize()
         self._await_micro_batch()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context for forward and loss in the precision that was asked for."""
+        """The context for forward and loss in ``precision``."""
         return precisions.autocast(self.precision, self.device.type)
 
     def accumulation_boundary(self) -> bool:
-        """Whether the micro-batch computed last completes its group; true too before any was.
+        """Whether the last micro-batch completes its group; True before the first one.
 
         After :meth:`backward`: whether :meth:`step` will update. After :meth:`step`: whether it did, or skipped an
-        overflow; the group's edge, where to log and to save.
+        overflow; the place to log and to save.
         """
         return self.micro_batches + self._has_backward in (0, self.accumulation_steps)
 
@@ -92,7 +92,7 @@ class GradientAccumulationOptimizer(WrappedOptimizer):
             loss = self.scaler.scale(loss)
         if self._is_reduced:
             self._reduction.backward_again(loss, self.parameters(), retain_graph)
-        elif hasattr(self.optimizer, "backward"):  # a wrapper that has its own way to do it
+        elif hasattr(self.optimizer, "backward"):  # a wrapper with a backward of its own
             self.optimizer.backward(loss)
         else:
             loss.backward(retain_graph=retain_graph)
@@ -101,7 +101,7 @@ class GradientAccumulationOptimizer(WrappedOptimizer):
         self._has_backward = True
 
     def clip_gradients(self, max_norm: float) -> Tensor | None:
-        """At the boundary, between :meth:`backward` and :meth:`step`: clip the joint norm; elsewhere do nothing.
+        """Clip the joint norm at the boundary, between :meth:`backward` and :meth:`step`; elsewhere do nothing.
 
         Returns:
             The norm before clipping, in the units of the loss, shape ``()`` on the device; None elsewhere.
@@ -131,7 +131,7 @@ class GradientAccumulationOptimizer(WrappedOptimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, but not those of a group that is open."""
+        """Clear the gradients, but not those of an open group."""
         if self.accumulation_steps == 1:
             self._await_micro_batch()
         elif self.micro_batches or self._has_backward:
@@ -139,12 +139,12 @@ class GradientAccumulationOptimizer(WrappedOptimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def flush(self, max_norm: float | None = None) -> bool:
-        """Update with a group that the end of the data cut short; nothing where none is open. A collective.
+        """Update with the incomplete last group; does nothing without an open group. A collective.
 
-        The gradients become the plain mean over the micro-batches there are, on all ranks. Under DDP ranks may have
-        different numbers of them: each micro-batch weighs the same. (One that has none while others have some works
-        but where DDP itself meets them in forward: in the second group, and in every group if it has buffers.)
-        Then come clipping to ``max_norm`` if it is given, the step (skipped on an overflow) and the scheduler's; the
+        The gradients become the plain mean over the group's micro-batches, on all ranks. Under DDP ranks may have
+        different numbers of them: each micro-batch weighs the same. (A rank without any, while others have some, fails
+        where DDP synchronizes in forward: in the second group, and in every group if the model has buffers.)
+        Then follow clipping to ``max_norm`` if given, the step (skipped on an overflow) and the scheduler's step; the
         gradients are cleared.
 
         Returns:
@@ -166,7 +166,7 @@ class GradientAccumulationOptimizer(WrappedOptimizer):
         return self.optimizer_steps > before
 
     def release(self) -> None:
-        """Let the model reduce at each backward again, for what comes after this optimizer."""
+        """Let the model reduce at each backward again, for use without this optimizer."""
         self._reduction.set_sync(True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -175,26 +175,21 @@ class GradientAccumulationOptimizer(WrappedOptimizer):
         It loads with ``weights_only=True``, and into the bare optimizer.
 
         Raises:
-            RuntimeError: within a group of a DDP or FSDP2 model, whose ranks hold each their own gradients; or between
+            RuntimeError: within a group of a DDP or FSDP2 model, where each rank has gradients of its own; or between
                 :meth:`backward` and :meth:`step`.
         """
+        gradients = self._open_gradients()
         names = ("accumulation_steps", "precision", "micro_batches", "optimizer_steps", "skipped_steps")
         own: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self._has_backward or (self.micro_batches and self._reduction):
-            raise RuntimeError(
-                f"state_dict() was called within a group ({self.micro_batches + self._has_backward} of "
-                f"{self.accumulation_steps} micro-batches), whose gradients it would not hold: call it where "
-                "accumulation_boundary() is true after step(), or after flush()."
-            )
-        if self.micro_batches:
-            own["gradients"] = [None if p.grad is None else p.grad.clone() for p in self.parameters()]
+        if gradients is not None:
+            own["gradients"] = gradients
         state = {**self.optimizer.state_dict(), "accumulation": own}
         return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, or a bare optimizer's state; a group that is open here is dropped.
+        """Load what :meth:`state_dict` returned, or a bare optimizer's state; an open group here is discarded.
 
-        ``accumulation_steps`` may be another one at the edge of a group. A scaler's state has no use but in fp16.
+        ``accumulation_steps`` may differ if it was saved between groups. A scaler's state is used in fp16 only.
 
         Raises:
             ValueError: saved within a group of another length or precision.
@@ -212,14 +207,37 @@ class GradientAccumulationOptimizer(WrappedOptimizer):
         self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name not in _OURS})
         if self.scaler is not None and "scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["scaler"])
-        for parameter, gradient in zip(self.parameters(), own.get("gradients", ())):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+        self._set_gradients(own.get("gradients", ()))
         self.micro_batches = own["micro_batches"]
         self.optimizer_steps, self.skipped_steps = own["optimizer_steps"], own["skipped_steps"]
         self._await_micro_batch()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything, the model included; within a group its gradients too, as in :meth:`state_dict`."""
+        return {**super().__getstate__(), "gradients": self._open_gradients()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        gradients = state["gradients"]
+        super().__setstate__({name: value for name, value in state.items() if name != "gradients"})
+        self._set_gradients(gradients or ())
+
+    def _open_gradients(self) -> list[Tensor | None] | None:
+        if self._has_backward or (self.micro_batches and self._reduction):
+            raise RuntimeError(
+                f"The optimizer was saved within a group ({self.micro_batches + self._has_backward} of "
+                f"{self.accumulation_steps} micro-batches), whose gradients would be lost: save it where "
+                "accumulation_boundary() is true after step(), or after flush()."
+            )
+        if not self.micro_batches:
+            return None
+        return [None if p.grad is None else p.grad.clone() for p in self.parameters()]
+
+    def _set_gradients(self, gradients: Iterable[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters(), gradients):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
     def _await_micro_batch(self) -> None:
-        """Set what the next forward needs to know."""
+        """Set the model up for the next forward."""
         self._has_backward = self._is_reduced = False
         self._is_finite: bool | None = None
         self._reduction.set_sync(self.micro_batches + 1 == self.accumulation_steps)
@@ -227,8 +245,8 @@ class GradientAccumulationOptimizer(WrappedOptimizer):
     def _expect_backward(self, name: str) -> None:
         if not self._has_backward and (self.accumulation_steps > 1 or self.scaler is not None):
             raise RuntimeError(
-                f"{name} came without a backward of this optimizer in this micro-batch: call optimizer.backward(loss), "
-                "which divides and scales the loss, in the place of loss.backward()."
+                f"{name} was called without optimizer.backward(loss) in this micro-batch: call it instead of "
+                "loss.backward(), as it divides and scales the loss."
             )
 
     def _unscale(self) -> bool:
@@ -260,7 +278,7 @@ class GradientAccumulationOptimizer(WrappedOptimizer):
 
 def _check(optimizer: Any, model: Any, accumulation_steps: Any) -> None:
     if isinstance(optimizer, GradientAccumulationOptimizer):
-        raise TypeError("optimizer accumulates gradients already: give the one that stands in its .optimizer.")
+        raise TypeError("optimizer accumulates gradients already: give its .optimizer.")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     if not isinstance(model, nn.Module):

@@ -1,4 +1,4 @@
-"""Reduction of gradients over ranks, held back until it is asked for: DDP and FSDP2 inside a model."""
+"""Reduction of gradients over ranks, deferred until it is due: DDP and FSDP2 inside a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPARSE = 1 << 32  # counts ranks with a sparse gradient above those with a dens
 
 
 class Reduction:
-    """What reduces gradients inside ``model``, wherever it stands there; without DDP and FSDP2 every call is local."""
+    """The modules of ``model`` that reduce gradients, DDP and FSDP2; without them every call is local."""
 
     def __init__(self, model: nn.Module) -> None:
         self._ddp: list[Any] = []
@@ -28,22 +28,22 @@ class Reduction:
         return bool(self._ddp or self._fsdp)
 
     def check_accumulates(self) -> None:
-        """Refuse what cannot hold back its gradients.
+        """Refuse what cannot defer its reduction.
 
         Raises:
-            ValueError: DDP with ``static_graph=True``, or a module that holds back inside a context only (FSDP1).
+            ValueError: DDP with ``static_graph=True``, or a module that defers inside a context only (FSDP1).
         """
         for ddp in self._ddp:
             check_accumulates(ddp)
         for module in self._unknown:
             raise ValueError(
-                f"{type(module).__name__} cannot be told to hold back its gradients between calls: use "
+                f"{type(module).__name__} cannot defer its reduction between calls: use "
                 "DistributedDataParallel or FSDP2 (fully_shard), or gradient_sync(model, last=...) around each "
                 "forward and backward."
             )
 
     def set_sync(self, reduces: bool) -> None:
-        """Whether the next forward, with the backward that belongs to it, reduces; stays until it is set again."""
+        """Set whether the next forward and its backward reduce; holds until it is set again."""
         for ddp in self._ddp:
             ddp.require_backward_grad_sync = reduces  # as its no_sync() does; read in forward
         if self._fsdp_reduces is not reduces:  # this walks over all modules
@@ -52,7 +52,7 @@ class Reduction:
             self._fsdp_reduces = reduces
 
     def is_done(self) -> bool:
-        """Whether the backward just made had DDP reduce; what comes before the next :meth:`set_sync` then does not."""
+        """Whether DDP reduced in the last backward; if so, those before the next :meth:`set_sync` do not."""
         reducing = [ddp for ddp in self._ddp if ddp.require_backward_grad_sync]
         if not reducing or not all(_is_finished(ddp) for ddp in reducing):
             return False
@@ -63,12 +63,12 @@ class Reduction:
     def backward_again(self, loss: Tensor, parameters: Sequence[Tensor], retain_graph: bool | None) -> None:
         """Add the gradients of one more loss, as means over ranks, to those that DDP has reduced. A collective.
 
-        DDP reduces once per forward: a second backward through it stays local, without a word.
+        DDP reduces once per forward: a second backward through it stays local, silently.
         """
         reduced = [_own_parameters(ddp) for ddp in self._ddp]
         everything = _unique([*(p for each in reduced for p in each), *parameters])
         found = torch.autograd.grad(loss, everything, retain_graph=retain_graph, allow_unused=True)
-        # two of them may be one tensor
+        # autograd may return one tensor for two parameters
         fresh: dict[int, Tensor | None] = {
             id(p): None if g is None else g.clone() for p, g in zip(everything, found, strict=True)
         }
@@ -81,7 +81,7 @@ class Reduction:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def finish_group(self, parameters: Sequence[Tensor], micro_batches: int, accumulation_steps: int) -> bool:
-        """Make of what a short group left in ``parameters`` the mean over all its micro-batches. A collective.
+        """Turn the gradients of an incomplete group into the mean over all its micro-batches. A collective.
 
         Args:
             parameters: whose gradients hold the sum over this rank's micro-batches, each divided by
@@ -89,14 +89,14 @@ class Reduction:
             micro_batches: of this rank. Under DDP ranks may differ, and each of their micro-batches weighs the same.
 
         Returns:
-            False where no rank has any; nothing has changed then.
+            False if no rank has any; then nothing has changed.
         """
         done: set[int] = set()
         sums: list[tuple[Tensor, Tensor | None, int]] = []
         known, any_rank = {id(p) for p in parameters}, micro_batches > 0
         for ddp in self._ddp:
             own = [p for p in _own_parameters(ddp) if id(p) in known]
-            # without a micro-batch here, what stands in .grad is that of the last update
+            # without a micro-batch here, .grad is that of the last update
             gradients = [p.grad if micro_batches else None for p in own]
             summed, total = _sum_over_ranks(ddp, own, gradients, micro_batches)
             sums += [(p, g, total) for p, g in zip(own, summed, strict=True)]
@@ -114,11 +114,15 @@ class Reduction:
         return True
 
     def reduce_fsdp(self) -> None:
-        """Reduce what FSDP2 has kept of earlier backwards, of which ``.grad`` shows nothing. A collective."""
+        """Reduce what FSDP2 has kept of earlier backwards, which is not in ``.grad``. A collective."""
         for module in self._fsdp:
             module.set_requires_gradient_sync(True)
             # torch calls this at the end of each backward; no public function reduces without one
-            module._get_fsdp_state()._root_post_backward_final_callback()
+            state = getattr(module, "_get_fsdp_state", lambda: None)()
+            reduce = getattr(state, "_root_post_backward_final_callback", None)
+            if reduce is None:
+                raise RuntimeError(_unknown_torch("FSDP2", "_root_post_backward_final_callback"))
+            reduce()
         self._fsdp_reduces = True
 
     def _find(self, module: nn.Module) -> None:
@@ -135,11 +139,21 @@ class Reduction:
 
 def _is_finished(ddp: Any) -> bool:
     """Whether no reduction waits for a parameter that a further loss may reach."""
+    check = getattr(ddp.reducer, "_check_reducer_finalized", None)
+    if check is None:
+        raise RuntimeError(_unknown_torch("DDP", "_check_reducer_finalized"))
     try:
-        ddp.reducer._check_reducer_finalized()
+        check()
     except RuntimeError:
         return False
     return True
+
+
+def _unknown_torch(wrapper: str, name: str) -> str:
+    return (
+        f"torch {torch.__version__} has no {name}, by which GradientAccumulationOptimizer defers {wrapper}'s "
+        "reduction: use gradient_sync(model, last=...) around each forward and backward, or torch 2.11 to 2.13."
+    )
 
 
 def _own_parameters(ddp: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A scheduler that moves once per update, for hand-written loops that call it at each micro-batch."""
+"""A scheduler that steps once per update, for hand-written loops that call it at each micro-batch."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from ignite_engine.step.micro_batches import check_steps
 
 
 class GradientAccumulationLRScheduler(LRScheduler):
-    """``scheduler``, gated: call :meth:`step` at every micro-batch, it moves once per update.
+    """``scheduler``, gated: call :meth:`step` at every micro-batch, it steps once per update.
 
-    From :func:`initialize` it follows the optimizer: it moves when an update was made since its last move, never for
-    a skipped one. Made alone it counts its own calls, ``accumulation_steps`` to a move. Whatever else is asked of it
-    is the wrapped scheduler's, which stands in ``.scheduler``.
+    From :func:`initialize` it follows the optimizer: it steps if there was an update since its last step, never for
+    a skipped one. Made alone it counts its own calls and steps at every ``accumulation_steps``-th. Everything else is
+    delegated to the wrapped scheduler, ``.scheduler``.
 
     Args:
         scheduler: one of torch, or of ``ignite_engine.handlers`` (its first LR is set here), over the optimizer.
         accumulation_steps: micro-batches per update, at least 1.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
 
     def __init__(self, scheduler: Any, accumulation_steps: int) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau follows a metric: call its own step(metric) after each evaluation.")
         if isinstance(scheduler, GradientAccumulationLRScheduler):
-            raise TypeError("scheduler waits for groups already: give the one that stands in its .scheduler.")
+            raise TypeError("scheduler is gated already: give its .scheduler.")
         if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
             raise TypeError(
                 f"scheduler must have step, state_dict and load_state_dict, as those of torch.optim.lr_scheduler do, "
                 f"got {type(scheduler).__name__}."
             )
         check_steps(accumulation_steps)
-        # torch's own initializer is left out: it would move the wrapped one
+        # torch's own initializer is not called: it would step the wrapped one
         self.scheduler, self.accumulation_steps = scheduler, accumulation_steps
         self.is_due, self._calls, self._follows = False, 0, False
         if isinstance(scheduler, Schedule):
             scheduler.apply()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move, if an update is behind; the arguments reach the wrapped scheduler."""
+        """Step if there was an update; the arguments are passed to the wrapped scheduler."""
         if not self._follows:
             self._calls += 1
             self.is_due = self._calls == self.accumulation_steps
@@ -56,7 +56,7 @@ class GradientAccumulationLRScheduler(LRScheduler):
             self.scheduler.step(*args, **kwargs)
 
     def flush(self) -> None:
-        """Move for a group that was cut short; only for one made alone, ``optimizer.flush()`` does it otherwise."""
+        """Step for an incomplete last group; only for one made alone, ``optimizer.flush()`` does it otherwise."""
         if self.is_due or self._calls:
             self.is_due, self._calls = False, 0
             self.scheduler.step()
@@ -71,11 +71,11 @@ class GradientAccumulationLRScheduler(LRScheduler):
         return list(self.scheduler.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's state and how far the group is; it loads into the bare scheduler too."""
+        """The wrapped scheduler's state and the position in the group; it loads into the bare scheduler too."""
         return {**self.scheduler.state_dict(), "accumulation": {"is_due": self.is_due, "calls": self._calls}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, or a bare scheduler's state."""
+        """Load what :meth:`state_dict` returned, or a bare scheduler's state."""
         own = {"is_due": False, "calls": 0, **state_dict.get("accumulation", {})}
         self.scheduler.load_state_dict({name: value for name, value in state_dict.items() if name != "accumulation"})
         self.is_due, self._calls = own["is_due"], own["calls"]
@@ -98,17 +98,17 @@ def initialize(
     """Gate ``optimizer`` and ``scheduler`` for a loop that calls them at every micro-batch.
 
     Args:
-        model: plain, DDP or FSDP2, wrapped already.
+        model: plain, DDP or FSDP2, already wrapped.
         optimizer: over parameters of ``model``.
         scheduler: over ``optimizer``.
         accumulation_steps: micro-batches per update.
-        precision: see :class:`GradientAccumulationOptimizer`, and so for ``grad_scaler``.
+        precision: see :class:`GradientAccumulationOptimizer`, also for ``grad_scaler``.
 
     Returns:
         The optimizer, and a scheduler that follows its updates.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
     if scheduler is None:
         raise TypeError("initialize() needs a scheduler: without one make GradientAccumulationOptimizer alone.")

@@ -1,4 +1,4 @@
-"""An optimizer that stands in front of another one and is, but for what it overrides, that one."""
+"""An optimizer that wraps another one and delegates to it everything that it does not override."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 class WrappedOptimizer(Optimizer):
     """Groups, state, hooks and every other attribute are those of ``.optimizer``.
 
-    A scheduler takes it for an optimizer, and may be made over either.
+    A scheduler accepts it as an optimizer, and may be made over either. It can be copied and pickled, with the
+    optimizer inside.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -47,4 +48,7 @@ class WrappedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(f"{type(self).__name__} cannot be copied or pickled: save its state_dict().")
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)

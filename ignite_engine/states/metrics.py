@@ -1,7 +1,7 @@
-"""What an Ignite metric has gathered so far, as plain data: taken in mid-epoch, put back in another process.
+"""What an Ignite metric has gathered so far, as plain data: captured in mid-epoch, restored in another process.
 
-Ignite's own ``state_dict`` of a metric leaves attributes out (MutualInformation), and lists cannot be loaded back
-(EpochMetric, so ROC_AUC and its like), as seen in 0.5.5. Here every attribute that can change counts.
+Ignite's own ``state_dict`` of a metric leaves attributes out (MutualInformation), and fails to load lists
+(EpochMetric, so ROC_AUC and its like), as seen in 0.5.5. Here every attribute that can change is captured.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def metrics_of(engine: Engine) -> dict[str, Metric]:
     return found | {f"unnamed {index} {type(each).__name__}": each for index, each in enumerate(left)}
 
 
-def problem(metric: Metric) -> str | None:
-    """Why this metric's state cannot be told, as the end of a sentence; None: it can."""
+def unsupported_reason(metric: Metric) -> str | None:
+    """Why this metric's state cannot be saved, as the end of a sentence; None: it can."""
     for name, value in _changeable(metric):
         try:
             for inner in _metrics_in(value):
-                if (found := problem(inner)) is not None:
+                if (found := unsupported_reason(inner)) is not None:
                     return found
             refuse_what_cannot_be_loaded({name: _packed(value)})
         except (CheckpointError, TooDeep):
@@ -59,25 +59,25 @@ def capture(metric: Metric) -> dict[str, Any]:
 
 
 def restore(metric: Metric, state: Mapping[str, Any]) -> None:
-    """Put back what :func:`capture` gave, tensors on the kind of device that they were on."""
+    """Restore what :func:`capture` returned, tensors on the kind of device that they were on."""
     for name, value in state.items():
         setattr(metric, name, _unpacked(value, getattr(metric, name, None)))
 
 
 class MetricState:
-    """A metric's part of a checkpoint, each rank's own; empty where :func:`problem` has something to say.
+    """A metric's part of a checkpoint, each rank's own; empty where :func:`unsupported_reason` has a reason.
 
-    What a clock gave is not worth saving: a :class:`~ignite.metrics.Frequency` begins anew.
+    Clock readings are not worth saving: a :class:`~ignite.metrics.Frequency` starts over.
     """
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
 
-    def problem(self) -> str | None:
-        return None if isinstance(self.metric, Frequency) else problem(self.metric)
+    def unsupported_reason(self) -> str | None:
+        return None if isinstance(self.metric, Frequency) else unsupported_reason(self.metric)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if problem(self.metric) is not None else capture(self.metric)
+        return {} if unsupported_reason(self.metric) is not None else capture(self.metric)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         restore(self.metric, state)
@@ -125,18 +125,19 @@ def _packed_leaf(value: Any) -> Any:
 
 
 def _unpacked(value: Any, present: Any) -> Any:
-    """``value`` as it was packed; metrics in ``present``, which stands in its place now, are kept and restored."""
+    """``value`` as it was packed; metrics in ``present``, the current value, are kept and restored."""
     if isinstance(present, Metric):
         restore(present, value)
         return present
     if type(value) is dict:
         if _TENSOR in value:
             return value[_TENSOR].to(value[_DEVICE])
-        there = present if isinstance(present, dict) else {}
-        return {key: _unpacked(each, there.get(key)) for key, each in value.items()}
+        current = present if isinstance(present, dict) else {}
+        return {key: _unpacked(each, current.get(key)) for key, each in value.items()}
     if type(value) in (list, tuple):
         same = isinstance(present, list | tuple) and len(present) == len(value)
         return type(value)(
-            _unpacked(each, there) for each, there in zip(value, present if same else [None] * len(value), strict=True)
+            _unpacked(each, current)
+            for each, current in zip(value, present if same else [None] * len(value), strict=True)
         )
     return value

@@ -1,4 +1,4 @@
-"""States of models and optimizers under names that depend neither on their wrapping nor on their order."""
+"""States of models and optimizers under names that do not depend on wrapping or order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ignite_engine.errors import StateMismatch, leave_out
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what torch.compile puts into it; :func:`unwrap` sees to DDP."""
+    """A parameter's name without the prefix of torch.compile; :func:`unwrap` removes DDP's."""
     return name.replace("_orig_mod.", "")
 
 
@@ -28,22 +28,22 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 class ModelState:
-    """A model's state under names that don't depend on its wrapping."""
+    """A model's state under names that do not depend on its wrapping."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.held: Mapping[str, Tensor] = {}
-        """The model's own values by name, while others stand in their place for an evaluation."""
+        self.swapped_out: Mapping[str, Tensor] = {}
+        """The model's own values by name, while an evaluation runs with others in their place."""
 
     def state_dict(self) -> dict[str, Any]:
         state = {clean_name(name): value for name, value in unwrap(self.model).state_dict().items()}
-        return {name: self.held.get(name, value) for name, value in state.items()}
+        return {name: self.swapped_out.get(name, value) for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load by name.
 
         Raises:
-            StateMismatch: names or shapes are others than those saved.
+            StateMismatch: names or shapes differ from those saved.
         """
         model = unwrap(self.model)
         own = {clean_name(name): name for name in model.state_dict()}
@@ -91,7 +91,7 @@ class OptimizerState:
         """Load by name.
 
         Raises:
-            StateMismatch: the groups hold other parameters than those saved.
+            StateMismatch: the groups differ from those saved, or the optimizer is of another kind.
         """
         index_of = {name: index for index, name in enumerate(self._names())}
         saved = [set(group["params"]) for group in state["param_groups"]]

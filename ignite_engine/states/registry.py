@@ -234,7 +234,7 @@ class Registry:
         """Why a run resumed from what is captured now would have other states, for the exactness report."""
         found = [f"{name} is attached but not saved" for name in self.unsaved]
         for name, obj in self.objects.items():
-            if isinstance(obj, MetricState) and (why := obj.problem()) is not None:
+            if isinstance(obj, MetricState) and (why := obj.unsupported_reason()) is not None:
                 found.append(f"{name} is not saved, as {why}, which is no plain data")
         return found
 

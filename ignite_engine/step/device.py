@@ -11,14 +11,14 @@ from torch import nn
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the first parameter lives, else the first buffer; the CPU for a model with neither."""
+    """The device of the first parameter, else of the first buffer; the CPU for a model with neither."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
 
 
 def to_device(micro_batches: Sequence[Any], device: torch.device) -> Iterable[Any]:
-    """The micro-batches on ``device``, in order; nested lists, tuples and mappings of tensors are walked.
+    """The micro-batches on ``device``, in order; tensors in nested lists, tuples and mappings are moved.
 
     On the CPU they are returned as they are. On CUDA each is copied on a side stream while the one before it is
     computed (``non_blocking``: it overlaps only from pinned memory, see ``pin_memory`` of the loader).

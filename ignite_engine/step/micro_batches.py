@@ -20,8 +20,8 @@ class Group(list[Any]):
 def gradient_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
     """A context for one micro-batch's forward AND backward: ranks reduce gradients only in the ``last`` of a group.
 
-    DDP (decided in forward) and FSDP2 are known; any other model needs nothing and gets a null context. Leaving the
-    context restores what was, on an error too.
+    For DDP (which decides in forward) and FSDP2; any other model gets a null context. Leaving the context restores the
+    setting, on an error too.
     """
     if last:
         return nullcontext()
@@ -43,10 +43,10 @@ def _fsdp_no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def check_accumulates(model: nn.Module) -> None:
-    """Refuse what cannot accumulate.
+    """Refuse a model that cannot accumulate.
 
     Raises:
-        ValueError: DDP with ``static_graph=True``, which dies in torch of an internal assert under ``no_sync``.
+        ValueError: DDP with ``static_graph=True``, which fails an internal assert of torch under ``no_sync``.
     """
     if getattr(model, "static_graph", False):
         raise ValueError(
@@ -56,7 +56,7 @@ def check_accumulates(model: nn.Module) -> None:
 
 
 def check_steps(accumulation_steps: Any) -> None:
-    """Refuse what is no number of micro-batches.
+    """Refuse anything but a positive number of micro-batches.
 
     Raises:
         ValueError: it is not a whole number of at least 1.

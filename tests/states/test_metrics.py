@@ -1,4 +1,4 @@
-"""A metric whose state was told in the middle of an epoch goes on in another one to the same bits."""
+"""A metric whose state was captured in the middle of an epoch continues in another one to the same bits."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ class OwnMetric(Metric):
 
 
 def test_what_is_no_plain_data_is_named() -> None:
-    assert metric_state.problem(OwnMetric([1.0, "two"])) is None
-    assert metric_state.problem(OwnMetric(deque())) == "OwnMetric keeps a collections.deque in kept"
-    assert metric_state.problem(OwnMetric(deque()) * 2) == "OwnMetric keeps a collections.deque in kept"
-    assert "ignite.handlers.timing.Timer" in str(metric_state.problem(Frequency()))
+    assert metric_state.unsupported_reason(OwnMetric([1.0, "two"])) is None
+    assert metric_state.unsupported_reason(OwnMetric(deque())) == "OwnMetric keeps a collections.deque in kept"
+    assert metric_state.unsupported_reason(OwnMetric(deque()) * 2) == "OwnMetric keeps a collections.deque in kept"
+    assert "ignite.handlers.timing.Timer" in str(metric_state.unsupported_reason(Frequency()))
 
 
 @pytest.mark.cuda

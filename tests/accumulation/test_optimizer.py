@@ -1,14 +1,9 @@
-"""The façade for hand-written loops, in one process: what it gates, what it counts, what it saves."""
+"""The gated optimizer in one process: what it gates, what it counts, what it saves."""
 
 from __future__ import annotations
 
 import copy
-import io
-import os
-import subprocess
-import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +11,7 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ignite_engine import Trainer
@@ -25,64 +20,9 @@ from ignite_engine.accumulation import (
     GradientAccumulationOptimizer,
     initialize,
 )
-from ignite_engine.handlers import Checkpoint, warmup_cosine
-from tests.builders import Numbers, linear, mse, numbers_loader, one
-
-ROOT = Path(__file__).resolve().parents[2]
-DOUBLE = torch.float64
-
-
-def micro_batches(count: int) -> list[Any]:
-    data = Numbers(2 * count, dtype=DOUBLE)
-    return [(data.inputs[i : i + 2], data.targets[i : i + 2]) for i in range(0, 2 * count, 2)]
-
-
-def made(steps: int, **options: Any) -> tuple[nn.Module, GradientAccumulationOptimizer, Any]:
-    """A model and the pair over AdamW and a scheduler that takes a tenth off the LR at each update."""
-    model = linear(dtype=DOUBLE)
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    scheduler = torch_schedulers.MultiplicativeLR(optimizer, lambda epoch: 0.9)
-    return model, *initialize(model, optimizer, scheduler, steps, **options)
-
-
-def by_hand(groups: Sequence[Sequence[Any]]) -> tuple[Tensor, list[float]]:
-    """Weights and LRs after one update for each group, its gradient that of the mean of the losses."""
-    model, lrs = linear(dtype=DOUBLE), []
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    scheduler = torch_schedulers.MultiplicativeLR(optimizer, lambda epoch: 0.9)
-    for group in groups:
-        optimizer.zero_grad()
-        torch.stack([mse(model, batch) for batch in group]).mean().backward()
-        optimizer.step()
-        scheduler.step()
-        lrs.append(scheduler.get_last_lr()[0])
-    return one(model), lrs
-
-
-def clear_first(model: nn.Module, optimizer: Any, scheduler: Any, batch: Any) -> None:
-    optimizer.zero_grad()
-    with optimizer.autocast():
-        loss = mse(model, batch)
-    optimizer.backward(loss)
-    optimizer.step()
-    scheduler.step()
-
-
-def clear_last(model: nn.Module, optimizer: Any, scheduler: Any, batch: Any) -> None:
-    with optimizer.autocast():
-        loss = mse(model, batch)
-    optimizer.backward(loss)
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-
-
-def gradient(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
-
-
-def close(weights: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(weights, expected, rtol=1e-12, atol=1e-13)
+from ignite_engine.handlers import Checkpoint
+from tests.accumulation.loops import DOUBLE, by_hand, clear_first, clear_last, close, gradient, made, micro_batches
+from tests.builders import linear, mse, numbers_loader, one
 
 
 @pytest.mark.parametrize("call", [clear_first, clear_last])
@@ -296,138 +236,6 @@ def test_forward_runs_in_the_precision_that_was_asked_for(precision: str) -> Non
     assert (optimizer.scaler is not None) == (precision == "fp16")
 
 
-def test_scheduler_alone_counts_its_own_calls() -> None:
-    optimizer = SGD(linear().parameters(), lr=1.0)
-    scheduler = GradientAccumulationLRScheduler(torch_schedulers.ExponentialLR(optimizer, 0.5), 3)
-    optimizer.step()
-    seen = []
-    for _ in range(7):
-        scheduler.step()
-        seen.append(scheduler.get_last_lr()[0])
-    assert seen == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25]
-    scheduler.flush()
-    assert scheduler.get_last_lr() == [0.125]
-    scheduler.flush()
-    assert scheduler.get_last_lr() == [0.125]
-
-
-def test_state_of_a_scheduler_alone_says_how_far_its_group_is() -> None:
-    optimizer = SGD(linear().parameters(), lr=1.0)
-    scheduler = GradientAccumulationLRScheduler(torch_schedulers.ExponentialLR(optimizer, 0.5), 3)
-    optimizer.step()
-    scheduler.step()
-    scheduler.step()
-    other = GradientAccumulationLRScheduler(torch_schedulers.ExponentialLR(optimizer, 0.5), 3)
-    other.load_state_dict(scheduler.state_dict())
-    other.step()
-
-    assert other.last_epoch == 1
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # it sees this process only
-def test_state_that_was_saved_before_the_scheduler_moved_moves_it() -> None:
-    batches = micro_batches(4)
-    model, optimizer, scheduler = made(2)
-    for batch in batches[:2]:
-        optimizer.backward(mse(model, batch))
-        optimizer.step()
-        states = copy.deepcopy([each.state_dict() for each in (model, optimizer.optimizer, scheduler)])
-        scheduler.step()
-        optimizer.zero_grad()
-    other, other_optimizer, other_scheduler = made(2)
-    for each, state in zip((other, other_optimizer, other_scheduler), states, strict=True):
-        each.load_state_dict(state)
-    for batch in batches[2:]:
-        clear_last(other, other_optimizer, other_scheduler, batch)
-        clear_last(model, optimizer, scheduler, batch)
-
-    assert torch.equal(one(other), one(model)) and other_scheduler.get_last_lr() == scheduler.get_last_lr()
-
-
-def test_a_schedule_of_ours_sets_the_lr_of_the_first_update() -> None:
-    bare = SGD((model := linear()).parameters(), lr=0.3)
-    optimizer, scheduler = initialize(model, bare, warmup_cosine(bare, warmup=3, total=10), 2)
-
-    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == pytest.approx(0.1)
-
-
-def schedulers() -> dict[str, Callable[[Optimizer], Any]]:
-    return {
-        "lambda": lambda optimizer: torch_schedulers.LambdaLR(optimizer, lambda epoch: 1.0 / (epoch + 1)),
-        "one_cycle": lambda optimizer: torch_schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
-        "sequential": lambda optimizer: torch_schedulers.SequentialLR(
-            optimizer,
-            [torch_schedulers.LinearLR(optimizer), torch_schedulers.CosineAnnealingLR(optimizer, 9)],
-            milestones=[3],
-        ),
-        "ours": lambda optimizer: warmup_cosine(optimizer, warmup=3, total=10),
-    }
-
-
-@pytest.mark.parametrize("name", schedulers())
-@pytest.mark.parametrize("saved_after", [8, 9])  # at the edge of a group, and within one
-def test_state_that_was_saved_goes_on_exactly(name: str, saved_after: int) -> None:
-    def pair() -> tuple[nn.Module, Any, Any]:
-        model = linear(dtype=DOUBLE)
-        optimizer = AdamW(model.parameters(), lr=0.1)
-        return model, *initialize(model, optimizer, schedulers()[name](optimizer), 2)
-
-    batches, trace, goes_on = micro_batches(16), list[float](), list[float]()
-    model, optimizer, scheduler = pair()
-    file = io.BytesIO()
-    for index, batch in enumerate(batches):
-        if index == saved_after:
-            torch.save([each.state_dict() for each in (model, optimizer, scheduler)], file)
-        clear_last(model, optimizer, scheduler, batch)
-        trace.append(optimizer.param_groups[0]["lr"])
-
-    file.seek(0)
-    states = torch.load(file, weights_only=True)
-    other, other_optimizer, other_scheduler = pair()
-    for each, state in zip((other, other_optimizer, other_scheduler), states, strict=True):
-        each.load_state_dict(state)
-    for batch in batches[saved_after:]:
-        clear_last(other, other_optimizer, other_scheduler, batch)
-        goes_on.append(other_optimizer.param_groups[0]["lr"])
-    assert goes_on == trace[saved_after:] and len(set(goes_on)) >= 3
-    assert torch.equal(one(other), one(model)) and other_optimizer.optimizer_steps == 8
-
-
-IN_ANOTHER_PROCESS = """
-import sys, torch
-from ignite_engine.accumulation import initialize
-model = torch.nn.Linear(3, 1)
-bare = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-scheduler = torch.optim.lr_scheduler.StepLR(bare, 2, gamma=0.5)
-pair = initialize(model, bare, scheduler, 2, precision="fp16", grad_scaler={"init_scale": float(sys.argv[2])})
-if sys.argv[1] == "goes on":
-    for each, state in zip((model, *pair), torch.load("state.pt", weights_only=True)):
-        each.load_state_dict(state)
-optimizer, scheduler = pair
-for _ in range(6):
-    optimizer.backward(model(torch.ones(2, 3)).square().mean())
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-torch.save([each.state_dict() for each in (model, *pair)], "state.pt")
-print(scheduler.get_last_lr()[0], optimizer.optimizer_steps, optimizer.skipped_steps, optimizer.scaler.get_scale())
-"""
-
-
-def test_lr_goes_on_in_a_fresh_process(tmp_path: Path) -> None:
-    def lines(*arguments: str) -> list[str]:
-        command = [sys.executable, "-c", IN_ANOTHER_PROCESS, *arguments]
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        result = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
-        )
-        assert result.returncode == 0, result.stderr
-        return result.stdout.split()
-
-    assert lines("starts", "128") == ["0.5", "3", "0", "128.0"]
-    assert lines("goes on", "1") == ["0.125", "6", "0", "128.0"]
-
-
 def test_states_go_to_and_from_the_bare_ones() -> None:
     batches = micro_batches(4)
     model, optimizer, scheduler = made(2)
@@ -479,63 +287,6 @@ def test_loading_drops_the_group_that_is_open() -> None:
         clear_last(model, optimizer, scheduler, batch)
 
     assert close(one(model), by_hand([batches[3:]])[0]) and optimizer.optimizer_steps == 1
-
-
-def test_it_is_an_optimizer_and_everything_else_is_the_wrapped_ones() -> None:
-    model, optimizer, scheduler = made(2)
-    bare, calls = optimizer.optimizer, list[str]()
-    assert isinstance(optimizer, Optimizer) and isinstance(scheduler, torch_schedulers.LRScheduler)
-    assert optimizer.param_groups is bare.param_groups and optimizer.state is bare.state
-    assert optimizer.defaults is bare.defaults and "lr: 0.1" in repr(optimizer)
-    assert scheduler.base_lrs == [0.1] and scheduler.last_epoch == 0 and scheduler.optimizer is bare
-    optimizer.register_step_post_hook(lambda *_: calls.append("stepped"))
-    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("saved"))
-    extra = nn.Parameter(torch.zeros(1, dtype=DOUBLE))
-    optimizer.add_param_group({"params": [extra], "lr": 0.5})
-    assert [group["lr"] for group in bare.param_groups] == [0.1, 0.5]
-    for batch in micro_batches(4):
-        clear_last(model, optimizer, GradientAccumulationLRScheduler(scheduler.scheduler, 9), batch)
-    optimizer.state_dict()
-    assert calls == ["stepped", "stepped", "saved"]
-    optimizer.param_groups = optimizer.param_groups[:1]
-    optimizer.state = optimizer.state
-    assert len(bare.param_groups) == 1
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = optimizer.no_such_thing
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
-        copy.deepcopy(optimizer)
-
-
-def test_torch_schedulers_may_be_made_over_it() -> None:
-    model = linear(dtype=DOUBLE)
-    optimizer = GradientAccumulationOptimizer(SGD(model.parameters(), lr=1.0), model, 2)
-    scheduler = torch_schedulers.ExponentialLR(optimizer, 0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch's, about a step that it has not seen
-        for batch in micro_batches(4):
-            optimizer.backward(mse(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-            if optimizer.accumulation_boundary():
-                scheduler.step()
-
-    assert optimizer.optimizer.param_groups[0]["lr"] == 0.25 and optimizer.optimizer_steps == 2
-
-
-def test_a_wrapper_with_a_backward_of_its_own_gets_the_divided_loss() -> None:
-    class Recording(SGD):
-        losses: list[float] = []
-
-        def backward(self, loss: Tensor) -> None:
-            self.losses.append(loss.item())
-            loss.backward()
-
-    model = linear(dtype=DOUBLE)
-    optimizer = GradientAccumulationOptimizer(inner := Recording(model.parameters(), lr=0.1), model, 4)
-    loss = mse(model, micro_batches(1)[0])
-    optimizer.backward(loss)
-
-    assert inner.losses == [loss.item() / 4]
 
 
 def test_a_failing_step_leaves_the_next_group_whole() -> None:
@@ -605,9 +356,9 @@ def test_a_loss_that_was_not_given_to_it_is_refused() -> None:
     model, optimizer, _ = made(2)
     mse(model, micro_batches(1)[0]).backward()
 
-    with pytest.raises(RuntimeError, match=r"step\(\) came without a backward.*optimizer.backward\(loss\)"):
+    with pytest.raises(RuntimeError, match=r"step\(\) was called without optimizer.backward\(loss\)"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"clip_gradients\(\) came without a backward"):
+    with pytest.raises(RuntimeError, match=r"clip_gradients\(\) was called without"):
         optimizer.clip_gradients(1.0)
     with pytest.raises(ValueError, match="takes no closure"):
         optimizer.step(lambda: 0.0)
@@ -640,7 +391,7 @@ def bad_arguments() -> list[tuple[Callable[[], object], type[Exception], str]]:
         (lambda: of(SGD(context.parameters()), context, 2), ValueError, r"HoldsBackInAContext.*gradient_sync\(model"),
         (lambda: of(SGD(static.parameters()), static, 2), ValueError, "static_graph=True.* cannot accumulate"),
         (lambda: over(scheduler, True), ValueError, "whole number of at least 1, got True"),
-        (lambda: over(over(scheduler, 2), 2), TypeError, "waits for groups already"),
+        (lambda: over(over(scheduler, 2), 2), TypeError, "scheduler is gated already: give its"),
         (lambda: over("cosine", 2), TypeError, "must have step, state_dict and load_state_dict.* got str"),
         (lambda: over(torch_schedulers.ReduceLROnPlateau(bare), 2), ValueError, r"its own step\(metric\)"),
         (lambda: initialize(model, bare, None), TypeError, "needs a scheduler: .* alone"),

@@ -1,4 +1,4 @@
-"""The façade for hand-written loops on two gloo ranks: what is reduced when, and what comes out."""
+"""Gradients of the gated optimizer on two gloo ranks: what is reduced when, and the result."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 
 from ignite_engine.accumulation import GradientAccumulationOptimizer, initialize
+from ignite_engine.accumulation.reduction import Reduction
 from tests.builders import Numbers, linear, mse, one
 
 pytestmark = pytest.mark.distributed
@@ -371,3 +372,20 @@ def test_state_within_a_group_of_several_ranks_is_refused(results: Results) -> N
     for each in results:
         assert "within a group (1 of 2 micro-batches)" in each["state"]["message"]
         assert each["state"]["saved"]["optimizer_steps"] == 1 and each["state"]["released"]
+
+
+def test_a_torch_without_its_private_names_is_one_sentence() -> None:
+    """In one process: what stands in for DDP and FSDP2 lacks the names that a later torch may rename."""
+
+    class Sharded(nn.Module):
+        def set_requires_gradient_sync(self, reduces: bool) -> None: ...
+
+    class Distributed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.require_backward_grad_sync, self.reducer = True, object()
+
+    with pytest.raises(RuntimeError, match=r"torch 2\.\d.* has no _root_post_backward_final_callback, .* FSDP2's red"):
+        Reduction(Sharded()).reduce_fsdp()
+    with pytest.raises(RuntimeError, match=r"torch 2\.\d.* has no _check_reducer_finalized, .* DDP's reduction: use "):
+        Reduction(Distributed()).is_done()
