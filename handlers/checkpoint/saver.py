@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ignite.engine.events import RemovableEventHandle
 from torch import Tensor
@@ -20,10 +20,13 @@ from ignite_engine.checkpointing import (
     Snapshot,
     all_finite,
 )
+from ignite_engine.checkpointing.background import ChangedWhileCopied
 from ignite_engine.checkpointing.manifest import Facts
+from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
+from ignite_engine.errors import one_line
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
-from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, unwrap
+from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.update import Update
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PEERS_TIMEOUT_S = 60.0
+_Captured = tuple[dict[str, Any], dict[str, Any], Facts]
 
 
 class Saver:
@@ -52,6 +56,7 @@ class Saver:
         self._saving: BackgroundSave[Path] | None = None
         self._before_step: RemovableEventHandle | None = None
         self._snapshot = Snapshot()
+        self._copies_late = True
         self._saved_at: tuple[int, int] | None = None
         self._saving_at = -1
 
@@ -78,6 +83,13 @@ class Saver:
         if self._saved_at is not None:  # resumed: the process before may have been killed between a save and its prune
             self._prune()
         self.filter.check(trainer.registry.capture)
+        agreement.agreed(lambda: self._check_registered(trainer))
+
+    def _check_registered(self, trainer: Trainer) -> None:
+        """Refuse what no checkpoint could hold before it is trained for."""
+        own = {"data", "rng", "trainer"}  # the state of a loader may start its workers
+        states = {name: obj.state_dict() for name, obj in trainer.registry.objects.items() if name not in own}
+        refuse_what_cannot_be_loaded(self.filter(states, getattr(trainer.registry, "kinds", {}))[0])
 
     def save(
         self,
@@ -99,18 +111,20 @@ class Saver:
         """
         state = trainer.state
         state.checkpoints += 1  # it counts itself: the resumed run continues with this number
-        kinds: Mapping[str, str] = getattr(trainer.registry, "kinds", {})
-        (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
-        if background:
-            shared, local = self._snapshot.take((shared, local), _changed_by_step_alone(trainer))
-        facts: Facts = {
-            **self.options.facts,
-            "metrics": metrics,
-            "reproducibility": [*trainer.exactness(self.filter), *reasons],
-            "left_out": left_out | own,
-            "kinds": kinds,
-            "parent": self.parent,
-        }
+        self._saved_at, self._saving_at = _boundary_of(trainer), state.iteration
+        started = time.perf_counter()
+        captured: list[_Captured] = []
+        try:
+            agreement.agreed(lambda: captured.append(self._capture(trainer, background)))
+        except Exception as error:  # whatever a state_dict of the user's raises must not end the training
+            failure = CheckpointError(
+                f"The checkpoint of iteration {state.iteration} was not saved: {one_line(error).rstrip('.')}."
+            )
+            failure.__cause__ = error
+            self._report(trainer, failure, lambda: 0.0)
+            return
+        ((shared, local, facts),) = captured
+        facts |= {"metrics": metrics, "reproducibility": [*facts["reproducibility"], *reasons]}
         save = partial(self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch)
 
         def write() -> Path:
@@ -119,18 +133,45 @@ class Saver:
             self._prune()
             return path
 
-        self._saved_at, self._saving_at = _boundary_of(trainer), state.iteration
         if not background:
-            started = time.perf_counter()
             self._report(trainer, write, lambda: time.perf_counter() - started)
             return
         self._saving = BackgroundSave(self._snapshot, write, trainer.request_attention)
         if isinstance(trainer.update, Update):
-            # an average of the weights may replace them while they are evaluated
-            changes = TrainingEvents.OPTIMIZER_STEP_STARTED | TrainingEvents.EVALUATION_STARTED
-            self._before_step = trainer.add_event_handler(changes, self._before_change)
+            self._before_step = trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._before_change)
         else:
             self._saving.before_change()
+
+    def _capture(self, trainer: Trainer, background: bool) -> _Captured:
+        """What is saved: shared parts, this rank's own, and the manifest's facts; a copy for the background."""
+        kinds: Mapping[str, str] = getattr(trainer.registry, "kinds", {})
+        (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
+        for parts in (shared, local):
+            refuse_what_cannot_be_loaded(parts)
+        facts: Facts = {
+            **self.options.facts,
+            "reproducibility": trainer.exactness(self.filter),
+            "left_out": left_out | own,
+            "kinds": kinds,
+            "parent": self.parent,
+        }
+        if background:
+            shared, local = self._snapshot.take((shared, local), self._is_late(trainer))
+        return shared, local, facts
+
+    def _is_late(self, trainer: Trainer) -> Callable[[Tensor], bool]:
+        """Whether a tensor is copied beside the next forward and backward: only optimizers' states are.
+
+        Weights are copied at once: user code may change them through ``.data``, NumPy or ``no_grad`` before the step,
+        without a trace.
+        """
+        known: set[int] = set()
+        if self._copies_late:
+            for obj in trainer.registry.objects.values():
+                if isinstance(obj, OptimizerState):
+                    for values in obj.optimizer.state.values():
+                        known.update(each.data_ptr() for each in values.values() if isinstance(each, Tensor))
+        return lambda tensor: tensor.data_ptr() in known
 
     def finish(self, trainer: Trainer) -> None:
         """Wait for the save in the background and fire the event that says how it ended; a collective."""
@@ -162,11 +203,16 @@ class Saver:
 
     _before_change.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before any handler that changes them
 
-    def _report(self, trainer: Trainer, result: Callable[[], Path], seconds: Callable[[], float]) -> None:
+    def _report(
+        self, trainer: Trainer, result: Callable[[], Path] | CheckpointError, seconds: Callable[[], float]
+    ) -> None:
         state = trainer.state
         try:
+            if isinstance(result, CheckpointError):
+                raise result
             path = result()
         except CheckpointError as error:
+            self._copies_late &= not isinstance(error, ChangedWhileCopied)
             state.checkpoints -= 1
             self.error, self._saved_at = error, None
             trainer.fire_event(TrainingEvents.CHECKPOINT_FAILED)
@@ -177,21 +223,6 @@ class Saver:
         self.error, self.parent = None, path.name
         state.checkpoint_path, state.saved_iteration, state.save_seconds = path, self._saving_at, seconds()
         trainer.fire_event(TrainingEvents.CHECKPOINT_SAVED)
-
-
-def _changed_by_step_alone(trainer: Trainer) -> Callable[[Tensor], bool]:
-    """Whether nobody changes a tensor before the next optimizer step or evaluation: trained weights, optimizer states.
-
-    Buffers, and parameters that are not trained, may be changed by the forward pass.
-    """
-    known: set[int] = set()
-    for obj in trainer.registry.objects.values():
-        if isinstance(obj, ModelState):
-            known.update(each.data_ptr() for each in unwrap(obj.model).parameters() if each.requires_grad)
-        elif isinstance(obj, OptimizerState):
-            for values in obj.optimizer.state.values():
-                known.update(each.data_ptr() for each in values.values() if isinstance(each, Tensor))
-    return lambda tensor: tensor.data_ptr() in known
 
 
 def _boundary_of(trainer: Trainer) -> tuple[int, int]:

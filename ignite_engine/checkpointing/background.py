@@ -13,6 +13,10 @@ from ignite_engine.errors import CheckpointError
 T = TypeVar("T")
 
 
+class ChangedWhileCopied(CheckpointError):
+    """What is copied late was changed before the copy was made."""
+
+
 class BackgroundSave(Generic[T]):
     """Runs ``write`` in a thread, once the late half of ``snapshot`` is copied and was not changed meanwhile.
 
@@ -57,7 +61,7 @@ class BackgroundSave(Generic[T]):
         """What ``write`` returned, after waiting for it.
 
         Raises:
-            CheckpointError: what is copied late was changed before :meth:`before_change`; nothing was written.
+            ChangedWhileCopied: what is copied late was changed before :meth:`before_change`; nothing was written.
             Exception: whatever ``write`` raised.
         """
         self.wait()
@@ -73,9 +77,9 @@ class BackgroundSave(Generic[T]):
                 self._copied.set()
             self._judged.wait()
             if not self._untouched:
-                raise CheckpointError(
-                    "The weights or an optimizer's state changed while they were copied in the background: change "
-                    "them after the optimizer's step, or save with background=False."
+                raise ChangedWhileCopied(
+                    "This checkpoint was not saved: an optimizer's state was changed outside of its step while it was "
+                    "copied in the background. From now on it is copied before training continues."
                 )
             self._snapshot.wait_for_devices()
             self._value = self._write()

@@ -68,7 +68,10 @@ def _rebuilt(value: Any, leaf: Callable[[Any], Any], depth: int) -> Any:
     if depth >= MAX_DEPTH:
         raise TooDeep(f"a state is nested more than {MAX_DEPTH} deep, or contains itself")
     if kind in _MAPPINGS:
-        return kind({key: _rebuilt(each, leaf, depth + 1) for key, each in value.items()})
+        copy = kind({key: _rebuilt(each, leaf, depth + 1) for key, each in value.items()})
+        if kind is OrderedDict:  # a module's state_dict keeps its versions in an attribute
+            vars(copy).update(vars(value))
+        return copy
     return kind(_rebuilt(each, leaf, depth + 1) for each in value)
 
 

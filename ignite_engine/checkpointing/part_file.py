@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing.filesystem import FileRecord, hash_file, write_file
-from ignite_engine.checkpointing.nested import TooDeep, walk
+from ignite_engine.checkpointing.nested import TooDeep, rebuilt, walk
 from ignite_engine.errors import CheckpointError, one_line
 
 # What torch.load(weights_only=True) gives back as it was, tried on torch 2.13.
@@ -35,6 +35,8 @@ def refuse_what_cannot_be_loaded(parts: Mapping[str, Any]) -> None:
         for name, value in parts.items():
             if not isinstance(name, str) or not name:
                 raise CheckpointError(f"A part of a checkpoint is named by a non-empty string, got {name!r}.")
+            if not name.isprintable():
+                raise CheckpointError(f"A part of a checkpoint is named by printable text, got {name!r}.")
             for path, found in walk(value, whole=_is_foreign_container):
                 if problem := _problem(found):
                     inside = "".join(f"[{key!r}]" for key in path)
@@ -90,7 +92,42 @@ def _is_finite(value: Tensor) -> bool:
 
 def write_parts(path: Path, parts: Mapping[str, Any]) -> FileRecord:
     """Write named parts to a new file, fsynced; the hash is taken while writing."""
-    return write_file(path, lambda file: torch.save(dict(parts), file))
+    return write_file(path, lambda file: torch.save(_compact(dict(parts)), file))
+
+
+def _compact(parts: dict[str, Any]) -> dict[str, Any]:
+    """The parts with copies in the place of views into a memory that they do not fill together.
+
+    ``torch.save`` writes the whole memory of a view. Tensors that fill their memory stay as they are, so that those
+    that share it share it again when they are loaded.
+    """
+    used: dict[int, dict[tuple[Any, ...], int]] = {}
+    tensors = [value for _, value in walk(parts) if isinstance(value, Tensor) and value.layout == torch.strided]
+    for value in tensors:
+        used.setdefault(_memory(value), {})[_place(value)] = value.nbytes
+    sizes = {_memory(value): value.untyped_storage().nbytes() for value in tensors}
+    partly_used = {memory for memory, places in used.items() if sum(places.values()) < sizes[memory]}
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def copy_of_view(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.layout != torch.strided or _memory(value) not in partly_used:
+            return value
+        key = (type(value), *_place(value))
+        if key not in copies:
+            copy = value.detach().clone()
+            copies[key] = torch.nn.Parameter(copy, value.requires_grad) if type(value) is torch.nn.Parameter else copy
+        return copies[key]
+
+    return rebuilt(parts, copy_of_view) if partly_used else parts
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common if they are the same view of the same memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def read_parts(path: Path, record: FileRecord, *, verified: bool = False, mmap: bool = False) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class SaveOptions:
             A resumed run has it as it was built, so it must not be trained; the reproducibility report names it.
         keep_fn: ``keep_fn(part, name, value)``, called for each name inside a part; False leaves it out, too.
         background: write while training continues. It holds a second copy of the state in host memory. With an
-            ``Update`` weights and optimizer state are copied beside the next forward and backward; with an update
-            function of your own training waits for the copy.
+            ``Update`` the optimizer's state is copied beside the next forward and backward, the rest at once; with an
+            update function of your own training waits for the whole copy.
         when_busy: what a save that is due does while the previous one is still being written; ``wait`` or ``skip``
             (never a best one, one that was requested, or the last).
         on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on

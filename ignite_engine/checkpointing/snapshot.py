@@ -90,7 +90,8 @@ class Snapshot:
             return self._buffers[key]
         buffer = self._kept.get(key)
         if buffer is None:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
+            # with the strides of the source: fused kernels give other bits for another memory layout
+            buffer = torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
         self._buffers[key] = buffer
         (self._late if late(source) else self._at_once).append((buffer, source))
         return buffer

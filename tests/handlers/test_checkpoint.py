@@ -190,23 +190,20 @@ def test_finished_run_over_data_without_a_length_is_saved_as_finished(tmp_path: 
 
 
 class Unsavable:
-    """Fails once: its state cannot be in a checkpoint."""
+    """Its state cannot be in a checkpoint at one iteration."""
 
-    name = "unsavable"
-
-    def __init__(self) -> None:
-        self.fails = True
+    def __init__(self, trainer: Trainer, iteration: int) -> None:
+        self.trainer, self.iteration = trainer, iteration
 
     def state_dict(self) -> dict[str, Any]:
-        fails, self.fails = self.fails, False
-        return {"value": object() if fails else 1}
+        return {"value": object() if self.trainer.state.iteration == self.iteration else 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def test_failed_save_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer, heard = trainer_of(), list[Any]()
-    trainer.register("unsavable", Unsavable())
+    trainer.register("unsavable", Unsavable(trainer, 2))
     checkpoint = Checkpoint(tmp_path)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     for event in (TrainingEvents.CHECKPOINT_FAILED, TrainingEvents.CHECKPOINT_SAVED):
@@ -226,7 +223,7 @@ def test_failed_save_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest
 
 def test_failed_save_at_the_end_raises(tmp_path: Path) -> None:
     trainer = trainer_of()
-    trainer.register("unsavable", Unsavable())
+    trainer.register("unsavable", Unsavable(trainer, 6))
     Checkpoint(tmp_path).attach(trainer)
 
     with pytest.raises(CheckpointError, match=r"builtins\.object"):

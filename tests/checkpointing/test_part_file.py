@@ -1,0 +1,97 @@
+"""One file of named parts: what it accepts, how large it is, what comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ignite_engine.checkpointing.filesystem import FileRecord
+from ignite_engine.checkpointing.part_file import (
+    all_finite,
+    plain_data_problem,
+    read_parts,
+    refuse_what_cannot_be_loaded,
+    write_parts,
+)
+from ignite_engine.errors import CheckpointError
+
+
+def roundtrip(tmp_path: Path, parts: dict[str, Any]) -> dict[str, Any]:
+    return read_parts(tmp_path / "x.pt", write_parts(tmp_path / "x.pt", parts))
+
+
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        ({"a": {"x": [np.float64(1.0)]}}, r"^a\['x'\]\[0\] is a numpy.float64, which a checkpoint cannot hold"),
+        ({"a": {frozenset(): 1}}, "^a is a dict with a key of type builtins.frozenset"),
+        ({"a": {1, frozenset()}}, "is a builtins.frozenset"),
+        ({"a": Path("x")}, "^a is a pathlib.PosixPath"),
+        ({"a": [torch.empty(1, device="meta")]}, r"^a\[0\] is a tensor on the meta device"),
+        ({"": 1}, "named by a non-empty string, got ''"),
+        ({"a\nb": 1}, r"named by printable text, got 'a\\nb'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named_by_its_path(parts: dict[str, Any], line: str) -> None:
+    with pytest.raises(CheckpointError, match=line):
+        refuse_what_cannot_be_loaded(parts)
+
+
+def test_keys_may_be_numbers_and_tuples_of_them(tmp_path: Path) -> None:
+    parts = {"a": {1: 2, (1, "b"): 3, None: 4}}
+    refuse_what_cannot_be_loaded(parts)
+    assert roundtrip(tmp_path, parts) == parts
+
+
+def test_a_view_is_saved_without_the_memory_around_it(tmp_path: Path) -> None:
+    whole = torch.randn(1000, 1000)
+    parts = {"a": {"loss": whole[0, 0], "again": whole[0, 0], "row": whole[3:4], "column": whole[:, 1]}}
+    back = roundtrip(tmp_path, parts)
+    assert (tmp_path / "x.pt").stat().st_size < 20_000
+    assert all(torch.equal(back["a"][name], value) for name, value in parts["a"].items())
+    assert back["a"]["loss"].data_ptr() == back["a"]["again"].data_ptr()
+
+
+def test_views_that_fill_their_memory_share_it_again(tmp_path: Path) -> None:
+    flat = torch.randn(6)
+    back = roundtrip(tmp_path, {"a": {"first": flat[:2], "rest": flat[2:]}, "b": flat})
+    assert back["a"]["rest"].untyped_storage().data_ptr() == back["b"].untyped_storage().data_ptr()
+
+
+def test_a_parameter_that_is_a_view_stays_a_parameter(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.randn(100, 100)[:1], requires_grad=False)
+    back = roundtrip(tmp_path, {"a": parameter})["a"]
+    assert type(back) is nn.Parameter and not back.requires_grad and torch.equal(back, parameter)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.randn(5, 3).t(), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)]
+)
+def test_strides_come_back(tmp_path: Path, tensor: torch.Tensor) -> None:
+    back = roundtrip(tmp_path, {"a": tensor})["a"]
+    assert torch.equal(back, tensor) and back.stride() == tensor.stride()
+
+
+def test_a_file_that_differs_from_its_record_is_not_loaded(tmp_path: Path) -> None:
+    record = write_parts(tmp_path / "x.pt", {"a": 1})
+    with pytest.raises(CheckpointError, match=r"x\.pt has changed"):
+        read_parts(tmp_path / "x.pt", FileRecord(record.bytes, "0" * 64))
+    with pytest.raises(CheckpointError, match=r"x\.pt has \d+ bytes, the manifest says 1"):
+        read_parts(tmp_path / "x.pt", FileRecord(1, record.sha256))
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        read_parts(tmp_path / "y.pt", record)
+    assert plain_data_problem(tmp_path / "x.pt") is None
+    (tmp_path / "z.pt").write_bytes(b"no zip")
+    assert "is not plain data" in (plain_data_problem(tmp_path / "z.pt") or "")
+
+
+def test_finite_looks_into_every_layout() -> None:
+    bad = torch.tensor([[0.0, float("nan")]])
+    assert all_finite({"a": [torch.ones(2), bad[:, :1], 1.0], "b": torch.tensor([1])})
+    for value in (bad, bad.to_sparse(), bad.to(torch.complex64), bad.to(torch.float8_e4m3fn)):
+        assert not all_finite({"a": (value,)})

@@ -1,0 +1,81 @@
+"""A snapshot is a copy that training cannot change, with the memory layout of its source."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ignite_engine.checkpointing import Snapshot
+
+
+def taken(snapshot: Snapshot, state: Any, late: bool = True) -> Any:
+    copy = snapshot.take(state, lambda tensor: late)
+    snapshot.copy_late()
+    snapshot.wait_for_devices()
+    return copy
+
+
+def test_buffers_are_used_again() -> None:
+    snapshot, weight = Snapshot(), torch.ones(3)
+    state = {"a": weight, "same": weight, "rest": [1, "x", (None, torch.zeros(2))]}
+    first = taken(snapshot, state)
+    assert torch.equal(first["a"], weight) and first["same"] is first["a"] and first["a"] is not weight
+    weight.add_(1)
+    assert not snapshot.check_untouched()
+    second = taken(snapshot, state)
+    assert second["a"].data_ptr() == first["a"].data_ptr() and second["a"].tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_is_changed_after_the_copy_is_not_in_it(late: bool) -> None:
+    snapshot = Snapshot()
+    state = {"weight": torch.ones(2), "list": [1], "set": {1}, "bytes": bytearray(b"a")}
+    copy = taken(snapshot, state, late)
+    assert snapshot.check_untouched()
+    state["weight"].zero_()
+    state["list"].append(2)
+    state["set"].add(2)
+    state["bytes"].extend(b"b")
+    assert copy["weight"].tolist() == [1.0, 1.0]
+    assert (copy["list"], copy["set"], copy["bytes"]) == ([1], {1}, bytearray(b"a"))
+
+
+LAYOUTS: dict[str, Tensor] = {
+    "transposed": torch.randn(5, 3).t(),
+    "channels_last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "permuted": torch.randn(2, 3, 4).permute(2, 0, 1),
+    "scalar": torch.tensor(2.0),
+    "empty": torch.empty(0, 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("late", [True, False])
+def test_a_copy_has_the_strides_of_its_source(layout: str, late: bool) -> None:
+    source = LAYOUTS[layout]
+    copy = taken(Snapshot(), [source], late)[0]
+    assert torch.equal(copy, source) and copy.stride() == source.stride()
+
+
+@pytest.mark.parametrize("source", [torch.arange(12.0)[::3], torch.ones(1).expand(5), torch.zeros(1000)[3:5]])
+def test_a_view_is_copied_without_the_memory_around_it(source: Tensor) -> None:
+    copy = taken(Snapshot(), [source])[0]
+    assert torch.equal(copy, source) and copy.untyped_storage().nbytes() == source.numel() * 4
+
+
+def test_other_layouts_and_types_are_copied_at_once() -> None:
+    sparse = torch.eye(3).to_sparse()
+    parameter = nn.Parameter(torch.ones(2))
+    copy = taken(Snapshot(), [sparse, parameter, torch.ones(2, dtype=torch.bfloat16)])
+    assert torch.equal(copy[0].to_dense(), torch.eye(3)) and copy[1].tolist() == [1.0, 1.0]
+    assert copy[2].dtype == torch.bfloat16
+
+
+def test_a_state_dict_keeps_its_versions() -> None:
+    state = nn.BatchNorm1d(2).state_dict()
+    assert isinstance(state, OrderedDict) and state._metadata  # type: ignore[attr-defined]  # of torch
+    assert taken(Snapshot(), state)._metadata == state._metadata  # type: ignore[attr-defined]
