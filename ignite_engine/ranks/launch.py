@@ -23,8 +23,8 @@ class Parallel(IgniteParallel):
 
     Beside it, where it spawns the ranks itself (``nproc_per_node``): a free port instead of the fixed 2222, so that
     two runs can share a machine; SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the parent reach every rank and leave the
-    parent waiting for them; and a rank that ends with ``SystemExit`` hands its code to the parent, which exits with it once
-    every rank is done. (A child's own exit status would make torch send SIGTERM to its peers while they save.)
+    parent waiting for them; and a rank that ends with ``SystemExit`` hands its code to the parent, which exits with it
+    once every rank is done. (A child's own exit status would make torch send SIGTERM to its peers while they save.)
     """
 
     def __init__(self, backend: str | None = None, nproc_per_node: int | None = None, **options: Any) -> None:
