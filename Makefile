@@ -37,7 +37,7 @@ train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 3 minutes on 2 co
 test: $(STAMP)  ## run the tests; PYTEST_ARGS="-k schedule"
 	$(BIN)/python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal $(PYTEST_ARGS)
 
-ignite: $(STAMP)  ## run Ignite's own tests against the Trainer; downloads its source
+ignite: $(STAMP)  ## run Ignite's own tests against the Trainer; downloads its source, or ARGS="--source CHECKOUT"
 	$(BIN)/python -m tests.ignite_suite $(ARGS)
 
 check: lint types imports  ## lint, format, types and import rules; make -k check continues after a failure

@@ -195,7 +195,7 @@ class EMA:
                 stacklevel=2,
             )
 
-    _start.phase = Phase.EVALUATE - 1  # type: ignore[attr-defined]  # an evaluation at STARTED uses this run's average
+    _start.phase = Phase.PREPARE  # type: ignore[attr-defined]  # an evaluation at STARTED uses this run's average
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class GracefulStop:
     handler has no effect but a warning.
     """
 
-    phase = Phase.EVALUATE - 1  # an evaluation at STARTED can be stopped too
+    phase = Phase.PREPARE  # an evaluation at STARTED can be stopped too
 
     def __init__(self, *, exit: bool = True) -> None:
         self.exit = exit
@@ -97,7 +97,7 @@ class GracefulStop:
                 "the run stops at the next step boundary, where Checkpoint saves. Another signal ends it at once, "
                 "without a save.",
             )
-            if self._trainer.fetching and agreement.world_size() == 1:
+            if self._trainer.requests.waiting_for_data and agreement.world_size() == 1:
                 raise StopRequested
         elif now - self._received_at >= _FORCE_AFTER_S and not (self._saved and number == signal.SIGTERM):
             self._forced = True

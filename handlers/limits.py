@@ -112,7 +112,7 @@ class WallClockLimit:
         began = self._checked_at if self.since is None else self.since
         self._deadline = began + self.limit_s - self.margin_s
 
-    _start.phase = Phase.EVALUATE - 1  # type: ignore[attr-defined]  # an evaluation at STARTED is limited too
+    _start.phase = Phase.PREPARE  # type: ignore[attr-defined]  # an evaluation at STARTED is limited too
 
     def _start_evaluation(self, trainer: Trainer) -> None:
         def check() -> None:
@@ -158,7 +158,7 @@ class StopFile:
                 self.path,
             )
 
-    _start.phase = Phase.EVALUATE - 1  # type: ignore[attr-defined]  # an evaluation at STARTED can be stopped too
+    _start.phase = Phase.PREPARE  # type: ignore[attr-defined]  # an evaluation at STARTED can be stopped too
 
     def _start_evaluation(self, trainer: Trainer) -> None:
         _while_evaluating(trainer, lambda: self(trainer))

@@ -8,8 +8,8 @@ One iteration on the bus, in order (Ignite's own events in lower case)::
     clip, step                                           OPTIMIZER_STEP_COMPLETED | OPTIMIZER_STEP_SKIPPED
     iteration_completed, on an epoch's last iteration then epoch_completed
         within either: an evaluation that is due         EVALUATION_STARTED, EVALUATION_COMPLETED
-    if anything new stands in state.metrics              METRICS_READY
-    the clean edge                                       RESUME_POINT
+    if state.metrics has new values                      METRICS_READY
+    the step boundary                                    RESUME_POINT
         within it: a save that is due                    CHECKPOINT_SAVED | CHECKPOINT_FAILED
 """
 
@@ -60,7 +60,8 @@ class Phase(IntEnum):
     Handlers of one phase run in the order in which they were attached.
     """
 
-    EVALUATE = 0
-    MEASURE = 1
-    LOG = 2
-    OTHER = 3
+    PREPARE = 0
+    EVALUATE = 1
+    MEASURE = 2
+    LOG = 3
+    OTHER = 4

@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def capture() -> dict[str, Any]:
-    """State of the generators of Python, NumPy, torch and every CUDA device that is in use.
+    """State of the generators of Python, NumPy, torch and every CUDA device in use.
 
     Returns:
         Plain numbers and tensors, loadable with ``weights_only=True``. Reads CUDA generators only if CUDA is
@@ -35,7 +35,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what :func:`capture` returned. CUDA devices that are not here any more are left alone."""
+    """Restore what :func:`capture` returned. CUDA devices that no longer exist are ignored."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -48,28 +48,28 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Whatever the body draws, the generators outside go on as if it had not run."""
+    """Restore the generators afterwards, whatever the body draws from them."""
     outside = _generators()
     try:
         yield
     finally:
-        _put_back(outside)
+        _restore_generators(outside)
 
 
 def undisturbed(function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)``, after which the generators are as before, wherever a signal's handler raises once.
+    """``function(*arguments)``, with the generators restored afterwards even if a signal handler raises at any point.
 
-    A stop may break into a fetch at any moment, so also into the putting back, or between the end of a ``with`` body
-    and the first line of its ``__exit__``; and at that stop the generators are saved.
+    A stop may interrupt a fetch anywhere, so also while the generators are restored, or between the end of a ``with``
+    body and the first line of its ``__exit__``; and at that stop the generators are saved.
     """
     outside = _generators()
     try:
         return function(*arguments)
     finally:
         try:
-            _put_back(outside)
+            _restore_generators(outside)
         except BaseException:
-            _put_back(outside)
+            _restore_generators(outside)
             raise
 
 
@@ -78,7 +78,7 @@ def _generators() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
-def _put_back(generators: tuple[Any, ...]) -> None:
+def _restore_generators(generators: tuple[Any, ...]) -> None:
     python, numpy, cpu, cuda = generators
     random.setstate(python)
     np.random.set_state(numpy)
@@ -88,7 +88,7 @@ def _put_back(generators: tuple[Any, ...]) -> None:
 
 
 def mix(*numbers: int) -> int:
-    """A well spread 64-bit seed from several integers: equal inputs give equal seeds on every machine.
+    """A 64-bit seed from several integers: equal inputs give equal seeds on every machine.
 
     Source: the SplitMix64 finaliser, Steele, Lea and Flood 2014.
     """

@@ -1,9 +1,9 @@
 """Learning-rate schedules as pure functions of the step.
 
 The convention, for every schedule here: the update number k, counted from 0, is made with ``base * factor(k)``. So with
-``warmup=4`` the first four updates use 1/4, 2/4, 3/4 and 4/4 of the base LR, and none is wasted on an LR of 0. What
-follows the warm-up starts from the full LR at update ``warmup`` and would reach its end at update ``total``, which is
-the first one after the run; from there on the factor stays what it is at ``total``.
+``warmup=4`` the first four updates use 1/4, 2/4, 3/4 and 4/4 of the base LR, and none has an LR of 0. What follows the
+warm-up starts from the full LR at update ``warmup`` and reaches its end at update ``total``, the first one after the
+run; from there on the factor stays constant.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Schedule:
     """LRs of an optimizer as a pure function of the number of updates made.
 
     Args:
-        optimizer: the ``lr`` that each parameter group has now is its base; a group added later is scheduled from the
-            ``lr`` it is added with.
-        factor: maps the 0-based number of an update to what its base LRs are multiplied by; must be pure.
-        description: how ``repr`` names it.
+        optimizer: the current ``lr`` of each parameter group is its base LR; a group added later is scheduled from
+            the ``lr`` it is added with.
+        factor: maps the 0-based number of an update to the factor of its base LRs; must be pure.
+        description: what ``repr`` returns.
 
-    Making one touches nothing; :meth:`apply` and :meth:`step` set ``group["lr"]``, in place where it is a tensor.
+    The constructor changes nothing; :meth:`apply` and :meth:`step` set ``group["lr"]``, in place where it is a tensor.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float], description: str = "Schedule") -> None:
@@ -43,7 +43,7 @@ class Schedule:
         return [base * factor for base in self.base_lrs]
 
     def apply(self) -> None:
-        """Set the LRs of the update that comes next."""
+        """Set the LRs of the next update."""
         groups, bases = self.optimizer.param_groups, self.base_lrs
         if len(groups) != len(bases):
             bases.extend(float(group["lr"]) for group in groups[len(bases) :])
@@ -52,7 +52,7 @@ class Schedule:
             set_lr(group, base * factor)
 
     def step(self) -> None:
-        """Count one update as made and set the LRs of the next."""
+        """Count one update and set the LRs of the next."""
         self.steps += 1
         self.apply()
 
@@ -64,7 +64,7 @@ class Schedule:
         return {"steps": self.steps, "base_lrs": list(self.base_lrs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up count and base LRs and set the LRs; ``warmup``, ``total`` and the shape stay as they were given."""
+        """Restore count and base LRs and set the LRs; ``warmup``, ``total`` and the shape stay as given."""
         self.steps = int(state["steps"])
         self.base_lrs = [float(base) for base in state["base_lrs"]]
         self.apply()
@@ -97,7 +97,7 @@ def warmup_cosine(optimizer: Optimizer, warmup: int | float = 0, *, total: int, 
         optimizer: whose parameter groups are scheduled, each from its own base LR.
         warmup: updates (int), or the fraction of ``total`` (float in [0, 1]).
         total: updates of the whole run, warm-up included.
-        min_ratio: the end, as a ratio of the base LR, in [0, 1].
+        min_ratio: the final LR as a ratio of the base LR, in [0, 1].
 
     Raises:
         ValueError: a value is out of its range.
@@ -151,7 +151,7 @@ def warmup_wsd(
         decay_shape: ``linear``, ``cosine``, ``1-sqrt``, or ``exponential`` (``min_ratio ** progress``: needs a positive
             ``min_ratio``).
 
-    The others and the errors are as for :func:`warmup_cosine`.
+    Other arguments and errors: as for :func:`warmup_cosine`.
 
     Source: Hu et al. 2024, arXiv 2404.06395 (WSD); Haegele et al. 2024, arXiv 2405.18392 (1-sqrt).
     """
@@ -186,9 +186,8 @@ def warmup_wsd(
 
 def set_lr(group: dict[str, Any], lr: float) -> None:
     """Set the LR of a parameter group, in place where it is a tensor."""
-    held = group["lr"]
-    if isinstance(held, torch.Tensor):
-        held.fill_(lr)
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(lr)
     else:
         group["lr"] = lr
 

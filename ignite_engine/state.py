@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from ignite.engine import Engine, State
 
 COUNTERS = ("micro_batches", "optimizer_steps", "skipped_steps", "evaluations", "checkpoints", "windows")
+
+
+class Start(Enum):
+    """How the run that is under way began; set once by ``run()``, before STARTED."""
+
+    FRESH = "fresh"
+    """Nothing was trained before: all counters are zero."""
+    RESUMED = "resumed"
+    """A checkpoint was loaded: counters, data position and random numbers continue where it was saved."""
+    CONTINUED = "continued"
+    """The run before in this process ended or was stopped at this iteration, and its data continues where it was."""
+    RESET = "reset"
+    """Iterations are counted on, but data starts with a new pass: the run before was terminated, or the counters were
+    set by hand."""
 
 
 class Metrics(dict[str, Any]):
@@ -96,16 +111,18 @@ class TrainingState(State):
     """Micro-batches with weight in this iteration's group over all ranks; 0: as many on every rank. Writer: Trainer."""
     status: str
     """``created``, ``running``, ``completed``, ``interrupted`` or ``failed``. Writer: Trainer."""
+    start: Start
+    """How the run began. Writer: Trainer."""
     reason: str | None
     """Why the run ended as it did: ``max_epochs``, ``SIGINT``, ``ValueError: ...``. Writer: Trainer."""
     stopping: bool
-    """All ranks have agreed to stop at this edge. Writer: Trainer."""
+    """All ranks have agreed to stop at this step boundary. Writer: Trainer."""
     last: bool
-    """This edge is the run's last. Writer: Trainer."""
+    """This step boundary is the run's last. Writer: Trainer."""
     save_requested: bool
-    """All ranks have agreed to save at this edge (SIGUSR1). Writer: Trainer."""
-    attention: bool
-    """All ranks look after their background work at this edge: on one it has ended. Writer: Trainer."""
+    """All ranks have agreed to save at this step boundary (SIGUSR1). Writer: Trainer."""
+    background_done: bool
+    """On some rank background work has ended: all ranks collect theirs at this step boundary. Writer: Trainer."""
     saved_iteration: int | None
     """Iteration of the checkpoint committed last. Writer: Checkpoint."""
     save_seconds: float
@@ -121,8 +138,9 @@ class TrainingState(State):
         self.padding = 0
         self.group_total = 0
         self.status = "created"
+        self.start = Start.FRESH
         self.reason = None
-        self.stopping = self.last = self.save_requested = self.attention = False
+        self.stopping = self.last = self.save_requested = self.background_done = False
         self.saved_iteration = None
         self.save_seconds = 0.0
         self.evaluating = None

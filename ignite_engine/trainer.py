@@ -1,4 +1,4 @@
-"""The Trainer: an Ignite ``Engine`` whose iteration is one optimizer step; ``loop.py`` has the loop itself."""
+"""The Trainer: an Ignite ``Engine`` whose iteration is one optimizer step."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ignite.engine import Engine
+from ignite.engine.events import EventsList
 from torch import nn
 
 from ignite_engine.checkpointing import SaveFilter
+from ignite_engine.engine import bus, start
 from ignite_engine.engine.describe import describe
-from ignite_engine.engine.loop import TrainingLoop
+from ignite_engine.engine.loop import Loop
+from ignite_engine.engine.progress import Ending, Progress
+from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import Interrupted
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import unshared_statistics
-from ignite_engine.state import TrainingState
+from ignite_engine.state import Start, TrainingState
 from ignite_engine.states.registry import Registry, Stateful
+from ignite_engine.states.resume_state import ResumeState
 
 __all__ = ["Trainer", "create_evaluator"]
 
 
-class Trainer(TrainingLoop):
-    """An Ignite engine that trains: accumulation, exact resume, agreed stops, and a bus that is free where quiet.
+class Trainer(Engine):
+    """An Ignite engine that trains: accumulation, exact resume, stops on which all ranks agree.
 
     Args:
         update: an :class:`~ignite_engine.Update`, or any ``update(engine, batch)``, whose return value (a number, a
@@ -33,19 +38,28 @@ class Trainer(TrainingLoop):
 
     Raises:
         ValueError: ``accumulation_steps`` is below 1.
+
+    Its parts: ``state`` (what handlers read), ``progress`` (counters and data position), ``requests`` (to stop, to
+    save), ``registry`` (what a checkpoint holds) and ``resume_state`` (what a checkpoint brought). The bus is Ignite's
+    own list of handlers (``engine/bus.py``), the loop is ``engine/loop.py``, and ``engine/start.py`` begins a run.
     """
 
+    state: TrainingState
+
     def __init__(self, update: Callable[[Engine, Any], Any], accumulation_steps: int | None = None) -> None:
-        if accumulation_steps is not None and accumulation_steps < 1:
+        if accumulation_steps is not None and (not isinstance(accumulation_steps, int) or accumulation_steps < 1):
             raise ValueError(
                 f"accumulation_steps must be at least 1, or None for no grouping, got {accumulation_steps}."
             )
-        super().__init__(update, accumulation_steps)
+        super().__init__(update)
+        self.update = update
         self.state = TrainingState()
         self.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
-        self.registry = Registry()
-        self.registry.register("trainer", self.position)
-        for name, part in self.position.parts().items():
+        self.resume_state = ResumeState()
+        self.registry = Registry(self.resume_state)
+        self.progress = Progress(self.state, self.resume_state, accumulation_steps)
+        self.requests = StopRequests()
+        for name, part in self.progress.parts().items():
             self.registry.register(name, part)
         for name, obj, shared in getattr(update, "stateful", lambda: ())():
             self.registry.register(name, obj, shared=shared)
@@ -53,26 +67,32 @@ class Trainer(TrainingLoop):
 
     # -- what users call ------------------------------------------------------------------------------------------
 
-    def register(self, name: str, obj: Any, *, shared: bool = False) -> None:
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Batches of the loader in one iteration; None: no grouping. It is the same for the whole run."""
+        return self.progress.accumulation_steps
+
+    def register(self, name: str, obj: Any, *, shared: bool = False, kind: str | None = None) -> None:
         """Save ``obj`` (with ``state_dict`` and ``load_state_dict``) in every checkpoint under ``name``.
 
         Args:
             shared: its state is the same on every rank (a model, an optimizer): one copy is saved.
+            kind: what it is (``schedule``, ``average``, ...), for whoever reads the checkpoint.
         """
-        self.registry.register(name, obj, shared=shared)
+        self.registry.register(name, obj, shared=shared, kind=kind)
 
     def describe(self) -> str:
         """The bus (who runs when, in order) and what a checkpoint holds, as text."""
-        return describe(self, self.registry, self.exactness())
+        return describe(self, self.registry, self.reproducibility())
 
-    def exactness(self, only: SaveFilter | None = None) -> list[str]:
+    def reproducibility(self, only: SaveFilter | None = None) -> list[str]:
         """Why a run resumed from a checkpoint made now would not be bit for bit; empty: it would be.
 
         Args:
             only: of several checkpoint handlers, what this one's filter leaves out; None: what any of them does.
         """
-        reasons = self.registry.problems()
-        source = self.position.source
+        reasons = self.registry.inexact_reasons()
+        source = self.progress.source
         if source is not None and source.inexact is not None:
             reasons.append(source.inexact)
         if (module := unshared_statistics(getattr(self.update, "model", None))) is not None:
@@ -80,39 +100,45 @@ class Trainer(TrainingLoop):
         filters = self.registry.filters if only is None else [only]
         return reasons + [reason for each in filters for reason in each.reasons(self.registry.capture)]
 
+    exactness = reproducibility
+    """The name of :meth:`reproducibility` in earlier versions."""
+
     def request_stop(self, reason: str, signal: int | None = None) -> None:
-        """Ask for a stop at the next edge on which all ranks agree; safe in a signal handler.
+        """Ask for a stop at the next step boundary on which all ranks agree; safe in a signal handler.
 
         Args:
             reason: becomes ``state.reason``.
             signal: ``run()`` then raises :class:`Interrupted` with it; None: ``run()`` returns.
         """
-        self.requests.ask_to_stop(reason, signal)
+        self.requests.request_stop(reason, signal)
 
     def finish(self, reason: str) -> None:
-        """End the run at this edge as completed; every rank calls it, in a handler of the same event.
+        """End the run at this step boundary as completed; every rank calls it, in a handler of the same event.
 
         Args:
-            reason: becomes ``state.reason``, unless a stop was agreed at this very edge.
+            reason: becomes ``state.reason``, unless a stop was agreed on at this very boundary.
         """
         if self.state.status == "running":
             self.state.reason = reason
         self.terminate()
 
     def request_save(self) -> None:
-        """Ask for a checkpoint at the next edge on which all ranks agree; safe in a signal handler."""
-        self.requests.ask_to_save()
+        """Ask for a checkpoint at the next step boundary on which all ranks agree; safe in a signal handler."""
+        self.requests.request_save()
 
-    def request_attention(self) -> None:
+    def report_background_done(self) -> None:
         """Say that what a handler does in the background has ended; safe in any thread.
 
-        At the next edge on which all ranks agree ``state.attention`` is set on each of them, for RESUME_POINT.
+        At the next step boundary on which all ranks agree ``state.background_done`` is set on each of them.
         """
-        self.requests.ask_to_attend()
+        self.requests.report_background_done()
 
-    def agree_at_next_edge(self) -> None:
-        """Hear at the next edge what any rank has asked for; every rank calls it, in a handler of the same event."""
-        self.requests.agree_at_next_edge()
+    def vote_at_next_boundary(self) -> None:
+        """Agree at the next step boundary on what any rank has requested.
+
+        Every rank calls it, in a handler of the same event.
+        """
+        self.requests.vote_now()
 
     def call_at_end(self, callback: Callable[[Trainer], None]) -> None:
         """Call ``callback(trainer)`` when this ``run()`` ends in whatever way, an exception included."""
@@ -123,6 +149,10 @@ class Trainer(TrainingLoop):
         """Whether this rank has been asked to stop; the others may not know yet."""
         return self.requests.stop is not None
 
+    def has_listeners(self, event: Any) -> bool:
+        """Whether ``event`` has a handler; one without need not be fired."""
+        return bool(bus.handlers_of(self, event))
+
     def run(
         self,
         data: Iterable[Any] | None = None,
@@ -132,66 +162,84 @@ class Trainer(TrainingLoop):
     ) -> TrainingState:
         """Train; the arguments are Ignite's, in updates: ``epoch_length`` and ``max_iters`` count iterations.
 
+        How it starts (``state.start``) follows from what was done before, see ``engine/start.py``.
+
         Raises:
             Interrupted: a signal stopped the run, which is saved on every rank.
             ValueError: a resumed checkpoint holds names that nothing claims, or the data is unusable.
 
         An exception of a handler or of the update leaves as it was raised, with the handler named in a note; the
-        next ``run()`` then starts anew.
+        next ``run()`` then starts over.
         """
-        state = self.state
-        before, self.begun = (state.status, state.reason), self._internal_run_generator is not None
-        if not self.begun:
-            self._prepare(data, max_epochs, max_iters, epoch_length)
+        arguments = start.RunArguments(data, max_epochs, max_iters, epoch_length)
+        no_limits = self.state.max_epochs is None and self.state.max_iters is None
+        if self._internal_run_generator is not None and not no_limits:  # paused by interrupt()
+            start.change_limits(arguments, self.state)
+        else:
+            self._begin(arguments)
+        assert self._internal_run_generator is not None
         try:
-            if self.position.goes_on and self._is_done(state):
-                self._only_complete(data)
-            else:
-                super().run(data, max_epochs, max_iters, epoch_length)
+            next(self._internal_run_generator)
+            return self.state  # paused
+        except StopIteration:
+            self._internal_run_generator = None
+            self._note_ending()
         except BaseException as error:
-            if self.begun:
-                self._fail(error)
-            else:  # Ignite refused the arguments: everything is as before
-                state.status, state.reason = before
+            self._internal_run_generator = None
+            self._note_failure(error)
             raise
         finally:
             self._call_at_end()
-        if state.status == "interrupted" and self.requests.stop is not None:
+        if self.state.status == "interrupted" and self.requests.stop is not None:
             signal = self.requests.stop[1]
             if signal is not None:
                 agreement.wait_for_all()
                 raise Interrupted(signal)
-        return state
+        return self.state
 
-    def _prepare(
-        self, data: Iterable[Any] | None, max_epochs: int | None, max_iters: int | None, epoch_length: int | None
-    ) -> None:
-        state = self.state
-        if self.failed:
-            self._begin_anew()
-        self.position.claim(max_epochs, max_iters, epoch_length)
-        if data is not None:
-            if not isinstance(data, Iterable):
-                raise TypeError("Argument data should be iterable")
-            self._take_data(data)
-        elif self.accumulation_steps is not None:
+    def set_data(self, data: Iterable[Any]) -> None:
+        """Continue with other data from its beginning; the epoch's length stays as it is."""
+        self.state.dataloader = data
+        self._dataloader_iter = self.progress.open_pass()
+
+    # -- a run ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, arguments: start.RunArguments) -> None:
+        if arguments.data is None and self.accumulation_steps is not None:
             raise ValueError("accumulation_steps needs data to group: give run() a loader.")
-        self.position.measured = epoch_length is None and data is not None and self.position.iterations is None
-        if self.position.measured:
-            state.epoch_length = None
+        state = self.state
+        start.begin(arguments, state, self.progress, self.registry, self.resume_state)
+        limit = f"max_epochs={state.max_epochs}" if state.max_iters is None else f"max_iters={state.max_iters}"
+        if state.start is Start.FRESH:
+            self.logger.info(f"Engine run starting with {limit}.")
+        else:
+            where = f"iteration {state.iteration}, epoch {state.epoch}"
+            self.logger.info(f"Engine run resuming ({state.start.value}) from {where} with {limit}.")
         state.status, state.reason = "running", None
         state.stopping = state.last = False
-        self.was_terminated = bool(self.should_terminate)
-        self.requests.run_starts()
+        self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
+        self._dataloader_iter = None
+        self.requests.reset()
         if hasattr(self.update, "run_starts"):
             self.update.run_starts()
         if isinstance(model := getattr(self.update, "model", None), nn.Module):
             model.train()
+        parts = (self.update, state, self.progress, self.requests, self.registry, self.resume_state)
+        self._internal_run_generator = Loop(self, *parts).run()  # type: ignore[assignment]  # Ignite's yields its state
 
-    def set_data(self, data: Iterable[Any]) -> None:
-        """Go on with other data from its beginning; the epoch's length stays as it is."""
-        self.state.dataloader = data
-        self._setup_dataloader_iter()
+    def _note_ending(self) -> None:
+        state, progress = self.state, self.progress
+        ended = state.status == "interrupted" or start.is_done(state, progress.epochs_completed)
+        progress.ending = Ending.AT_BOUNDARY if ended else Ending.TERMINATED
+        progress.left_at = (state.iteration, state.epoch)
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._dataloader_iter = None
+        self.progress.ending = Ending.FAILED
+        if isinstance(error, (Interrupted, KeyboardInterrupt)):
+            self.state.status, self.state.reason = "interrupted", f"forced: {error or type(error).__name__}"
+        else:
+            self.state.status, self.state.reason = "failed", f"{type(error).__name__}: {error}"
 
     def _call_at_end(self) -> None:
         try:
@@ -201,33 +249,28 @@ class Trainer(TrainingLoop):
             if self._at_end:  # one raised: the others, such as that which puts signal handlers back, still run
                 self._call_at_end()
 
-    def _fail(self, error: BaseException) -> None:
-        self._internal_run_generator = None
-        self._dataloader_iter = None
-        if self.registry.waiting:  # nothing was trained yet: once this is mended, the resumed run goes on
-            self.position.resumed = True
-        else:
-            self.failed = True
-        if isinstance(error, (Interrupted, KeyboardInterrupt)):
-            self.state.status, self.state.reason = "interrupted", f"forced: {error or type(error).__name__}"
-        else:
-            self.state.status, self.state.reason = "failed", f"{type(error).__name__}: {error}"
-
-    def _begin_anew(self) -> None:
-        self.failed = False
-        self.state.max_epochs = self.state.max_iters = self.state.epoch_length = None
-        self.state.metrics.clear()
-        self.state.metrics.fresh = {}
+    # -- Ignite's engine ------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As Ignite's: epoch or iteration, and how long to go on; the whole of a run is in a Checkpoint."""
+        """As Ignite's: epoch or iteration, and how long to train; the whole of a run is in a Checkpoint."""
         super().load_state_dict(state_dict)
-        self.failed = False
+        self.progress.ending = Ending.NONE
 
     def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As Ignite's; an object with a state that is attached here is registered for checkpoints by itself."""
+        """As Ignite's, in the order of phases; an object with a state that is attached here is registered, too."""
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
+        if not isinstance(event_name, EventsList):  # of a list Ignite calls this for each event
+            bus.sort_in_last(self, event_name)
         owner = handler if isinstance(handler, Stateful) else getattr(handler, "__self__", None)
         if isinstance(owner, Stateful) and not isinstance(owner, Engine):
-            self.registry.adopt(owner, args)
+            self.registry.register_attached(owner, args)
         return handle
+
+    def fire_event(self, event_name: Any) -> None:
+        """Run the handlers of an event; one of your own must have been registered by ``register_events``."""
+        if not self.has_registered_events(event_name):
+            raise ValueError(f"Event {event_name} is not a valid event for this {type(self).__name__}.")
+        bus.fire(self, event_name)
+
+    def _handler_wrapper(self, handler: Callable[..., Any], event_name: Any, event_filter: Callable[..., Any]) -> Any:
+        return bus.Filtered(self, event_name, event_filter, handler)

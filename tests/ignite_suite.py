@@ -1,15 +1,15 @@
 """Run the tests of engine and handlers that Ignite ships with its source against the Trainer: ``make ignite``.
 
-The source distribution of the installed version is downloaded; nothing of it is kept here. In its tests ``Engine`` is
-the Trainer, driven with the plain functions that they bring. A test that fails with Ignite's own engine too (a package
-is missing, there is no network) does not count. Which of the others don't hold for a Trainer, and why, stands in the
-table of ``docs/decisions/0014-ignite-test-suite.md``; any other failure, and a listed test that passes, is an error.
+The source distribution of the installed version is downloaded; with ``--source`` or ``--master`` a checkout of Ignite
+is used instead, its tests and its package. In the tests ``Engine`` is the Trainer, driven with the plain functions that
+they bring. A test that fails with Ignite's own engine too (a package is missing, there is no network) does not count.
+Which of the others do not hold for a Trainer, and why, is in the table of ``docs/decisions/0014-ignite-test-suite.md``;
+any other failure, and with the installed version a listed test that passes, is an error.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import re
 import shutil
@@ -20,11 +20,13 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
+import ignite
+
 ROOT = Path(__file__).resolve().parent.parent
 DECISION = ROOT / "docs" / "decisions" / "0014-ignite-test-suite.md"
 FOLDERS = ("tests/ignite/engine", "tests/ignite/handlers")
-# they want servers, or packages that nothing here needs
-SERVICES = ("clearml", "mlflow", "neptune", "polyaxon", "visdom", "wandb")
+# they need servers, or packages that nothing here needs
+SERVICES = ("mlflow", "neptune", "polyaxon", "visdom", "wandb")
 FIXTURES = """
 import pytest
 
@@ -54,26 +56,46 @@ def download(version: str, folder: Path) -> Path:
     return archive
 
 
-def unpack(archive: Path, folder: Path) -> None:
-    """Put Ignite's tests into ``folder/tests``, away from its ``ignite``: the installed one is tested."""
+def unpack(archive: Path, folder: Path) -> Path:
+    """The folder of the sources in a source distribution, unpacked into ``folder``."""
     with tarfile.open(archive) as source:
         source.extractall(folder / "source", filter="data")
     (sources,) = (folder / "source").iterdir()
-    shutil.move(sources / "tests", folder / "tests")
-    (folder / "as_trainer.py").write_text(FIXTURES + AS_TRAINER)
-    (folder / "as_engine.py").write_text(FIXTURES)
+    return sources
 
 
-def outcomes(folder: Path, plugin: str, paths: list[str]) -> dict[tuple[str, str], str]:
-    """``passed``, ``failed`` or ``skipped`` for each test, by its module and name."""
+def installed_checkout() -> Path | None:
+    """The checkout that the installed Ignite is imported from (``pip install -e``), if it is one."""
+    checkout = Path(ignite.__file__).resolve().parent.parent
+    return checkout if is_checkout(checkout) else None
+
+
+def is_checkout(path: Path) -> bool:
+    """Whether it holds Ignite's package and its tests."""
+    return (path / "ignite" / "__init__.py").is_file() and (path / FOLDERS[0]).is_dir()
+
+
+def version_of(checkout: Path) -> str:
+    """The version that a checkout's package states."""
+    text = (checkout / "ignite" / "__init__.py").read_text(encoding="utf-8")
+    return str(dict(re.findall(r'^(__version__) = "(.+)"$', text, flags=re.MULTILINE)).get("__version__", "unknown"))
+
+
+def outcomes(folder: Path, plugin: str, paths: list[str], package: Path | None) -> dict[tuple[str, str], str]:
+    """``passed``, ``failed`` or ``skipped`` for each test, by its module and name.
+
+    Args:
+        package: where Ignite is imported from; None: the installed one.
+    """
     report = folder / "report.xml"
+    search = [str(path) for path in (folder, package, ROOT) if path is not None]
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider", "-c", os.devnull]
         + [f"--rootdir={folder}", "--timeout=300", f"--junitxml={report}", "--tb=short", "--disable-warnings"]
         + [f"--ignore=tests/ignite/handlers/test_{service}_logger.py" for service in SERVICES]
         + ["-m", "not tpu and not multinode_distributed", *paths],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"},
     )
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
@@ -83,18 +105,47 @@ def outcomes(folder: Path, plugin: str, paths: list[str]) -> dict[tuple[str, str
     return found
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
+    """The options; ``checkout`` is the one to test with, or None."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sdist", type=Path, help="a source distribution that is here already")
+    parser.add_argument(
+        "--sdist", type=Path, help="a source distribution of the installed version, not downloaded then"
+    )
+    parser.add_argument(
+        "--source", type=Path, metavar="PATH", help="a checkout of Ignite, whose package is tested with"
+    )
+    parser.add_argument(
+        "--master",
+        action="store_true",
+        help="test with --source PATH, or with the checkout that the installed Ignite is imported from; nothing is "
+        "cloned: git clone https://github.com/pytorch/ignite first",
+    )
     options = parser.parse_args()
-    version, listed = importlib.metadata.version("pytorch-ignite"), left_out()
+    options.checkout = options.source or (installed_checkout() if options.master else None)
+    if options.master and options.checkout is None:
+        parser.error(
+            "--master needs a checkout of Ignite, and the installed one is a release: "
+            "git clone https://github.com/pytorch/ignite, then add --source ignite."
+        )
+    if options.checkout is not None and not is_checkout(options.checkout):
+        parser.error(f"--source: {options.checkout} is not a checkout of Ignite: it has no ignite/ or no {FOLDERS[0]}.")
+    return options
+
+
+def main() -> int:
+    options, listed = parse(), left_out()
+    checkout: Path | None = options.checkout.resolve() if options.checkout is not None else None
+    version = ignite.__version__ if checkout is None else version_of(checkout)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        unpack(options.sdist or download(version, folder), folder)
-        found = outcomes(folder, "as_trainer", list(FOLDERS))
+        sources = checkout or unpack(options.sdist or download(version, folder), folder)
+        shutil.copytree(sources / "tests", folder / "tests")  # away from its `ignite`: the installed one is tested
+        (folder / "as_trainer.py").write_text(FIXTURES + AS_TRAINER)
+        (folder / "as_engine.py").write_text(FIXTURES)
+        found = outcomes(folder, "as_trainer", list(FOLDERS), checkout)
         failed = {test for test, outcome in found.items() if outcome == "failed"}
         files = sorted({re.sub(r"\.Test\w+$", "", module).replace(".", "/") + ".py" for module, _ in failed})
-        theirs = outcomes(folder, "as_engine", files) if files else {}
+        theirs = outcomes(folder, "as_engine", files, checkout) if files else {}
     failed -= {test for test, outcome in theirs.items() if outcome == "failed"}
     passed = [test for test, outcome in found.items() if outcome == "passed"]
     print(f"\npytorch-ignite {version}, tests that pass with its own engine and are not skipped on this machine:")
@@ -107,7 +158,7 @@ def main() -> int:
         print(f"FAILED, and not in {DECISION.name}: {module}::{test}")
     for test in passing:
         print(f"In {DECISION.name}, but it does not fail: {test}")
-    return int(bool(unlisted or passing or not passed))
+    return int(bool(unlisted or (passing and checkout is None) or not passed))
 
 
 def _function(test: tuple[str, str]) -> str:

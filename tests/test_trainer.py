@@ -143,17 +143,23 @@ def second_run(kind: type[Engine], first: dict[str, Any], second: dict[str, Any]
     return seen, batches, (engine.state.iteration, engine.state.epoch)
 
 
+@pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_iters": 4}])
+def test_second_run_with_the_same_limit_starts_over_as_ignites(limits: dict[str, Any]) -> None:
+    assert second_run(Trainer, limits, limits) == second_run(Engine, limits, limits)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        ({"max_epochs": 2}, {"max_epochs": 2}),
-        ({"max_epochs": 2}, {"max_epochs": 4}),
-        ({"max_iters": 4}, {"max_iters": 7}),
-        ({"max_iters": 4}, {"max_iters": 4}),
-    ],
+    [({"max_epochs": 2}, {"max_epochs": 4}), ({"max_iters": 4}, {"max_iters": 7})],
 )
-def test_second_run_is_ignites(first: dict[str, Any], second: dict[str, Any]) -> None:
-    assert second_run(Trainer, first, second) == second_run(Engine, first, second)
+def test_second_run_with_a_larger_limit_continues(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """The data goes on where it was, which Ignite begins again."""
+    _, batches, reached = second_run(Trainer, first, second)
+    whole = list[Any]()
+    trainer = Trainer(lambda engine, batch: whole.append(batch))
+    trainer.run([1, 2, 3], **second)
+
+    assert batches == whole and reached == (trainer.state.iteration, trainer.state.epoch)
 
 
 def test_run_without_data_is_ignites() -> None:

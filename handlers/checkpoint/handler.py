@@ -153,7 +153,7 @@ class Checkpoint:
         if self._followed is not None:
             self._followed.begin(trainer)
         if self.options.strict:
-            mine = trainer.exactness(self._saver.filter)
+            mine = trainer.reproducibility(self._saver.filter)
             reasons = [each for rank in agreement.gather_objects(mine) for each in rank]
             require_exact("This run", list(dict.fromkeys(reasons)))
         trainer.call_at_end(self._end)
@@ -173,7 +173,7 @@ class Checkpoint:
         must = self._must or state.last or state.save_requested
         due = self._due or must
         self._due = self._must = False
-        if saver.busy and (state.attention or state.last):
+        if saver.busy and (state.background_done or state.last):
             saver.finish(trainer)
         if not due or saver.has_saved(trainer):
             return
@@ -189,7 +189,7 @@ class Checkpoint:
     def _end(self, trainer: Trainer) -> None:
         self._saver.end(trainer)
         if trainer.state.status == "failed" and agreement.world_size() == 1 and self.options.on_exception:
-            with trainer.position.before_the_failure() as restartable:
+            with trainer.progress.before_the_failure(trainer.update) as restartable:
                 if restartable and not self._saver.has_saved(trainer):
                     self._saver.save(trainer, reasons=["saved after an exception, random numbers as it left them"])
 

@@ -136,7 +136,7 @@ class Saver:
         if not background:
             self._report(trainer, write, lambda: time.perf_counter() - started)
             return
-        self._saving = BackgroundSave(self._snapshot, write, trainer.request_attention)
+        self._saving = BackgroundSave(self._snapshot, write, trainer.report_background_done)
         if isinstance(trainer.update, Update):
             self._before_step = trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._before_change)
         else:
@@ -150,7 +150,7 @@ class Saver:
             refuse_what_cannot_be_loaded(parts)
         facts: Facts = {
             **self.options.facts,
-            "reproducibility": trainer.exactness(self.filter),
+            "reproducibility": trainer.reproducibility(self.filter),
             "left_out": left_out | own,
             "kinds": kinds,
             "parent": self.parent,
@@ -227,4 +227,4 @@ class Saver:
 
 def _boundary_of(trainer: Trainer) -> tuple[int, int]:
     """Iteration and epochs completed: an iteration has two boundaries where unsized data turns out to have ended."""
-    return trainer.state.iteration, trainer.position.epochs_completed
+    return trainer.state.iteration, trainer.progress.epochs_completed

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
+from ignite.engine.events import EventsList
 from torch import nn
 
 from ignite_engine import Phase, StopRequested, Trainer, TrainingEvents, rng
@@ -20,7 +21,7 @@ from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress, OngoingProgress
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import share_buffers
-from ignite_engine.state import OngoingEvaluation
+from ignite_engine.state import OngoingEvaluation, Start
 from ignite_engine.states.model_and_optimizer import unwrap
 
 
@@ -68,7 +69,6 @@ class Evaluation:
         self._evaluated_at = self._cut_at = self._began_at = -1
         self._evaluated_before = -1
         """The iteration that the resumed checkpoint's process has evaluated."""
-        self._loaded = False
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Evaluate at ``event``; several events: ``|``, or attach again."""
@@ -77,12 +77,16 @@ class Evaluation:
             trainer.add_event_handler(Events.STARTED, self._make_up)
             if self._progress is not None:
                 self._progress.usable(self.evaluator, self._model(trainer), sized=length_of(self.data) is not None)
-        trainer.add_event_handler(event, self)
+        for each in event if isinstance(event, EventsList) else (event,):
+            trainer.add_event_handler(each, self._at_the_start if each == Events.STARTED else self)
+
+    def _at_the_start(self, trainer: Trainer) -> None:
+        """On STARTED: a run that continues was evaluated when it began."""
+        if trainer.state.start in (Start.FRESH, Start.RESET):
+            self(trainer)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Evaluate now, unless this iteration was; on STARTED not in a run that goes on, which has been evaluated."""
-        if trainer.position.taking_up:
-            return
+        """Evaluate now, unless this iteration was evaluated already."""
         iteration, status = trainer.state.iteration, trainer.state.status
         # a finished run is started again to be evaluated
         before = self._evaluated_before if status == "running" else -1
@@ -97,15 +101,14 @@ class Evaluation:
         return {"pending": self._pending, "rng": drawn_from, "evaluated_at": evaluated_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._pending, self._rng, self._loaded = state["pending"], state["rng"], True
+        self._pending, self._rng = state["pending"], state["rng"]
         self._evaluated_before = state["evaluated_at"]
 
     def _make_up(self, trainer: Trainer) -> None:
         self._began_at = trainer.state.iteration
-        if trainer.state.iteration == 0 and not self._loaded:  # what an earlier run left
+        if trainer.state.start is Start.FRESH:  # what an earlier run left
             self._pending = False
             self._evaluated_at = self._cut_at = self._evaluated_before = -1
-        self._loaded = False
         if self._pending:
             self._evaluate(trainer)
 
@@ -148,7 +151,7 @@ class Evaluation:
 
     def _stop(self, trainer: Trainer) -> None:
         """All ranks have broken off: the next edge is to be the last, and nothing is trained before it."""
-        trainer.agree_at_next_edge()
+        trainer.vote_at_next_boundary()
         if trainer.state.iteration == self._began_at and trainer.state.status == "running":
             trainer.terminate()  # before the first update there is no edge
 
@@ -196,11 +199,11 @@ class _Batches:
                 self._break_off(iterator)
                 return
             try:
-                self.trainer.fetching = self.alone
+                self.trainer.requests.waiting_for_data = self.alone
                 try:
                     batch = next(iterator, _END)
                 finally:
-                    self.trainer.fetching = False
+                    self.trainer.requests.waiting_for_data = False
             except StopRequested:
                 if progress is not None and self.source.sampler is not None:  # no other is sure to have drawn nothing
                     progress.write(batches)

@@ -1,4 +1,4 @@
-"""The loop of a :class:`~ignite_engine.Trainer`, with every event at its place.
+"""The loop of a :class:`~ignite_engine.Trainer`, from STARTED to COMPLETED.
 
 In short (``docs/the_loop.md`` has all of it)::
 
@@ -9,9 +9,9 @@ In short (``docs/the_loop.md`` has all of it)::
             ITERATION_STARTED
             state.output = update(trainer, group)
             ITERATION_COMPLETED
-            edge: METRICS_READY if there is news, RESUME_POINT, stop if all ranks agreed
+            step boundary: METRICS_READY if there are new values, RESUME_POINT, stop if all ranks agreed
         EPOCH_COMPLETED
-        edge
+        step boundary
     COMPLETED
 """
 
@@ -19,248 +19,332 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from ignite.engine import Engine, Events
-from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSingleEpochException
 
 from ignite_engine import rng
-from ignite_engine.data import resumable
-from ignite_engine.data.source import DataSource
-from ignite_engine.engine.edges import EngineWithEdges
-from ignite_engine.engine.progress import RunPosition
+from ignite_engine.engine import bus
+from ignite_engine.engine.progress import Progress
+from ignite_engine.engine.start import is_done
+from ignite_engine.engine.stop_requests import BACKGROUND_DONE, SAVE, STOP, StopRequests
 from ignite_engine.errors import StopRequested
+from ignite_engine.events import TrainingEvents
 from ignite_engine.state import TrainingState
+from ignite_engine.states.registry import Registry
+from ignite_engine.states.resume_state import ResumeState
+
+Pauses = Generator[None, None, None]
+"""Yields where ``interrupt()`` pauses the run, and goes on from there."""
 
 
-class TrainingLoop(EngineWithEdges):
-    """From STARTED to COMPLETED; what comes before a run and after it is the Trainer's."""
+class _RunEnds(Exception):
+    """``terminate()`` was called: the run ends where it is."""
 
-    def __init__(self, update: Callable[[Engine, Any], Any], accumulation_steps: int | None) -> None:
-        super().__init__(update)
-        self.update, self.accumulation_steps = update, accumulation_steps
-        self.position = RunPosition(self)
-        self.failed = self.was_terminated = False
-        """How the run before ended."""
-        self.fetching = False
-        """The process waits for data: the one place where a signal may break in (``StopRequested``)."""
-        self.begun = False
-        """Ignite has accepted the arguments of ``run()``."""
-        self._given: Any = None
-        """The user's own object behind ``position.source``."""
 
-    def _internal_run_as_gen(self) -> Generator[Any, None, TrainingState]:
-        state, self.begun = self.state, True
-        self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
-        self._init_timers(state)
-        started = time.time()
+class _EpochEnds(Exception):
+    """``terminate_epoch()`` was called: the epoch ends where it is."""
+
+
+class Loop:
+    """One run of ``engine``; its parts are the Trainer's."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        update: Callable[[Engine, Any], Any],
+        state: TrainingState,
+        progress: Progress,
+        requests: StopRequests,
+        registry: Registry,
+        resume: ResumeState,
+    ) -> None:
+        self.engine, self.update, self.state, self.progress = engine, update, state, progress
+        self.requests, self.registry, self.resume = requests, registry, resume
+        self._began_at = state.iteration
+        self._reported: BaseException | None = None
+
+    def run(self) -> Pauses:
+        """The whole run, begun by :func:`ignite_engine.engine.start.begin`."""
+        engine, started = self.engine, time.time()
         try:
             try:
-                self.position.begin()
-                self.requests.iterations_start(state.iteration)
-                self._fire_event(Events.STARTED)
-                self.registry.check_all_claimed()
-                self.registry.restore_metrics(last=self.position.epoch_iteration == 0)
-                self._publish()
-                self.position.restore_rng()
-                yield from self._maybe_terminate_or_interrupt()
-                while not self._is_done(state) and not self.should_terminate:
-                    yield from self._one_epoch()
-            except _EngineTerminateException:
-                self._last_edge()
-                self._fire_event(Events.TERMINATE)
-            except _EngineTerminateSingleEpochException:
+                yield from self._start()
+                while not self._done() and not engine.should_terminate:
+                    yield from self._epoch()
+            except _RunEnds:
+                self._boundary_before_the_end()
+                self._fire(Events.TERMINATE)
+            except _EpochEnds:
                 raise RuntimeError(
                     "terminate_epoch() was called on STARTED or EPOCH_STARTED, where no epoch runs yet: "
                     "call it on an event of an iteration."
                 ) from None
+            self.resume.clear()
             self._complete(time.time() - started)
         except BaseException as error:
-            self._dataloader_iter = None
-            self._handle_exception(error)
-        self._dataloader_iter = None
-        return state
+            engine._dataloader_iter = None
+            self._raise_unless_handled(error)
+        engine._dataloader_iter = None
 
-    def _one_epoch(self) -> Generator[Any, None, None]:
-        state, started = self.state, time.time()
+    def _start(self) -> Pauses:
+        state, progress = self.state, self.progress
+        state.times[Events.EPOCH_COMPLETED.name] = state.times[Events.COMPLETED.name] = 0.0
+        self.requests.first_vote_after(state.iteration)
+        if self._done():  # a finished run that was started again; it may have ended within an epoch
+            state.epoch = progress.epochs_completed + int(progress.epoch_iteration > 0)
+        self._fire(Events.STARTED)
+        self.registry.check_all_claimed()
+        self.resume.restore_metrics()
+        self._publish()
+        self._restore_rng()
+        yield from self._pause_or_end()
+
+    def _epoch(self) -> Pauses:
+        engine, state, progress, started = self.engine, self.state, self.progress, time.time()
         state.epoch += 1
-        self._fire_event(Events.EPOCH_STARTED)
-        self.registry.restore_metrics(last=True)
-        yield from self._maybe_terminate_or_interrupt()
-        if self._dataloader_iter is None:
-            self._setup_engine()
-        yield from self._run_once_on_dataset_as_gen()
-        state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
-        if self.should_terminate_single_epoch != "skip_epoch_completed":
-            self._fire_event(Events.EPOCH_COMPLETED)
-            state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
-        self._log_time(f"Epoch[{state.epoch}] Complete.", time.time() - started)
-        self.position.end_epoch()
-        self._edge(last=bool(self.should_terminate) or self._is_done(state))
-        self.should_terminate_single_epoch = False
-        yield from self._maybe_terminate_or_interrupt()
-
-    def _run_once_on_dataset_as_gen(self) -> Generator[Any, None, float]:
-        # Everything here is paid at every iteration: an event that nobody hears is not fired, only noted.
-        state, position, started = self.state, self.position, time.time()
-        heard, requests = self.heard, self.requests
-        has_data = state.dataloader is not None
+        self._fire(Events.EPOCH_STARTED)
+        self._take_the_rest_of_what_was_loaded()
+        yield from self._pause_or_end()
+        if engine._dataloader_iter is None:
+            engine._dataloader_iter = progress.open_pass()
         try:
-            while True:
+            while not self._epoch_is_full():  # a resumed epoch may be, but for its EPOCH_COMPLETED
                 state.batch = None
-                if has_data:
-                    self.last_event_name = Events.GET_BATCH_STARTED
-                    if "GET_BATCH_STARTED" in heard:
-                        self._fire_event(Events.GET_BATCH_STARTED)
-                        yield from self._maybe_terminate_or_interrupt()
-                group = self._next(self._dataloader_iter)
+                if state.dataloader is not None and self._fire(Events.GET_BATCH_STARTED):
+                    yield from self._pause_or_end()
+                group = self._next()
                 if group is _END:
-                    group = yield from self._fetch_from_next_pass()
+                    group = yield from self._first_of_next_pass()
                     if group is _END:
                         break
-                # set anew here, not at the epoch's end: handlers of EPOCH_COMPLETED read the last output
+                # reset here, not at the epoch's end: handlers of EPOCH_COMPLETED read the last output
                 state.batch, state.output = group, None
-                if has_data:
-                    self.last_event_name = Events.GET_BATCH_COMPLETED
-                    if "GET_BATCH_COMPLETED" in heard:
-                        self._fire_event(Events.GET_BATCH_COMPLETED)
-                        yield from self._maybe_terminate_or_interrupt()
+                if state.dataloader is not None and self._fire(Events.GET_BATCH_COMPLETED):
+                    yield from self._pause_or_end()
 
-                position.group_fetched(group)
+                progress.group_fetched(group)
                 state.iteration += 1
-                self.last_event_name = Events.ITERATION_STARTED
-                if "ITERATION_STARTED" in heard:
-                    self._fire_event(Events.ITERATION_STARTED)
-                    yield from self._maybe_terminate_or_interrupt()
+                if self._fire(Events.ITERATION_STARTED):
+                    yield from self._pause_or_end()
+                state.output = self.update(engine, state.batch)
+                progress.group_consumed()
+                self._fire(Events.ITERATION_COMPLETED)
 
-                state.output = self._process_function(self, state.batch)
-                position.group_consumed()
-                self.last_event_name = Events.ITERATION_COMPLETED
-                if "ITERATION_COMPLETED" in heard:
-                    self._fire_event(Events.ITERATION_COMPLETED)
-
-                if position.epoch_iteration == state.epoch_length and not position.measured:
-                    if self.should_terminate:
-                        self._edge(last=True)
-                    yield from self._maybe_terminate_or_interrupt()
+                if self._epoch_is_full():
+                    if engine.should_terminate:
+                        self._boundary(last=True)
+                    yield from self._pause_or_end()
                     break
-                if state.iteration == state.max_iters:
-                    self._edge(last=True)
-                    self.should_terminate = self.should_terminate or True
-                elif not self.should_terminate_single_epoch and (  # else the epoch's edge follows
-                    self.should_terminate
-                    or not requests.alone
-                    or requests.asked
-                    or state.metrics.fresh
-                    or ("RESUME_POINT" in heard)
-                ):
-                    self._edge(last=bool(self.should_terminate), within_epoch=True)
-                if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
-                    yield from self._maybe_terminate_or_interrupt()
-        except _EngineTerminateSingleEpochException:
-            self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=position.epoch_iteration)
-            position.clean = True
-            position.end_pass()
-            self._setup_dataloader_iter()
-        except _EngineTerminateException:
+                if state.max_iters is not None and state.iteration >= state.max_iters:
+                    self._boundary(last=True)
+                    engine.should_terminate = engine.should_terminate or True
+                elif self._boundary_matters():
+                    self._boundary(last=bool(engine.should_terminate), within_epoch=True)
+                if engine.should_terminate or engine.should_terminate_single_epoch or engine.should_interrupt:
+                    yield from self._pause_or_end()
+        except _EpochEnds:
+            self._fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=progress.epoch_iteration)
+            progress.at_boundary = True
+            progress.end_pass()
+            engine._dataloader_iter = progress.open_pass()
+        except _RunEnds:
             raise
         except Exception as error:
-            self._handle_exception(error)
-            position.group_lost()
-        return time.time() - started
+            self._raise_unless_handled(error)
+            progress.group_discarded()
+        state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
+        if engine.should_terminate_single_epoch != "skip_epoch_completed":
+            self._fire(Events.EPOCH_COMPLETED)
+            state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
+        self._log_time(f"Epoch[{state.epoch}] Complete.", time.time() - started)
+        progress.end_epoch()
+        self._boundary(last=bool(engine.should_terminate) or self._done())
+        engine.should_terminate_single_epoch = False
+        yield from self._pause_or_end()
 
-    def _fetch_from_next_pass(self) -> Generator[Any, None, Any]:
-        """The first group of the next pass over the data, or ``_END`` where the epoch ends with this one."""
-        state, position = self.state, self.position
-        emptied = False
-        while True:
-            if position.measured and position.epoch_iteration:
-                state.epoch_length = position.epoch_iteration
-            if emptied or (position.measured and position.source_is_fresh):
-                if not self._is_done(state):
-                    warnings.warn(
-                        "Data iterator can not provide data anymore, but the run is not at its end "
-                        f"(iteration {state.iteration}): give data that can be iterated again.",
-                        stacklevel=2,
-                    )
-                    if state.max_epochs is None:  # else epochs without an iteration would follow for ever
-                        state.reason, self.should_terminate = "end of data", True
-                return _END
-            if state.dataloader is not None:
-                self._fire_event(Events.DATALOADER_STOP_ITERATION)
-                yield from self._maybe_terminate_or_interrupt()
-            position.end_pass()
-            if position.measured and position.epoch_iteration:
-                # made when it is needed: what this draws comes after the position is saved, as in a resumed run
-                self._dataloader_iter = None
-                return _END
-            self._setup_dataloader_iter()
-            emptied = True
-            if (group := self._next(self._dataloader_iter)) is not _END:
-                return group
+    # -- data -----------------------------------------------------------------------------------------------------
 
-    def _next(self, iterator: Any) -> Any:
+    def _next(self) -> Any:
+        """The next group, or ``_END``; where a signal breaks the wait for it, the run ends."""
+        requests = self.requests
         try:
-            self.fetching = True
+            requests.waiting_for_data = True
             try:
-                return next(iterator, _END)
+                return next(self.engine._dataloader_iter, _END)  # type: ignore[arg-type]  # it is open
             finally:
-                self.fetching = False
+                requests.waiting_for_data = False
         except StopRequested:
             # the group was not consumed; on one process nobody waits for this rank
-            if self.position.source is not None:
-                self.position.source.abandon()
-            self._dataloader_iter = None
-            self._edge(last=True)
-            raise _EngineTerminateException() from None
+            if self.progress.source is not None:
+                self.progress.source.abandon()
+            self.engine._dataloader_iter = None
+            self._boundary(last=True)
+            raise _RunEnds from None
 
-    def _only_complete(self, data: Any) -> None:
-        """A finished run started again: no iteration, but everything that happens at the start and at the end."""
-        self.state.dataloader, self.begun = data, True
-        self.should_terminate = False
-        self._init_timers(self.state)
-        self.position.begin()
-        # a run may end within an epoch
-        self.state.epoch = self.position.epochs_completed + int(self.position.epoch_iteration > 0)
-        self._fire_event(Events.STARTED)
-        self.registry.check_all_claimed()
-        self.registry.restore_metrics(last=True)
+    def _first_of_next_pass(self) -> Generator[None, None, Any]:
+        """The first group of the next pass over the data, or ``_END`` where the epoch ends with this one."""
+        state, progress = self.state, self.progress
+        emptied = False
+        while True:
+            if progress.measured and progress.epoch_iteration:
+                state.epoch_length = progress.epoch_iteration
+            if emptied or (progress.measured and progress.pass_is_untouched):
+                self._data_is_exhausted()
+                return _END
+            if state.dataloader is not None:
+                self._fire(Events.DATALOADER_STOP_ITERATION)
+                yield from self._pause_or_end()
+            progress.end_pass()
+            if progress.measured and progress.epoch_iteration:
+                # opened when it is needed: what this draws comes after the position is saved, as in a resumed run
+                self.engine._dataloader_iter = None
+                return _END
+            self.engine._dataloader_iter = progress.open_pass()
+            emptied = True
+            if (group := self._next()) is not _END:
+                return group
+
+    def _data_is_exhausted(self) -> None:
+        state = self.state
+        if self._done():
+            return
+        if state.iteration == self._began_at:
+            raise ValueError(
+                f"The data gave no batch, and the run is not at its end (iteration {state.iteration}): "
+                "give data that is not empty and can be iterated again."
+            )
+        warnings.warn(
+            "Data iterator can not provide data anymore, but the run is not at its end "
+            f"(iteration {state.iteration}): give data that can be iterated again.",
+            stacklevel=2,
+        )
+        if state.max_epochs is None:  # else epochs without an iteration would follow for ever
+            state.reason, self.engine.should_terminate = "end of data", True
+
+    # -- the start ------------------------------------------------------------------------------------------------
+
+    def _restore_rng(self) -> None:
+        if self.resume.rng is not None:
+            rng.restore(self.resume.rng)
+
+    def _take_the_rest_of_what_was_loaded(self) -> None:
+        """After the first EPOCH_STARTED, which within an epoch is one more than in the uninterrupted run."""
+        if self.progress.epoch_iteration:
+            self.resume.restore_metrics()
+            self._restore_rng()
+        self.resume.clear()
+
+    # -- boundaries and the end -----------------------------------------------------------------------------------
+
+    def _fire(self, event: Any, **kwargs: Any) -> bool:
+        return bus.fire(self.engine, event, **kwargs)
+
+    def _pause_or_end(self) -> Pauses:
+        """What a handler has asked for by ``terminate()``, ``terminate_epoch()`` or ``interrupt()``."""
+        engine = self.engine
+        if engine.should_terminate:
+            raise _RunEnds
+        if engine.should_terminate_single_epoch:
+            raise _EpochEnds
+        if engine.should_interrupt:
+            self._fire(Events.INTERRUPT)
+            engine.should_interrupt = False
+            yield
+
+    def _done(self) -> bool:
+        return is_done(self.state, self.state.epoch)
+
+    def _epoch_is_full(self) -> bool:
+        """Whether the epoch has all its iterations; a pass over data of unknown length ends with the data."""
+        length = self.state.epoch_length
+        return length is not None and self.progress.epoch_iteration >= length and not self.progress.measured
+
+    def _boundary_matters(self) -> bool:
+        """Whether anything can happen at the boundary of this iteration."""
+        engine, requests = self.engine, self.requests
+        if engine.should_terminate_single_epoch:
+            return False  # the boundary of the epoch follows
+        return bool(
+            requests.pending
+            or not requests.single_process
+            or self.state.metrics.fresh
+            or engine.should_terminate
+            or bus.handlers_of(engine, TrainingEvents.RESUME_POINT)
+        )
+
+    def _boundary(self, *, last: bool, within_epoch: bool = False) -> None:
+        """The step boundary after an update: publish, save if due, and stop if all ranks agreed to.
+
+        Where what was published ends the epoch, the rest is left to the boundary at its end.
+        """
+        state, engine = self.state, self.engine
+        agreed = self._agree(now=last)
+        if agreed & STOP:
+            engine.should_terminate = engine.should_terminate or True
+        state.save_requested = bool(agreed & SAVE)
+        state.background_done = bool(agreed & BACKGROUND_DONE)
+        state.last = last or state.stopping
         self._publish()
-        self.position.restore_rng()
-        self._complete(0.0)
+        state.last = state.last or bool(engine.should_terminate)  # what was measured may have ended the run
+        if within_epoch and engine.should_terminate_single_epoch and not state.last:
+            self.requests.request_again(agreed)
+        elif bus.handlers_of(engine, TrainingEvents.RESUME_POINT):  # else `last_event_name` stays Ignite's
+            self._fire(TrainingEvents.RESUME_POINT)
+        state.save_requested = state.background_done = False
 
-    # -- Ignite's seams -------------------------------------------------------------------------------------------
+    def _agree(self, *, now: bool) -> int:
+        """What all ranks agree on here of what any has requested; a stop is noted in the state."""
+        state = self.state
+        agreed = self.requests.agree(state.iteration, now=now)
+        state.stopping = bool(agreed & STOP)
+        if state.stopping and self.requests.stop is not None:
+            state.status, state.reason = "interrupted", self.requests.stop[0]
+        return agreed
 
-    def _take_data(self, data: Any, *, anew: bool = False) -> None:
-        source = DataSource(resumable(data), self.accumulation_steps)
-        source.agree_lengths()
-        self._given = data
-        self.position.take(source, anew=anew)
+    def _boundary_before_the_end(self) -> None:
+        """``terminate()`` outside an iteration: the boundary before it was not known to be the last."""
+        state, progress = self.state, self.progress
+        if not state.last and progress.at_boundary:
+            # a resumed run that ends before it trains is in the epoch in which it was saved
+            state.epoch = max(state.epoch, progress.epochs_completed + int(progress.epoch_iteration > 0))
+            self._boundary(last=True)
 
-    def _internal_run_legacy(self) -> TrainingState:
-        # `interrupt_resume_enabled = False` makes interrupt() an error there; the loop is this one all the same
-        return self._internal_run()  # type: ignore[return-value]  # Ignite's says State
+    def _publish(self) -> None:
+        metrics = self.state.metrics
+        if metrics.fresh:
+            if bus.handlers_of(self.engine, TrainingEvents.METRICS_READY):
+                self._fire(TrainingEvents.METRICS_READY)
+            metrics.fresh = {}
 
-    def _setup_engine(self) -> None:
-        self._setup_dataloader_iter()
-        self._init_iter = None
+    def _complete(self, duration: float) -> None:
+        state = self.state
+        if state.status == "running":
+            state.status = "completed"
+            state.reason = state.reason or self.progress.reason_of_end()
+        state.times[Events.COMPLETED.name] = duration
+        if self.engine.should_terminate != "skip_completed":
+            started = time.time()
+            self._fire(Events.COMPLETED)
+            self._publish()
+            duration += time.time() - started
+            state.times[Events.COMPLETED.name] = duration
+        if self.requests.vote_due:  # an evaluation was interrupted after the last boundary
+            self._agree(now=True)
+        self._log_time("Engine run finished.", duration)
 
-    def _setup_dataloader_iter(self) -> None:
-        data = self.state.dataloader
-        if data is not None and data is not self._given:  # a handler replaced it, as Ignite lets it
-            self._take_data(data, anew=True)
-        source = self.position.source
-        if self.state.dataloader is None or source is None:
-            super()._setup_dataloader_iter()
-        elif source.was_begun:
-            with rng.isolated():
-                self._dataloader_iter = iter(source)
-        else:
-            self._dataloader_iter = iter(source)
+    def _raise_unless_handled(self, error: BaseException) -> None:
+        """As in Ignite: a handler of EXCEPTION_RAISED that does not raise swallows the error."""
+        if error is self._reported or not bus.handlers_of(self.engine, Events.EXCEPTION_RAISED):
+            raise error
+        self._reported = error
+        bus.fire(self.engine, Events.EXCEPTION_RAISED, error)
 
-    def _get_data_length(self, data: Iterable[Any]) -> int | None:
-        return self.position.iterations
+    def _log_time(self, what: str, duration: float) -> None:
+        minutes, seconds = divmod(duration, 60)
+        hours, minutes = divmod(int(minutes), 60)
+        self.engine.logger.info(f"{what} Time taken: {hours:02d}:{minutes:02d}:{seconds:06.3f}")
 
 
 class _End:

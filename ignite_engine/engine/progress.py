@@ -1,52 +1,69 @@
-"""Where a run stands: its counters, its data and its random numbers, and how they are taken up again."""
+"""How far a run has come: the counters that ``state`` does not hold, and the position in the data."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from itertools import repeat
+from typing import Any
 
 from ignite_engine import rng
+from ignite_engine.data import resumable
 from ignite_engine.data.source import DataSource
-from ignite_engine.state import COUNTERS
+from ignite_engine.state import COUNTERS, TrainingState
 from ignite_engine.states.registry import Stateful
+from ignite_engine.states.resume_state import ResumeState
 from ignite_engine.step.micro_batches import Group
 
-if TYPE_CHECKING:
-    from ignite_engine.engine.loop import TrainingLoop
+
+class Ending(Enum):
+    """How the run before ended in this process, which decides how the next one starts."""
+
+    NONE = "none"
+    """There was none."""
+    AT_BOUNDARY = "at_boundary"
+    """At a step boundary: it can be continued."""
+    TERMINATED = "terminated"
+    """By ``terminate()``: as in Ignite, the rest of the pass is given up."""
+    FAILED = "failed"
+    """By an exception, perhaps within an update: the next run starts over."""
 
 
-class RunPosition:
-    """The Trainer's counters: what ``state`` does not say; the parts ``trainer``, ``data``, ``rng`` of a checkpoint.
+class Progress:
+    """Counters and data position; the parts ``trainer``, ``data`` and ``rng`` of a checkpoint.
 
-    ``epochs_completed`` and ``epoch_iteration`` are counted, never derived from ``iteration``: passes over unsized
-    data differ in length, and an epoch may have been cut short.
+    ``epochs_completed`` and ``epoch_iteration`` are counted, never derived from ``iteration``: passes over data of
+    unknown length differ, and an epoch may have been cut short.
     """
 
-    def __init__(self, trainer: TrainingLoop) -> None:
-        self._trainer: TrainingLoop = weakref.proxy(trainer)  # no cycle: a dropped Trainer is freed at once
+    def __init__(self, state: TrainingState, resume: ResumeState, accumulation_steps: int | None) -> None:
+        self.state, self.accumulation_steps = state, accumulation_steps
+        self._resume = resume
         self.source: DataSource | None = None
+        self.user_data: Any = None
+        """The user's own object behind :attr:`source`."""
         self.epochs_completed = 0
         self.epoch_iteration = 0
         self.measured = False
         """An epoch is one pass over data of unknown length."""
-        self.resumed = False
-        self.clean = True
-        """No group is half done."""
-        self._waiting_data: dict[str, Any] | None = None
-        self._waiting_rng: dict[str, Any] | None = None
-        self._batches = self._steps = 0
-        self._continues = False
-        self._other_groups = False
-        self.taking_up = False
-        """STARTED of a run that goes on: what happens at the start of a run has happened."""
+        self.at_boundary = True
+        """No update is half done."""
+        self.ending = Ending.NONE
+        self.left_at = (0, 0)
+        """Iteration and epoch at that ending."""
+        self._batches = self._optimizer_steps = 0
+        self._saved_with: int | None = accumulation_steps
 
     def parts(self) -> dict[str, Stateful]:
-        """What stands beside the counters in a checkpoint, by name."""
-        return {"data": _Part(self._data_state, self._set_data_state), "rng": _Part(rng.capture, self._set_rng_state)}
+        """The parts of a checkpoint by name."""
+        return {
+            "trainer": _Part(self.state_dict, self.load_state_dict),
+            "data": _Part(self._data_state, self._set_data_state),
+            "rng": _Part(rng.capture, self._set_rng_state),
+        }
 
-    # -- the loop tells ------------------------------------------------------------------------------------------
+    # -- data -----------------------------------------------------------------------------------------------------
 
     @property
     def iterations(self) -> int | None:
@@ -54,173 +71,139 @@ class RunPosition:
         return None if self.source is None else self.source.iterations
 
     @property
-    def source_is_fresh(self) -> bool:
+    def pass_is_untouched(self) -> bool:
         """Nothing of the present pass was consumed."""
         return self.source is None or (self.source.batch == 0 and not self.source.ended)
 
+    def new_source(self, data: Any) -> DataSource:
+        """A source over the user's data; a collective.
+
+        Raises:
+            ValueError: a rank has no batch, or lengths are known to some ranks only.
+        """
+        source = DataSource(resumable(data), self.accumulation_steps)
+        source.agree_lengths()
+        return source
+
+    def use(self, source: DataSource | None, data: Any) -> None:
+        """Iterate ``source``, made of ``data``, from now on."""
+        self.source, self.user_data = source, data
+        self.state.padding = self.state.group_total = 0
+
+    def replace_data(self, data: Any) -> None:
+        """A handler or ``set_data()`` gave other data in the middle of a run: a new pass over it."""
+        before, source = self.source, self.new_source(data)
+        if before is not None:  # another pass: the same order again would be the same data
+            source.pass_number = before.pass_number + int(before.batch > 0)
+        self.use(source, data)
+
+    def open_pass(self) -> Iterator[Any]:
+        """The groups of the present pass from the position on; None for each iteration where there is no data."""
+        data = self.state.dataloader
+        if data is not None and data is not self.user_data:
+            self.replace_data(data)
+        if data is None or self.source is None:
+            assert self.state.epoch_length is not None
+            return repeat(None, self.state.epoch_length)
+        if not self.source.was_begun:
+            return iter(self.source)
+        with rng.isolated():  # the uninterrupted run made this iterator earlier
+            return iter(self.source)
+
+    # -- counting -------------------------------------------------------------------------------------------------
+
     def group_fetched(self, group: Any) -> None:
-        self.clean = False
-        self._steps = self._trainer.state.optimizer_steps
+        self.at_boundary = False
+        self._optimizer_steps = self.state.optimizer_steps
         self._batches = len(group) if type(group) is Group else 1
         if self.source is not None and self.source.uneven:
-            state = self._trainer.state
-            state.padding, state.group_total = self.source.padded(self._batches)
-
-    def group_lost(self) -> None:
-        """A user's handler swallowed the error of an update: its group comes no more."""
-        if not self.clean:
-            self.clean = True
-            if self.source is not None:
-                self.source.batch += self._batches
+            self.state.padding, self.state.group_total = self.source.padded(self._batches)
 
     def group_consumed(self) -> None:
-        self.clean = True
+        self.at_boundary = True
         self.epoch_iteration += 1
         if self.source is not None:
             self.source.batch += self._batches
 
-    @contextmanager
-    def before_the_failure(self) -> Iterator[bool]:
-        """Let the counters say what was done, where an iteration broke off; yields whether the weights agree with it.
-
-        They do not if an optimizer had begun to step, nor after an update function that does not say so.
-        """
-        state, update = self._trainer.state, self._trainer.update
-        stepped = getattr(update, "stepping", True) or state.optimizer_steps != self._steps
-        undone = int(not self.clean and state.iteration > 0)
-        state.iteration -= undone
-        try:
-            yield self.clean or not stepped
-        finally:
-            state.iteration += undone
+    def group_discarded(self) -> None:
+        """A user's EXCEPTION_RAISED handler swallowed the error of an update: its group does not come again."""
+        if not self.at_boundary:
+            self.at_boundary = True
+            if self.source is not None:
+                self.source.batch += self._batches
 
     def end_pass(self) -> None:
         if self.source is not None:
             self.source.next_pass()
 
     def end_epoch(self) -> None:
-        self.epochs_completed = self._trainer.state.epoch
+        self.epochs_completed = self.state.epoch
         self.epoch_iteration = 0
+
+    @contextmanager
+    def before_the_failure(self, update: Any) -> Iterator[bool]:
+        """Let the counters say what was done before an iteration failed; yields whether the weights agree with it.
+
+        They do not if an optimizer had begun to step, nor after an update function that does not say so.
+        """
+        state = self.state
+        stepped = getattr(update, "stepping", True) or state.optimizer_steps != self._optimizer_steps
+        undone = int(not self.at_boundary and state.iteration > 0)
+        state.iteration -= undone
+        try:
+            yield self.at_boundary or not stepped
+        finally:
+            state.iteration += undone
 
     def reason_of_end(self) -> str:
         """Why a run that nobody stopped is over."""
-        state = self._trainer.state
+        state = self.state
         if state.max_iters is not None and state.iteration >= state.max_iters:
             return "max_iters"
-        return (
-            "max_epochs" if state.max_epochs is not None and self.epochs_completed >= state.max_epochs else "terminate"
-        )
+        by_epochs = state.max_epochs is not None and self.epochs_completed >= state.max_epochs
+        return "max_epochs" if by_epochs else "terminate"
 
-    # -- the start of a run --------------------------------------------------------------------------------------
-
-    @property
-    def goes_on(self) -> bool:
-        """The run about to start takes up one that was saved or stopped."""
-        return self.resumed or self._continues
-
-    def claim(self, max_epochs: int | None, max_iters: int | None, epoch_length: int | None) -> None:
-        """Tell Ignite's ``run()`` that it goes on, after a resume or a stop."""
-        state = self._trainer.state
-        self._continues = state.status == "interrupted" and not self._trainer.failed
-        if self._continues:
-            self._trainer.registry.keep_metrics()
-            state.epoch = self.epochs_completed
-            state.max_iters = max_iters if state.max_iters and max_iters else state.max_iters
-            state.max_epochs = max_epochs if state.max_epochs and max_epochs else state.max_epochs
-        if self.resumed:
-            state.max_iters = max_iters
-            state.max_epochs = max_epochs if max_iters is None else None
-            if max_iters is None and max_epochs is None:
-                state.max_epochs = max(1, self.epochs_completed)
-            state.epoch_length = epoch_length
-
-    def take(self, source: DataSource, *, anew: bool = False) -> None:
-        """Go over to another source, at the position that is waiting for it."""
-        before, self.source = self.source, source
-        self._trainer.state.padding = self._trainer.state.group_total = 0
-        if anew:
-            if before is not None:  # another pass: the same order again would be no other data
-                source.pass_number = before.pass_number + int(before.batch > 0)
-            return
-        if self._waiting_data is not None:
-            if self._waiting_data:
-                source.load_state_dict(self._waiting_data)
-            self._waiting_data = None
-        elif before is not None:
-            if self._continues and source.data is before.data:
-                source.load_state_dict(before.state_dict())
-            else:
-                source.pass_number, source.batch = before.pass_number, before.batch
-        if self.resumed and self._trainer.state.epoch_length is None:
-            self._trainer.state.epoch_length = source.iterations
-        if self._other_groups and self._trainer.state.epoch_length == source.iterations is not None:
-            assert source.batches is not None
-            left = 0 if source.ended else -(-(source.batches - source.batch) // source.steps)
-            at_its_start = source.ended and self.epoch_iteration == 0
-            self.epoch_iteration = 0 if at_its_start else source.iterations - left
-        self._other_groups = False
-
-    def begin(self) -> None:
-        """The first thing in a run: which kind of start is this?"""
-        state, source = self._trainer.state, self.source
-        self.taking_up = self.resumed or self._continues
-        if self.taking_up:
-            self.resumed = self._continues = False
-            return
-        self.epochs_completed = state.epoch
-        if state.iteration == 0:
-            self.epoch_iteration = 0
-            for counter in COUNTERS:
-                setattr(state, counter, 0)
-            if source is not None:
-                source.pass_number = source.batch = 0
-                source.ended = False
-        else:  # as Ignite: data from its beginning, the rest of the epoch by the iteration's number
-            length = state.epoch_length
-            self.epoch_iteration = state.iteration % length if length and not self._trainer.was_terminated else 0
-            if source is not None and source.batch:
-                source.next_pass()
-
-    def restore_rng(self) -> None:
-        """Put the generators back where the checkpoint found them: the run has started."""
-        self.taking_up = False
-        if self._waiting_rng is not None:
-            rng.restore(self._waiting_rng)
-            self._waiting_rng = None
-
-    # -- in checkpoints ------------------------------------------------------------------------------------------
+    # -- in checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._trainer.state
-        counters = {name: getattr(state, name) for name in ("iteration", *COUNTERS)}
+        counters = {name: getattr(self.state, name) for name in ("iteration", *COUNTERS)}
         return counters | {
             "epochs_completed": self.epochs_completed,
             "epoch_iteration": self.epoch_iteration,
-            "accumulation_steps": self._trainer.accumulation_steps,
+            "accumulation_steps": self.accumulation_steps,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        state = self._trainer.state
         for name in ("iteration", *COUNTERS):
-            setattr(state, name, saved[name])
+            setattr(self.state, name, saved[name])
         self.epochs_completed, self.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
-        state.epoch = self.epochs_completed
-        # iterations are of another size then: where the epoch stands follows from the data
-        self._other_groups = saved["accumulation_steps"] != self._trainer.accumulation_steps
-        self.resumed = True
+        self.state.epoch = self.epochs_completed
+        self._saved_with = saved["accumulation_steps"]
+        self._resume.counters = True
+
+    def regroup(self) -> None:
+        """After a resume with another accumulation: where the epoch is follows from the data, in groups of today."""
+        source, same = self.source, self._saved_with == self.accumulation_steps
+        self._saved_with = self.accumulation_steps
+        if same or source is None or source.iterations is None or self.state.epoch_length != source.iterations:
+            return
+        assert source.batches is not None
+        left = 0 if source.ended else -(-(source.batches - source.batch) // source.steps)
+        at_its_start = source.ended and self.epoch_iteration == 0
+        self.epoch_iteration = 0 if at_its_start else source.iterations - left
 
     def _data_state(self) -> dict[str, Any]:
         return {} if self.source is None else self.source.state_dict()
 
     def _set_data_state(self, saved: dict[str, Any]) -> None:
-        self._waiting_data = saved
+        self._resume.data = saved
 
     def _set_rng_state(self, saved: dict[str, Any]) -> None:
-        self._waiting_rng = saved
+        self._resume.rng = saved
 
 
 class _Part:
-    """A named part of a checkpoint made of two functions."""
+    """A part of a checkpoint made of two functions."""
 
-    def __init__(self, get: Any, put: Any) -> None:
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         self.state_dict, self.load_state_dict = get, put

@@ -1,76 +1,83 @@
-"""What single ranks ask of the run while it goes, and what all of them hear at the same edge."""
+"""What single ranks ask of the run while it is under way, agreed on by all ranks at step boundaries."""
 
 from __future__ import annotations
 
 from ignite_engine.ranks import agreement
 
-STOP, SAVE, ATTEND = 1, 2, 4
+STOP, SAVE, BACKGROUND_DONE = 1, 2, 4
 
 
-class Requests:
-    """Flags that are only ever assigned: a signal handler or another thread may do it between any two instructions."""
+class StopRequests:
+    """Requests to stop, to save, and to collect background work.
+
+    Flags are only ever assigned: a signal handler or another thread may do it between any two instructions.
+    """
 
     def __init__(self) -> None:
-        self.alone = True
-        """On one process what is asked for is agreed."""
-        self.asked = False
-        """Something was asked for since the last edge."""
+        self.single_process = True
+        """There is no other rank to agree with."""
+        self.pending = False
+        """This rank has requested something since the last vote."""
         self.stop: tuple[str, int | None] | None = None
-        """Reason and signal of the stop that this rank wants, after the agreement that of the first rank with one."""
-        self.hurried = False
-        """All ranks have something to hear of at the next edge, or at the run's end if there is none before."""
-        self._save = self._attend = False
+        """Reason and signal of the requested stop; after the vote those of the first rank that requested one."""
+        self.vote_due = False
+        """All ranks vote at the next step boundary, or at the end of the run if there is none before."""
+        self.waiting_for_data = False
+        """The main thread is inside the loader's ``next``: the one place where a signal may raise StopRequested."""
+        self._save = self._background_done = False
         self._vote = agreement.Vote()
 
-    def run_starts(self) -> None:
-        """Forget what an earlier run was asked for."""
-        self.alone = agreement.world_size() == 1
-        self.stop, self.asked, self.hurried = None, False, False
-        self._save = self._attend = False
+    def reset(self) -> None:
+        """A run begins: drop what an earlier one was asked for."""
+        self.single_process = agreement.world_size() == 1
+        self.stop, self.pending, self.vote_due = None, False, False
+        self._save = self._background_done = False
 
-    def iterations_start(self, iteration: int) -> None:
-        """The first vote falls on the next iteration."""
+    def first_vote_after(self, iteration: int) -> None:
+        """The first vote is at the iteration that follows."""
         self._vote.restart(iteration)
 
-    def ask_to_stop(self, reason: str, signal: int | None) -> None:
+    def request_stop(self, reason: str, signal: int | None) -> None:
         if self.stop is None:
             self.stop = (reason, signal)
-        self.asked = True
+        self.pending = True
 
-    def ask_to_save(self) -> None:
-        self._save = self.asked = True
+    def request_save(self) -> None:
+        self._save = self.pending = True
 
-    def ask_to_attend(self) -> None:
-        self._attend = self.asked = True
+    def report_background_done(self) -> None:
+        self._background_done = self.pending = True
 
-    def ask_again(self, agreed: int) -> None:
-        """What was agreed could not be done yet, on any rank: it is to be heard at the next edge."""
+    def request_again(self, agreed: int) -> None:
+        """What was agreed could not be done at this boundary, on any rank: vote on it at the next one."""
         if agreed & SAVE:
-            self.ask_to_save()
-        if agreed & ATTEND:
-            self.ask_to_attend()
+            self.request_save()
+        if agreed & BACKGROUND_DONE:
+            self.report_background_done()
         if agreed:
-            self.agree_at_next_edge()
+            self.vote_now()
 
-    def agree_at_next_edge(self) -> None:
-        """Vote there even if it is not its turn; every rank says so at the same place."""
-        self.hurried = True
+    def vote_now(self) -> None:
+        """Vote at the next step boundary even if it is not its turn; every rank calls it at the same place."""
+        self.vote_due = True
         self._vote.hurry()
 
     def agree(self, iteration: int, *, now: bool) -> int:
-        """What any rank has asked for, as bits, the same on all ranks; between votes 0. A collective.
+        """What any rank has requested, as bits, the same on all ranks; 0 between votes. A collective.
 
         Args:
             now: vote at this iteration even if it is not its turn; every rank must say the same.
         """
-        self.asked = self.hurried = False
-        wanted = (STOP if self.stop else 0) | (SAVE if self._save else 0) | (ATTEND if self._attend else 0)
+        self.pending = self.vote_due = False
+        wanted = (
+            (STOP if self.stop else 0) | (SAVE if self._save else 0) | (BACKGROUND_DONE if self._background_done else 0)
+        )
         agreed = self._vote.poll(iteration, wanted, now=now)
         if agreed & STOP:
             reasons = agreement.gather_objects(self.stop)
             self.stop = next(reason for reason in reasons if reason is not None)
         if agreed & SAVE:
             self._save = False
-        if agreed & ATTEND:
-            self._attend = False
+        if agreed & BACKGROUND_DONE:
+            self._background_done = False
         return agreed

@@ -1,4 +1,4 @@
-"""``idist.Parallel`` with a parent that outlives a signal until its ranks have saved, and exits with their code."""
+"""``idist.Parallel`` whose parent waits after a signal until its ranks have saved, and exits with their code."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Parallel(IgniteParallel):
-    """Launch a function on one process or many: the arguments and the use are those of ``idist.Parallel``.
+    """Launch a function on one process or many; arguments and use are those of ``idist.Parallel``.
 
-    Beside it, where it spawns the ranks itself (``nproc_per_node``): a free port instead of the fixed 2222, so that
-    two runs can share a machine; SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the parent reach every rank and leave the
-    parent waiting for them; and a rank that ends with ``SystemExit`` hands its code to the parent, which exits with it
-    once every rank is done. (A child's own exit status would make torch send SIGTERM to its peers while they save.)
+    In addition, where it spawns the ranks itself (``nproc_per_node``): a free port instead of the fixed 2222, so that
+    two runs can share a machine; SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the parent are forwarded to every rank, and the
+    parent waits for them; a rank that ends with ``SystemExit`` passes its code to the parent, which exits with it once
+    every rank is done. (A child's own exit status would make torch send SIGTERM to its peers while they save.)
     """
 
     def __init__(self, backend: str | None = None, nproc_per_node: int | None = None, **options: Any) -> None:
@@ -78,7 +78,7 @@ def _forwarding_signals() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens to on this machine just now."""
+    """A TCP port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

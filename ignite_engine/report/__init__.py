@@ -1,6 +1,6 @@
-"""One HTML page that shows a run, or several over one another; made from the files of run directories alone.
+"""One HTML page with the curves of a run, or of several compared; made from the files of run directories alone.
 
-A page is one file without any link: it opens from disk, with its curves as SVG and its hover as a few lines of script.
+A page is one file that loads nothing else: it opens from disk, with the curves as SVG and a short script for hovering.
 """
 
 from __future__ import annotations

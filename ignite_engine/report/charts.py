@@ -1,4 +1,4 @@
-"""A panel as HTML: the curves as SVG that stretches with the page, the words around them as text that does not."""
+"""A panel as HTML: the curves as SVG that scales with the page, the labels as text that does not."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LAST = ' class="last"'
 
 
 class Axes:
-    """From values to places in a picture of WIDTH by HEIGHT, whose origin is at the top left.
+    """From values to coordinates in a picture of WIDTH by HEIGHT with its origin at the top left.
 
     Args:
-        span: the first and last iteration of the axis; None: the panel's own.
+        span: the first and last iteration of the axis; None: those of the panel.
     """
 
     def __init__(self, panel: Panel, span: tuple[float, float] | None = None) -> None:
@@ -62,16 +62,16 @@ def span_of(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def chart(panel: Panel, number: int, span: tuple[float, float]) -> tuple[str, dict[str, Any]]:
-    """The panel as a ``<figure>``, and what the page's script needs to tell values under the pointer."""
+    """The panel as a ``<figure>``, and the data from which the page's script shows the values under the pointer."""
     lines = [_thinned(line, panel.stacked) for line in panel.lines]
     axes = Axes(panel, span)
     drawn = _areas(lines, axes) if panel.stacked else "".join(_curve(line, axes) for line in lines)
     grid = "".join(f'<path class="grid" d="M0 {axes.y(tick):.1f}H{WIDTH:g}"/>' for tick in axes.y_ticks)
-    y_words = "".join(
+    y_labels = "".join(
         f'<span style="top:{axes.y(tick) / HEIGHT:.2%}">{escape(_tick(tick, axes.y_ticks))}</span>'
         for tick in axes.y_ticks
     )
-    x_words = "".join(
+    x_labels = "".join(
         f'<span{_LAST if axes.x(tick) > 0.97 * WIDTH else ""} style="left:{axes.x(tick) / WIDTH:.2%}">'
         f"{escape(_tick(tick, axes.x_ticks))}</span>"
         for tick in axes.x_ticks
@@ -83,10 +83,10 @@ def chart(panel: Panel, number: int, span: tuple[float, float]) -> tuple[str, di
     html = (
         f'<figure data-chart="{number}"><figcaption><h3>{escape(panel.title)}</h3>'
         f'<span class="unit">{escape(unit)}</span><ul class="legend">{legend}</ul></figcaption>'
-        f'<div class="plot"><div class="y">{y_words}</div><div class="field">'
+        f'<div class="plot"><div class="y">{y_labels}</div><div class="field">'
         f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img" aria-label="{label}">'
-        f'{grid}{drawn}</svg><div class="cursor"></div><div class="told"></div></div>'
-        f'<div class="x">{x_words}</div><div class="xname">iteration</div></div>{notes}</figure>'
+        f'{grid}{drawn}</svg><div class="cursor"></div><div class="values"></div></div>'
+        f'<div class="x">{x_labels}</div><div class="xname">iteration</div></div>{notes}</figure>'
     )
     data = {
         "left": axes.left,
@@ -100,12 +100,12 @@ def chart(panel: Panel, number: int, span: tuple[float, float]) -> tuple[str, di
 
 
 def script_data(charts: Sequence[dict[str, Any]]) -> str:
-    """JSON that may stand inside a ``<script>``."""
+    """JSON that is safe inside a ``<script>``."""
     return json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def svg_file(panel: Panel, *, width: int = 720, height: int = 360) -> str:
-    """One panel as an SVG picture of its own, its words included."""
+    """One panel as a stand-alone SVG picture with its labels."""
     axes, left, top = Axes(panel), 64, 40
     across, down = (width - left - 16) / WIDTH, (height - top - 44) / HEIGHT
     parts = [

@@ -1,4 +1,4 @@
-"""The learning rate over a run before it runs: as a picture of characters, and as an SVG."""
+"""The learning rate over a run before it runs: as a plot in characters, and as an SVG."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ POINTS = 600
 
 
 class Curve(Protocol):
-    """A schedule that tells the rate of each parameter group at a step, without a step being made."""
+    """A schedule that can be asked for the LR of each parameter group at any step."""
 
     def lrs_at(self, step: int) -> list[float]: ...
 
 
 def lr_text(schedule: Curve, total: int, *, width: int = 60, height: int = 12) -> list[str]:
-    """Lines of text: the first group's rate at 11 updates, and a plot of ``width`` by ``height`` characters."""
+    """Lines of text: the first group's LR at 11 updates, and a plot of ``width`` by ``height`` characters."""
     steps = sorted({round(share * (total - 1) / 10) for share in range(11)})
     lines = ["Learning rate by update:", *(f"  {step + 1:>9}  {schedule.lrs_at(step)[0]:.4e}" for step in steps)]
     columns = [schedule.lrs_at(round(column * (total - 1) / max(width - 1, 1)))[0] for column in range(width)]
@@ -35,7 +35,7 @@ def lr_text(schedule: Curve, total: int, *, width: int = 60, height: int = 12) -
 
 
 def lr_svg(schedule: Curve, total: int) -> str:
-    """The rate of every parameter group as an SVG picture; groups with the same rates are one line."""
+    """The LR of every parameter group as an SVG picture; groups with equal LRs share a line."""
     steps = sorted({round(index * (total - 1) / (POINTS - 1)) for index in range(POINTS)})
     groups = dict.fromkeys(zip(*[schedule.lrs_at(step) for step in steps]))
     lines = [

@@ -13,7 +13,7 @@ const nearest = (points, x) => {
 };
 for (const figure of document.querySelectorAll("figure[data-chart]")) {
   const chart = charts[figure.dataset.chart];
-  const field = figure.querySelector(".field"), cursor = figure.querySelector(".cursor"), told = figure.querySelector(".told");
+  const field = figure.querySelector(".field"), cursor = figure.querySelector(".cursor"), values = figure.querySelector(".values");
   const show = event => {
     const box = field.getBoundingClientRect();
     const share = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1);
@@ -22,20 +22,20 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
     const x = found.reduce((best, point) => Math.abs(point[0] - wanted) < Math.abs(best - wanted) ? point[0] : best, found[0][0]);
     const place = 100 * (x - chart.left) / ((chart.right - chart.left) || 1);
     cursor.style.left = place + "%";
-    told.style.left = place < 50 ? `calc(${place}% + 10px)` : "auto";
-    told.style.right = place < 50 ? "auto" : `calc(${100 - place}% + 10px)`;
-    told.replaceChildren(`iteration ${Math.round(x)}`);
+    values.style.left = place < 50 ? `calc(${place}% + 10px)` : "auto";
+    values.style.right = place < 50 ? "auto" : `calc(${100 - place}% + 10px)`;
+    values.replaceChildren(`iteration ${Math.round(x)}`);
     chart.lines.forEach((line, index) => {
       const row = document.createElement("div"), dot = document.createElement("i");
       dot.className = "c" + line.mark;
       dot.textContent = "● ";
       const at = Math.round(found[index][0]) === Math.round(x) ? "" : ` (at ${Math.round(found[index][0])})`;
       row.append(dot, `${line.name} ${words(found[index][1])}${at}`);
-      told.append(row);
+      values.append(row);
     });
-    cursor.style.display = told.style.display = "block";
+    cursor.style.display = values.style.display = "block";
   };
-  const hide = () => { cursor.style.display = told.style.display = "none"; };
+  const hide = () => { cursor.style.display = values.style.display = "none"; };
   field.addEventListener("pointermove", show);
   field.addEventListener("pointerdown", show);
   field.addEventListener("pointerleave", hide);

@@ -14,7 +14,7 @@ from ignite_engine.report.records import Record, read_run
 from ignite_engine.report.scales import short
 from ignite_engine.run_directory import flat, write_whole
 
-# Nothing is loaded from anywhere, by the browser's own word.
+# The browser enforces that nothing is loaded.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -22,7 +22,7 @@ def write_report(directory: str | Path, output: str | Path | None = None) -> Pat
     """Write the page of one run; returns its path, by default ``report.html`` in the run's directory.
 
     Raises:
-        NotARun: the directory holds none.
+        NotARun: the directory is not that of a run.
     """
     run = read_run(directory)
     path = Path(output) if output is not None else run.path / "report.html"
@@ -31,10 +31,10 @@ def write_report(directory: str | Path, output: str | Path | None = None) -> Pat
 
 
 def write_comparison(directories: Sequence[str | Path], output: str | Path = "compare.html") -> Path:
-    """Write the page that lays several runs over one another; returns its path.
+    """Write the page that compares several runs; returns its path.
 
     Raises:
-        NotARun: a directory holds none.
+        NotARun: a directory is not that of a run.
     """
     runs = [read_run(each) for each in directories]
     write_whole(Path(output), comparison_page(runs))
@@ -46,7 +46,7 @@ def report_page(run: Record) -> str:
     parts = [
         f"<h1>{escape(run.name)}</h1>",
         f'<p class="under">{escape(str(run.path.absolute()))}</p>',
-        _ending(run),
+        _outcome(run),
         _tiles(_key_numbers(run)),
         *_curves(panels_of(run)),
         *_config_cards(run.config),
@@ -60,11 +60,11 @@ def report_page(run: Record) -> str:
 
 
 def comparison_page(runs: Sequence[Record]) -> str:
-    """The page of several runs as HTML; each keeps its colour throughout."""
+    """The page of several runs as HTML; each has the same colour in all charts."""
     names = _names(runs)
     parts = [
         f"<h1>{len(runs)} runs compared</h1>",
-        '<p class="under">By iteration. Each run keeps its colour.</p>',
+        '<p class="under">By iteration. Each run has the same colour in all charts.</p>',
         _runs_table(runs, names),
         *_curves(compared_panels(runs, names)),
         *_differences(runs, names),
@@ -86,21 +86,21 @@ def _page(title: str, parts: Sequence[str]) -> str:
     )
 
 
-def _ending(run: Record) -> str:
+def _outcome(run: Record) -> str:
     summary, status = run.summary, run.status
     where = f"at iteration {summary['iteration']:,}" if "iteration" in summary else ""
     reason = f": {summary['reason']}" if summary.get("reason") else ""
     also = {
-        "running": "It is still going on, or was killed.",
-        "interrupted": "The same command goes on from its last checkpoint.",
+        "running": "It is still running, or was killed.",
+        "interrupted": "The same command resumes from its last checkpoint.",
         "unknown": "There is no summary.json.",
     }.get(status, "")
-    said = f"<b>{escape(status)}</b> {where}{escape(reason)}. {also}"
-    return f'<p class="status {escape(status, quote=True)}">{said}</p>'
+    text = f"<b>{escape(status)}</b> {where}{escape(reason)}. {also}"
+    return f'<p class="status {escape(status, quote=True)}">{text}</p>'
 
 
 def _key_numbers(run: Record) -> list[tuple[str, str, str]]:
-    """Name, value and remark of the few numbers that one asks for first."""
+    """Name, value and remark of the most important numbers."""
     summary = run.summary
     tiles = []
     if (loss := run.last("loss")) is not None:
@@ -140,7 +140,7 @@ def _tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
 
 def _curves(panels: Sequence[Panel]) -> list[str]:
     if not panels:
-        return ["<h2>Curves</h2><p>Nothing was measured twice yet, so there is no curve.</p>"]
+        return ["<h2>Curves</h2><p>Nothing was logged twice yet, so there are no curves.</p>"]
     span = span_of(panels)
     charts = [chart(panel, number, span) for number, panel in enumerate(panels)]
     figures = "\n".join(html for html, _ in charts)
@@ -154,9 +154,9 @@ def _curves(panels: Sequence[Panel]) -> list[str]:
 def _config_cards(config: Mapping[str, Any]) -> list[str]:
     if not config:
         return []
-    alone = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
+    top_level = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
     sections = {key: value for key, value in config.items() if isinstance(value, Mapping) and value}
-    cards = [_card(name, flat(values)) for name, values in ({"task": alone} | sections).items() if values]
+    cards = [_card(name, flat(values)) for name, values in ({"task": top_level} | sections).items() if values]
     return [f'<h2>Config</h2><div class="cards">{"".join(cards)}</div>']
 
 
@@ -185,7 +185,7 @@ def _environment(environment: Mapping[str, Any]) -> list[str]:
 
 def _card(name: str, values: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<tr><td>{escape(str(key))}</td><td>{escape(_shown(value))}</td></tr>" for key, value in values.items()
+        f"<tr><td>{escape(str(key))}</td><td>{escape(_text(value))}</td></tr>" for key, value in values.items()
     )
     return f'<div class="card"><h3>{escape(name)}</h3><table>{rows}</table></div>'
 
@@ -207,7 +207,7 @@ def _runs_table(runs: Sequence[Record], names: Sequence[str]) -> str:
 
 
 def _differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
-    """A row for each key of the configs that is not the same in all of them."""
+    """A row for each key whose value differs between the configs."""
     configs = [flat(run.config) for run in runs]
     keys = [
         key
@@ -219,7 +219,7 @@ def _differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
     head = "".join(f"<th>{escape(name)}</th>" for name in ("key", *names))
     rows = "".join(
         f"<tr><td>{escape(key)}</td>"
-        + "".join(f"<td>{escape(_shown(config.get(key, 'not set')))}</td>" for config in configs)
+        + "".join(f"<td>{escape(_text(config.get(key, 'not set')))}</td>" for config in configs)
         + "</tr>"
         for key in keys
     )
@@ -227,12 +227,12 @@ def _differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
 
 
 def _names(runs: Sequence[Record]) -> list[str]:
-    """The runs' names, with their paths where two are the same."""
+    """The runs' names, with their paths where two are equal."""
     names = [run.name for run in runs]
     return [f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return f"{value:.6g}" if isinstance(value, float) else str(value)

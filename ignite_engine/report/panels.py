@@ -1,4 +1,4 @@
-"""Which curves share a picture: one panel for each kind of thing that was measured."""
+"""Which curves share a chart: one panel for each kind of value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIB_FROM_MIB = 8192.0
 
 @dataclass(frozen=True)
 class Line:
-    """A named curve; ``mark`` chooses its colour, ``dashed`` sets it apart from one of the same colour."""
+    """A named curve; ``mark`` selects its colour, ``dashed`` distinguishes it from another of the same colour."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -40,10 +40,10 @@ class Panel:
 
 
 def panels_of(run: Record) -> list[Panel]:
-    """The panels of one run, the loss first; a series of one point is no curve and left out."""
+    """The panels of one run, the loss first; a series of one point is left out."""
     series = {name: points for name, points in run.series.items() if len(points) > 1 and name != "epoch"}
     metrics = list(dict.fromkeys(key.partition("/")[2] for key in series if _is_evaluated(key)))
-    alone = [key for key in series if "/" not in key and key not in ("loss", "lr", "grad_norm", *metrics)]
+    others = [key for key in series if "/" not in key and key not in ("loss", "lr", "grad_norm", *metrics)]
     made = [
         _panel(run, "Loss", "", _sets(series, "loss"), from_zero=False, may_be_log=True),
         *(_metric(run, series, name) for name in metrics if name != "loss"),
@@ -52,13 +52,13 @@ def panels_of(run: Record) -> list[Panel]:
         *_throughput(run, series),
         _time_split(series),
         *_memory(run, series),
-        *(_panel(run, key, "", {key: key}, from_zero=False) for key in alone),
+        *(_panel(run, key, "", {key: key}, from_zero=False) for key in others),
     ]
     return [panel for panel in made if panel is not None]
 
 
 def _metric(run: Record, series: Mapping[str, Points], name: str) -> Panel | None:
-    """A metric of sets; one that never changes, such as a baseline, is no curve: the table of last values has it."""
+    """A metric of all sets; one that never changes, such as a baseline, is only in the table of last values."""
     lines = _sets(series, name)
     return _panel(run, name, "", lines, from_zero=False) if any(_moves(run, key) for key in lines.values()) else None
 
@@ -73,14 +73,14 @@ def _is_evaluated(key: str) -> bool:
 
 
 def _sets(series: Mapping[str, Points], metric: str) -> dict[str, str]:
-    """Lines of one metric: what training logged, and each evaluated set."""
+    """Lines of one metric: of training, and of each evaluated set."""
     own = {"train": metric} if metric in series else {}
     ending = f"/{metric}"
     return own | {key.removesuffix(ending): key for key in series if key.endswith(ending) and _is_evaluated(key)}
 
 
 def _rates(series: Mapping[str, Points]) -> dict[str, str]:
-    """One line for all groups that have the same rate."""
+    """One line for all groups with the same LR."""
     lines: dict[str, str] = {}
     for key in [key for key in series if key == "lr" or key.startswith("lr/")]:
         same = next((name for name, other in lines.items() if series[other] == series[key]), None)
@@ -90,7 +90,7 @@ def _rates(series: Mapping[str, Points]) -> dict[str, str]:
 
 
 def _throughput(run: Record, series: Mapping[str, Points]) -> list[Panel | None]:
-    """The finest rate there is; and the wait for data where no times tell it."""
+    """The finest rate available; and the share of time spent waiting for data if no times were logged."""
     units = [unit for unit in ("tokens", "samples", "steps") if f"throughput/{unit}_per_s" in series]
     panels = [
         _panel(run, "Throughput", f"{unit}/s, all ranks", {unit: f"throughput/{unit}_per_s"}) for unit in units[:1]
@@ -102,7 +102,7 @@ def _throughput(run: Record, series: Mapping[str, Points]) -> list[Panel | None]
 
 
 def _time_split(series: Mapping[str, Points]) -> Panel | None:
-    """Where an iteration's time goes, stacked up to the whole of it."""
+    """The parts of an iteration's time, stacked up to the whole."""
     whole = dict(series.get("time/step_ms", ()))
     if not whole:
         return None
@@ -145,38 +145,38 @@ def _panel(
     may_be_log: bool = False,
     scale: float = 1.0,
 ) -> Panel | None:
-    """A panel of the series that ``lines`` names; None without any."""
+    """A panel of the series in ``lines``; None without any."""
     if not lines:
         return None
     drawn = [
         Line(name, [(at, value * scale) for at, value in run.series[key]], mark)
         for mark, (name, key) in enumerate(lines.items())
     ]
-    notes = [_told(name, run.not_finite[key]) for name, key in lines.items() if key in run.not_finite]
+    notes = [_not_finite(name, run.not_finite[key]) for name, key in lines.items() if key in run.not_finite]
     return Panel(title, unit, drawn, from_zero, may_be_log, notes=notes)
 
 
-def _told(name: str, iterations: Sequence[int]) -> str:
+def _not_finite(name: str, iterations: Sequence[int]) -> str:
     first = ", ".join(str(each) for each in iterations[:3])
     more = f" and {len(iterations) - 3} more" if len(iterations) > 3 else ""
     return f"{name} is not finite at iteration {first}{more}"
 
 
 def compared_panels(runs: Sequence[Record], names: Sequence[str]) -> list[Panel]:
-    """One panel for each series, the runs over one another; the loss first."""
+    """One panel for each series, with a line for each run; the loss first."""
     left_out = {"epoch", "throughput/steps_per_s", "throughput/data_wait_share"}
     if any("throughput/tokens_per_s" in run.series for run in runs):
         left_out.add("throughput/samples_per_s")
     keys = [key for key in dict.fromkeys(key for run in runs for key in run.series) if key not in left_out]
     made = []
-    for key in sorted(keys, key=_place):  # stable: the order in which they came
+    for key in sorted(keys, key=_place):  # stable: otherwise in the order of the files
         having = [
             (run, name, mark) for mark, (run, name) in enumerate(zip(runs, names)) if len(run.series.get(key, ())) > 1
         ]
         if not having or _is_a_copy(key, runs) or (_is_evaluated(key) and not any(_moves(run, key) for run in runs)):
             continue
         lines = [Line(name, run.series[key], mark, dashed=mark >= COLOURS) for run, name, mark in having]
-        notes = [_told(name, run.not_finite[key]) for run, name, _ in having if key in run.not_finite]
+        notes = [_not_finite(name, run.not_finite[key]) for run, name, _ in having if key in run.not_finite]
         may_be_log = key == "grad_norm" or key.rpartition("/")[2] == "loss"
         made.append(Panel(key, "", lines, _place(key) > _METRICS_UNTIL, may_be_log, notes=notes))
     return made
@@ -186,7 +186,7 @@ _METRICS_UNTIL = 2
 
 
 def _place(key: str) -> int:
-    """Where a series stands on the page; up to ``_METRICS_UNTIL`` it is a metric, whose zero says nothing."""
+    """The place of a series on the page; up to ``_METRICS_UNTIL`` it is a metric, whose axis need not start at zero."""
     tests = (
         key == "loss",
         key.endswith("/loss"),
@@ -201,5 +201,5 @@ def _place(key: str) -> int:
 
 
 def _is_a_copy(key: str, runs: Sequence[Record]) -> bool:
-    """A group's rate that is everywhere the rate of the first group."""
+    """A group's LR that always equals that of the first group."""
     return key.startswith("lr/") and all(run.series.get(key) in (None, run.series.get("lr")) for run in runs)

@@ -1,4 +1,4 @@
-"""What lies in a run directory, as values: a run that is still going on, or was killed, can be read too."""
+"""The content of a run directory as values; a run that is still running, or was killed, can be read as well."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Points = list[tuple[int, float]]
 
 
 class NotARun(FileNotFoundError):
-    """A directory holds no run; the message is one line and names the remedy."""
+    """A directory that is not that of a run; the message is one line and names the remedy."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run as its files tell it.
+    """A run as its files describe it.
 
     Attributes:
-        path: its directory, as it was named.
-        series: the finite points ``(iteration, value)`` of everything measured, by name, in order.
+        path: its directory, as given.
+        series: the finite points ``(iteration, value)`` of everything logged, by name, in order.
         not_finite: the iterations at which a series was NaN or infinite.
         config, summary, environment: empty where the file is missing.
         log: the last lines of rank 0's log.
@@ -43,7 +43,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        """As the config says, or the directory's."""
+        """The config's ``run.name``, or the directory's name."""
         return str((self.config.get("run") or {}).get("name") or self.path.absolute().name)
 
     @property
@@ -64,11 +64,11 @@ def read_run(directory: str | Path) -> Record:
     """
     run = RunDirectory(directory)
     if not run.path.is_dir():
-        raise NotARun(f"{run.path} is no directory: give one in which a run has written, such as runs/byte_gpt.")
+        raise NotARun(f"{run.path} is not a directory: give that of a run, such as runs/byte_gpt.")
     if not run.metrics.exists() and not run.summary.exists():
         raise NotARun(
-            f"{run.path} is no run: it holds neither {run.metrics.name} nor {run.summary.name}; give the directory "
-            "that the config names as run.directory."
+            f"{run.path} is not the directory of a run: it has neither {run.metrics.name} nor "
+            f"{run.summary.name}; give the one that the config names as run.directory."
         )
     series, not_finite = _read_metrics(run.metrics)
     return Record(
@@ -92,7 +92,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, Points], dict[str, list[int]]]:
             try:
                 row = json.loads(line)
                 iteration = int(row.pop("iteration"))
-            except (ValueError, KeyError, TypeError, AttributeError):  # a line that is being written, or was torn
+            except (ValueError, KeyError, TypeError, AttributeError):  # an incomplete line: being written, or torn
                 continue
             for name, value in row.items():
                 if isinstance(value, bool) or not isinstance(value, int | float | str):

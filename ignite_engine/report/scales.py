@@ -1,4 +1,4 @@
-"""Numbers on an axis: round ticks, short words for values, and few points that keep every extreme."""
+"""Numbers on an axis: round ticks, short labels, and fewer points that keep every extreme."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def short(value: float, digits: int = 4) -> str:
-    """``value`` for reading: 12.3k, 0.0015, 2e-5."""
+    """``value`` as a label: 12.3k, 0.0015, 2e-5."""
     size = abs(value)
     if value == 0:
         return "0"

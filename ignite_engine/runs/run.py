@@ -103,7 +103,7 @@ class Run:
             with self.startup("resume"):
                 resumed = self._begin()
                 for name in self.log_states:
-                    trainer.registry.waiting.pop(name, None)
+                    trainer.resume_state.unclaimed.pop(name, None)
                 if resumed is None and rank == 0:
                     self._set_old_metrics_aside()
             self.began_at = trainer.state.iteration
@@ -186,7 +186,7 @@ class Run:
         for name, each in self.trainer.registry.objects.items():
             if name == "model" or getattr(each, "serves_evaluation", False):
                 if name in loaded.shared:
-                    self.trainer.registry.load_one(name, loaded.shared[name], loaded.manifest.left_out)
+                    self.trainer.registry.load_part(name, loaded.shared[name], loaded.manifest.left_out)
                 else:
                     logger.warning("%s holds no %s: the model's own weights are evaluated.", path, name)
         self.trainer.state.iteration = loaded.manifest.iteration

@@ -28,6 +28,7 @@ from ignite_engine.errors import StateMismatch, leave_out, shortened
 from ignite_engine.ranks import agreement
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
+from ignite_engine.states.resume_state import ResumeState
 
 logger = logging.getLogger(__name__)
 
@@ -42,28 +43,36 @@ class Stateful(Protocol):
 
 
 class Registry:
-    """Names and their objects; and, after a resume, the loaded states that no object has claimed yet."""
+    """Names and their objects.
 
-    def __init__(self) -> None:
+    Args:
+        resume: takes what a checkpoint brings for objects that are not registered yet.
+    """
+
+    def __init__(self, resume: ResumeState) -> None:
         self.objects: dict[str, Stateful] = {}
         self.shared: set[str] = set()
-        self.unsaved: list[str] = []
-        self._kept: list[tuple[MetricState, Any]] = []
-        self.waiting: dict[str, Any] = {}
-        self.resumed_from: str | None = None
+        self.kinds: dict[str, str] = {}
+        """What each object is: ``model``, ``optimizer``, ``schedule``, ``average``, ``metric``, ... or ``other``."""
+        self.nameless: list[str] = []
+        """Attached objects with a state that could not be given a name of their own: they are not saved."""
         self.filters: list[SaveFilter] = []
         """What the attached checkpoint handlers leave out."""
-        self._left_out: Mapping[str, Sequence[str]] = {}
+        self._automatic: set[str] = set()
+        self._resume = resume
 
-    def register(self, name: str, obj: Any, *, shared: bool = False) -> None:
-        """Put ``obj`` into every checkpoint under ``name``; load it at once if a resumed checkpoint has it.
+    def register(self, name: str, obj: Any, *, shared: bool = False, kind: str | None = None) -> None:
+        """Save ``obj`` in every checkpoint under ``name``; load it at once if a loaded checkpoint has it.
+
+        An object has one name: one that was registered automatically, when it was attached, gets this one instead.
 
         Args:
             shared: its state is the same on every rank, so one copy is saved.
+            kind: what it is, for whoever reads the checkpoint; None: as its type says, else ``other``.
 
         Raises:
             TypeError: it has no ``state_dict`` and ``load_state_dict``.
-            ValueError: another object has this name.
+            ValueError: another object has this name, or this object was registered under another name.
         """
         if not isinstance(obj, Stateful):
             raise TypeError(
@@ -72,21 +81,25 @@ class Registry:
         if isinstance(obj, Metric):
             obj = next((each for each in self._metrics() if each.metric is obj), None) or MetricState(obj)
         if self.objects.get(name, obj) is not obj:
-            raise ValueError(
-                f"The name {name!r} is taken by a {self.kind(name, self.objects[name])}: give this one its own name."
-            )
+            taken = self.type_name(name, self.objects[name])
+            raise ValueError(f"The name {name!r} is taken by a {taken}: give this one its own name.")
+        for other in [each for each, known in self.objects.items() if known is obj and each != name]:
+            if other not in self._automatic:
+                raise ValueError(f"This {self.type_name(other, obj)} is registered as {other!r} already, got {name!r}.")
+            self._forget(other)
         self.objects[name] = obj
+        self.kinds[name] = kind or next((each for base, each in _KINDS.items() if isinstance(obj, base)), "other")
         if shared:
             self.shared.add(name)
-        if name in self.waiting:
-            self.load_one(name, self.waiting.pop(name), self._left_out)
+        if name in self._resume.unclaimed:
+            self.load_part(name, self._resume.unclaimed.pop(name), self._resume.left_out)
 
-    def adopt(self, obj: Any, args: tuple[Any, ...]) -> None:
+    def register_attached(self, obj: Any, args: tuple[Any, ...]) -> None:
         """Register an object that was attached without ``register``, under its ``name`` or that of its class.
 
-        A metric goes by the name that it is attached under. One whose name is taken stays out and is named in the
-        exactness report, unless it has a ``name`` of its own: then two of a kind were given the same, which is an
-        error.
+        A metric goes by the name that it is attached under. A class of the script itself has no package in its name,
+        however the script was started. An object whose name is taken is not saved, and is named in the reproducibility
+        report, unless it has a ``name`` of its own: then two have the same, which is an error.
         """
         words = [str(arg) for arg in args if isinstance(arg, str)]
         if isinstance(obj, Metric) and not words:
@@ -97,19 +110,23 @@ class Registry:
         if isinstance(own, str):
             self.register(own, obj)
             return
-        kind = type(obj)
-        label = "/".join([kind.__module__.split(".")[0], kind.__name__, *words])
+        package = type(obj).__module__.split(".")[0]
+        label = "/".join([*([] if package in _SCRIPT else [package]), type(obj).__name__, *words])
         if label in self.objects:
-            self.unsaved.append(label)
-        else:
-            self.register(label, obj)
+            self.nameless.append(label)
+            return
+        for older in (f"{script}/{label}" for script in _SCRIPT):
+            if older in self._resume.unclaimed:
+                self._resume.unclaimed[label] = self._resume.unclaimed.pop(older)
+        self.register(label, obj)
+        self._automatic.add(label)
 
     def holds(self, obj: object) -> bool:
         """Whether ``obj`` is registered, by itself or as the metric that it is."""
         return any(each is obj for each in (*self.objects.values(), *(each.metric for each in self._metrics())))
 
-    def kind(self, name: str, obj: Any) -> str:
-        """What a person calls the object."""
+    def type_name(self, name: str, obj: Any) -> str:
+        """What a person calls the type of the object."""
         wrapped = {ModelState: "model", OptimizerState: "optimizer", MetricState: "metric"}.get(type(obj), "")
         return name if name in ("data", "rng") else type(getattr(obj, wrapped, obj)).__name__
 
@@ -206,57 +223,56 @@ class Registry:
         logger.log(logging.INFO if table.complete else logging.WARNING, "%s", table)
         return table
 
-    def load_one(self, name: str, state: Any, left_out: Mapping[str, Sequence[str]]) -> None:
+    def load_part(self, name: str, state: Any, left_out: Mapping[str, Sequence[str]]) -> None:
         """Load one registered object; names that were left out when its state was saved stay as they are."""
-        if names := left_out.get(name):
-            state = filled(state, self.objects[name].state_dict(), names)
         obj = self.objects[name]
+        if names := left_out.get(name):
+            state = filled(state, obj.state_dict(), names)
         obj.load_state_dict(state)
         if isinstance(obj, MetricState):
-            self._kept.append((obj, state))
+            self._resume.metrics.append((obj, state))
+
+    def check_all_claimed(self) -> None:
+        """Refuse to continue while a loaded part has no object.
+
+        Raises:
+            StateMismatch: names both sides and the remedy.
+        """
+        if unclaimed := sorted(self._resume.unclaimed):
+            raise StateMismatch(
+                f"{self._resume.source} holds {unclaimed}, for which nothing is registered "
+                f"(registered: {sorted(self.objects)}): attach what is missing, or leave it out with "
+                f"{leave_out(*unclaimed)}."
+            )
 
     def keep_metrics(self) -> None:
-        """Keep what Ignite's metrics hold now, for a run that goes on in this process."""
-        self._kept = [(each, each.state_dict()) for each in self._metrics()]
+        """Keep what Ignite's metrics hold now, for a run that continues in this process."""
+        self._resume.metrics = [(each, each.state_dict()) for each in self._metrics()]
 
-    def restore_metrics(self, *, last: bool) -> None:
-        """Load Ignite's metrics again: they reset themselves when a run or an epoch starts, one that goes on too.
-
-        Args:
-            last: nothing resets them any more before they go on.
-        """
-        for metric, state in self._kept:
-            metric.load_state_dict(state)
-        if last:
-            self._kept = []
-
-    def problems(self) -> list[str]:
-        """Why a run resumed from what is captured now would have other states, for the exactness report."""
-        found = [f"{name} is attached but not saved" for name in self.unsaved]
+    def inexact_reasons(self) -> list[str]:
+        """Why a run resumed from what is captured now would have other states, for the reproducibility report."""
+        found = [f"{name} is attached but not saved" for name in self.nameless]
         for name, obj in self.objects.items():
             if isinstance(obj, MetricState) and (why := obj.unsupported_reason()) is not None:
-                found.append(f"{name} is not saved, as {why}, which is no plain data")
+                found.append(f"{name} is not saved, as {why}, which is not plain data")
         return found
 
     def _metrics(self) -> list[MetricState]:
         return [each for each in self.objects.values() if isinstance(each, MetricState)]
 
+    def _forget(self, name: str) -> None:
+        del self.objects[name], self.kinds[name]
+        self._automatic.discard(name)
+
     def _take(
         self, states: Mapping[str, Any], source: str, left_out: Mapping[str, Sequence[str]] | None = None
     ) -> None:
-        self.resumed_from, self.waiting, self._left_out = source, dict(states), left_out or {}
-        for name in [name for name in self.waiting if name in self.objects]:
-            self.load_one(name, self.waiting.pop(name), self._left_out)
+        resume = self._resume
+        resume.source, resume.unclaimed, resume.left_out = source, dict(states), left_out or {}
+        for name in [name for name in resume.unclaimed if name in self.objects]:
+            self.load_part(name, resume.unclaimed.pop(name), resume.left_out)
 
-    def check_all_claimed(self) -> None:
-        """Refuse to go on while a loaded state has no object.
 
-        Raises:
-            StateMismatch: names both sides and the remedy.
-        """
-        if self.waiting:
-            raise StateMismatch(
-                f"{self.resumed_from} holds {sorted(self.waiting)}, for which nothing is registered "
-                f"(registered: {sorted(self.objects)}): attach what is missing, or leave it out with "
-                f"{leave_out(*sorted(self.waiting))}."
-            )
+_SCRIPT = ("__main__", "__mp_main__")
+"""Modules of the script that was started, in this process and in one that it spawned."""
+_KINDS: dict[type, str] = {ModelState: "model", OptimizerState: "optimizer", MetricState: "metric"}

@@ -69,7 +69,7 @@ class StateRecorder:
             trainer.request_stop("the last iteration to compare")
 
     def _write(self, trainer: Trainer, *, resumed: bool) -> None:
-        state, position = trainer.state, trainer.position
+        state, progress = trainer.state, trainer.progress
         components = {
             name: digests(obj.state_dict())
             for name, obj in trainer.registry.objects.items()
@@ -83,7 +83,7 @@ class StateRecorder:
         components[UNSAVED] = digests(unsaved_state(trainer))
         row = {
             "iteration": state.iteration,
-            "epoch": position.epochs_completed,
+            "epoch": progress.epochs_completed,
             "resumed": resumed,
             "components": components,
         }

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ignite_engine.engine.bus import events_with_handlers, handlers_of
 from ignite_engine.states.model_and_optimizer import unwrap
 
 if TYPE_CHECKING:
@@ -54,14 +55,15 @@ def _places(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     if isinstance(model, nn.Module):
         for name, module in unwrap(model).named_modules():
             yield f"model{'.' * bool(name)}{name}", module
-    source = trainer.position.source
+    source = trainer.progress.source
     dataset = getattr(source.data if source is not None else None, "dataset", None)
     dataset = getattr(dataset, "dataset", dataset)  # loader() wraps the user's
     if dataset is not None:
         yield type(dataset).__name__, dataset
-    for event in trainer.listened_events():
-        for entry in trainer.plan(event).entries:
-            owner = getattr(entry.handler, "__self__", entry.handler)
+    for event in events_with_handlers(trainer):
+        for attached, _, _ in handlers_of(trainer, event):
+            handler = getattr(attached, "handler", attached)
+            owner = getattr(handler, "__self__", handler)
             if _is_users(owner):
                 yield getattr(owner, "__qualname__", type(owner).__name__), owner
 

@@ -57,7 +57,7 @@ FILTERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", FILTERS, ids=["pattern", "function", "background"])
 def test_what_is_left_out_is_not_on_disk_and_is_reported(tmp_path: Path, options: dict[str, Any]) -> None:
     trainer, checkpoint, _ = run_of(tmp_path / "filtered", **options)
-    told = trainer.exactness()
+    told = trainer.reproducibility()
     trainer.run(numbers_loader(16), max_iters=8)
     for each in checkpoint.store.checkpoints():
         loaded = checkpoint.store.load(each.path)
@@ -149,7 +149,7 @@ def test_of_two_checkpoint_handlers_each_reports_its_own(tmp_path: Path) -> None
     whole.attach(trainer)
     trainer.run(numbers_loader(16), max_iters=4)
 
-    assert trainer.exactness() == ["optimizer is not saved"] and "optimizer is not saved" in trainer.describe()
+    assert trainer.reproducibility() == ["optimizer is not saved"] and "optimizer is not saved" in trainer.describe()
     assert light.store.checkpoints()[-1].manifest.reproducibility == ["optimizer is not saved"]
     assert whole.store.checkpoints()[-1].manifest.exact
 

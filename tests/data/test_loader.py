@@ -312,15 +312,15 @@ def test_custom_order_is_left_alone_and_said_to_be_inexact(kind: str) -> None:
     trainer = Trainer(note_batch)
     trainer.run(data)
 
-    assert trainer.position.source is not None and trainer.position.source.data is data
-    assert trainer.exactness() == [f"{kind} keeps no state: its batches are replayed"]
+    assert trainer.progress.source is not None and trainer.progress.source.data is data
+    assert trainer.reproducibility() == [f"{kind} keeps no state: its batches are replayed"]
 
 
 def test_loader_of_ours_is_exact() -> None:
     trainer = Trainer(note_batch)
     trainer.run(numbers_loader())
 
-    assert trainer.exactness() == []
+    assert trainer.reproducibility() == []
 
 
 def test_replayed_data_leaves_out_what_was_consumed(caplog: pytest.LogCaptureFixture) -> None:
@@ -389,7 +389,7 @@ def test_loader_with_a_state_of_its_own_resumes_at_every_edge(sized: bool) -> No
         return seen, data.epochs, weights(trainer)
 
     whole, saved = make(), list[Any]()
-    assert whole.exactness() == []
+    assert whole.reproducibility() == []
     whole.add_event_handler(
         TrainingEvents.RESUME_POINT,
         lambda: saved.append((whole.state.iteration, copy.deepcopy(whole.registry.capture()))),
@@ -420,7 +420,7 @@ def test_loader_that_begins_the_next_pass_at_once_is_counted_right() -> None:
     trainer.registry.load(saved, source="memory")
     trainer.add_event_handler(
         TrainingEvents.RESUME_POINT,
-        lambda: seen.append((trainer.state.epoch, trainer.position.parts()["data"].state_dict())),
+        lambda: seen.append((trainer.state.epoch, trainer.progress.parts()["data"].state_dict())),
     )
     trainer.run(Prompt(4, sized=True), max_epochs=3)
 

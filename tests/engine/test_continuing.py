@@ -47,7 +47,7 @@ def assert_goes_on_everywhere(make: Callable[[], Made], run: Callable[[Trainer],
 
     whole.add_event_handler(TrainingEvents.RESUME_POINT, save)
     run(whole)
-    assert whole.exactness() == [] and len(saved) > 1
+    assert whole.reproducibility() == [] and len(saved) > 1
     for before, (shared, local) in saved[:-1]:
         resumed, seen = make()
         resumed.registry.load({**shared, **local}, source="memory")
@@ -130,7 +130,7 @@ def test_save_that_was_asked_for_where_the_epoch_is_cut_short_is_made_at_its_end
     @trainer.on(TrainingEvents.RESUME_POINT)
     def note() -> None:
         if trainer.state.save_requested:
-            asked.append((trainer.state.iteration, trainer.position.epochs_completed))
+            asked.append((trainer.state.iteration, trainer.progress.epochs_completed))
 
     trainer.run(loader(TensorDataset(torch.arange(4))), max_epochs=2)
     assert asked == [(2, 1)]
@@ -264,4 +264,4 @@ def test_order_that_a_loader_with_a_state_does_not_save_is_in_the_exactness_repo
     trainer, _ = noting()
     trainer.run(StatefulDataLoader(TensorDataset(torch.arange(6)), **options), max_epochs=1)
     reason = f"StatefulDataLoader does not save the order of its {told}: it is drawn anew"
-    assert trainer.exactness() == ([] if told is None else [reason])
+    assert trainer.reproducibility() == ([] if told is None else [reason])

@@ -114,7 +114,7 @@ def test_state_loaded_after_an_error_is_taken_up() -> None:
     trainer = Trainer(lambda engine, batch: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.run([1, 2, 3])
-    trainer._process_function = constant
+    trainer.update = constant
     trainer.load_state_dict({"iteration": 4, "max_epochs": 2, "epoch_length": 3})
     seen = events_of(trainer, [Events.ITERATION_STARTED])
     trainer.run([1, 2, 3])

@@ -57,7 +57,7 @@ def test_stop_file_stops_a_run_once(tmp_path: Path, uninterrupted: dict[str, Any
     (tmp_path / "fast").touch()
     train(config)
     assert_same_end(tmp_path, uninterrupted)
-    assert f"The stop file {path} is from before this run and does not stop it" in (tmp_path / "output.txt").read_text()
+    assert f"The stop file {path} existed before this run and does not stop it" in (tmp_path / "output.txt").read_text()
 
 
 def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -260,12 +261,15 @@ def test_resumed_run_prunes_what_the_killed_one_left_to_prune(tmp_path: Path) ->
     for resumed in (False, True):
         again, checkpoint = trainer_of(), Checkpoint(tmp_path, keep_last=1)
         checkpoint.attach(again)
+        at_start: list[list[int]] = []
+        again.add_event_handler(Events.STARTED, lambda _, seen=at_start: seen.append(iterations(tmp_path)))
         if resumed:
             checkpoint.resume()
-            again.run(numbers_loader(), max_iters=6)  # at its end: nothing is saved any more
         else:
-            again.run(numbers_loader(), max_iters=0)
-        assert iterations(tmp_path) == ([6] if resumed else [2, 4, 6])
+            again.add_event_handler(Events.EPOCH_STARTED, lambda: 1 / 0)  # nothing is saved
+        with nullcontext() if resumed else pytest.raises(ZeroDivisionError):
+            again.run(numbers_loader(), max_iters=6)
+        assert at_start == [[6] if resumed else [2, 4, 6]]
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -231,7 +231,7 @@ def test_metrics_are_saved_under_their_names_and_resumed(iteration: int) -> None
     found = resumed.run(numbers_loader(6, 2), max_epochs=3).metrics
 
     assert {"ignite/RunningAverage/slow", "ignite/RunningAverage/quick", "ignite/Average/mean"} <= set(saved)
-    assert whole.exactness() == []
+    assert whole.reproducibility() == []
     if iteration < 9:  # else nothing is left to compute
         assert found == expected and len(found) == 5
 
@@ -264,7 +264,7 @@ def test_metric_whose_own_state_ignite_cannot_load_is_resumed() -> None:
     expected = dict(whole.run(numbers_loader(6, 2), max_epochs=2).metrics)
     resumed.registry.load(saved, source="memory")
 
-    assert whole.exactness() == []
+    assert whole.reproducibility() == []
     assert dict(resumed.run(numbers_loader(6, 2), max_epochs=2).metrics) == expected
     assert {"auc", "information"} <= set(expected)
 
@@ -281,8 +281,8 @@ def test_metric_that_cannot_be_saved_is_in_the_exactness_report() -> None:
     trainer.run(numbers_loader(6, 2))
 
     (name,) = (each for each in trainer.registry.objects if "Recent" in each)
-    assert trainer.exactness() == [
-        f"{name} is not saved, as Recent keeps a collections.deque in recent, which is no plain data"
+    assert trainer.reproducibility() == [
+        f"{name} is not saved, as Recent keeps a collections.deque in recent, which is not plain data"
     ]
     assert trainer.registry.capture()[1][name] == {}
 

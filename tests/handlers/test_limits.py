@@ -15,6 +15,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.checkpointing import CheckpointStore
+from ignite_engine.engine.loop import Loop
 from ignite_engine.handlers import Checkpoint, Evaluation, SaveEvery, StopFile, WallClockLimit, limits
 from tests.builders import numbers_loader, trainer_of, weights
 
@@ -329,13 +330,13 @@ def test_file_interrupts_an_evaluation(clock: Clock, tmp_path: Path) -> None:
     assert 5 <= len(batches) <= 8 and saved(tmp_path / "saved") == [2]
 
 
-def test_quiet_iterations_ask_for_nothing(tmp_path: Path) -> None:
-    """None of the three adds work at the step boundaries."""
+def test_quiet_iterations_ask_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the three makes the Trainer visit its step boundary."""
     trainer = trainer_of()
     for handler in (SaveEvery(minutes=60), WallClockLimit(hours=1), StopFile(tmp_path / "stop")):
         handler.attach(trainer)
-    boundaries = list[int]()
-    trainer._edge = lambda *, last: boundaries.append(trainer.state.iteration)  # type: ignore[method-assign]
+    edges = list[int]()
+    monkeypatch.setattr(Loop, "_boundary", lambda loop, *, last: edges.append(loop.state.iteration))
     trainer.run(numbers_loader(8), max_epochs=2)
 
-    assert boundaries == [4, 8] and not trainer.hears(TrainingEvents.RESUME_POINT)
+    assert edges == [4, 8] and not trainer.has_listeners(TrainingEvents.RESUME_POINT)

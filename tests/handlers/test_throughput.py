@@ -159,7 +159,7 @@ def test_it_does_not_listen_to_backward_and_saves_nothing() -> None:
     trainer = slow_trainer()
     saved = set(trainer.registry.objects)
     Throughput(count_tokens).attach(trainer)
-    assert not trainer.hears(TrainingEvents.BACKWARD_COMPLETED)
+    assert not trainer.has_listeners(TrainingEvents.BACKWARD_COMPLETED)
     assert set(trainer.registry.objects) == saved
 
 

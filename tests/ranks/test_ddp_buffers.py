@@ -42,7 +42,7 @@ def _train(folder: str, *, evaluate: bool, **options: Any) -> tuple[Any, dict[st
     saved = {
         each.iteration: checkpoint.store.load(each.path).shared["model"] for each in checkpoint.store.checkpoints()
     }
-    return seen, {"saved": saved[2]["1.running_mean"], **saved[6]}, trainer.exactness()
+    return seen, {"saved": saved[2]["1.running_mean"], **saved[6]}, trainer.reproducibility()
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:

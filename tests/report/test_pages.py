@@ -155,10 +155,10 @@ def test_no_word_of_a_run_becomes_a_tag_or_a_script(tmp_path: Path) -> None:
     [
         (
             {"status": "interrupted", "reason": "SIGINT", "iteration": 1234},
-            "at iteration 1,234: SIGINT. The same command goes on",
+            "at iteration 1,234: SIGINT. The same command resumes",
         ),
         ({"status": "failed", "reason": "ValueError: no", "iteration": 3}, "at iteration 3: ValueError: no."),
-        ({"status": "running", "reason": None, "iteration": 3}, "at iteration 3. It is still going on, or was killed."),
+        ({"status": "running", "reason": None, "iteration": 3}, "at iteration 3. It is still running, or was killed."),
         (None, "There is no summary.json."),
     ],
 )
@@ -186,8 +186,8 @@ def test_run_that_is_still_written_to_or_has_measured_nothing_can_be_shown(tmp_p
 
     assert Page(write_report(run)).curves["Loss"] == {"train": [[1, 4], [2, 2]]}
     empty = run_directory(tmp_path / "empty", [], summary={"status": "running"})
-    assert "there is no curve" in Page(write_report(empty)).text
-    assert "there is no curve" in Page(write_comparison([empty], tmp_path / "c.html")).text
+    assert "there are no curves" in Page(write_report(empty)).text
+    assert "there are no curves" in Page(write_comparison([empty], tmp_path / "c.html")).text
 
 
 def test_what_is_not_finite_is_told_and_leaves_the_axis_alone(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_directory_without_a_run_is_named(tmp_path: Path, make: str | None) -> N
         path.mkdir()
     elif make == "file":
         path.write_text("")
-    with pytest.raises(NotARun, match=r"wrong is no (directory|run)\b.*\.$"):
+    with pytest.raises(NotARun, match=r"wrong is not (a directory|the directory of a run)\b.*\.$"):
         write_report(path)
 
 

@@ -1,0 +1,46 @@
+"""What a checkpoint brought and the run has not taken yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ignite_engine.states.metrics import MetricState
+
+
+class ResumeState:
+    """Waits here between ``checkpoint.resume()`` and the first batch. The run takes it in this order:
+
+    1. ``run()``: the counters are there, so the run is *resumed*; :attr:`data` positions the loader.
+    2. STARTED: handlers may still register objects, which claim their parts from :attr:`unclaimed`.
+    3. After STARTED whatever is unclaimed is an error. Metrics, which reset themselves at STARTED, are loaded again.
+    4. Random numbers are restored, and again after EPOCH_STARTED if that is not at the beginning of the epoch.
+    5. Before the first batch all of it is dropped (:meth:`clear`).
+
+    A run that fails before 5, because a part is unclaimed, say, leaves it here: the next ``run()`` resumes.
+    """
+
+    def __init__(self) -> None:
+        self.source: str | None = None
+        """Where the parts are from, for messages."""
+        self.unclaimed: dict[str, Any] = {}
+        """Parts that no registered object has claimed, by name."""
+        self.left_out: Mapping[str, Sequence[str]] = {}
+        """Names inside parts that were not saved."""
+        self.counters = False
+        """The run's counters were loaded."""
+        self.data: dict[str, Any] | None = None
+        """The position in the data."""
+        self.rng: dict[str, Any] | None = None
+        """States of the random number generators."""
+        self.metrics: list[tuple[MetricState, Any]] = []
+        """Ignite's metrics that are attached to the Trainer, each with its state."""
+
+    def restore_metrics(self) -> None:
+        """Load the metrics again, after they have reset themselves because a run or an epoch starts."""
+        for metric, state in self.metrics:
+            metric.load_state_dict(state)
+
+    def clear(self) -> None:
+        """The first batch is about to be fetched: nothing waits any more."""
+        self.counters, self.data, self.rng, self.metrics = False, None, None, []
