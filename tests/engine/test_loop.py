@@ -1,0 +1,124 @@
+"""What the loop itself promises beyond Ignite's: where an epoch and a run end, and how few frames there are."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+
+from ignite_engine import Trainer, TrainingEvents, Update
+from ignite_engine.handlers import Checkpoint
+from tests.builders import linear, mse, numbers_loader, trainer_of
+
+DATA = [1, 2, 3]
+
+
+def constant(engine: Any, batch: Any) -> float:
+    return 1.0
+
+
+def test_six_frames_in_four_files_from_run_to_the_optimizer() -> None:
+    seen: list[traceback.FrameSummary] = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.extend(traceback.extract_stack())
+            return super().step(closure)
+
+    model = linear()
+    Trainer(Update(model, Watched(model.parameters(), lr=0.1), mse), 2).run(numbers_loader(4, 2))
+    names = [each.name for each in seen]
+    between = seen[names.index("run") : len(names) - 1 - names[::-1].index("step")]
+    own = [each for each in between if "site-packages" not in each.filename]
+    first = next(index for index, each in enumerate(own) if each.filename.endswith("trainer.py"))
+
+    assert len(own[first:]) <= 6
+    assert len({each.filename for each in own[first:]}) <= 4
+
+
+def test_epoch_that_was_saved_when_it_was_full_completes_without_another_iteration(tmp_path: Path) -> None:
+    """An exception in EPOCH_COMPLETED, saved by ``on_exception``: all iterations of the epoch are done."""
+    trainer = trainer_of()
+    Checkpoint(tmp_path, on_exception=True).attach(trainer)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(numbers_loader(6, 2), max_epochs=2)
+    resumed, epochs = trainer_of(), list[tuple[int, int]]()
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(resumed)
+    resumed.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda: epochs.append((resumed.state.epoch, resumed.state.iteration))
+    )
+    assert checkpoint.resume() is not None
+    resumed.run(numbers_loader(6, 2), max_epochs=2)
+
+    assert epochs == [(1, 3), (2, 6)]
+
+
+@pytest.mark.parametrize("epoch_length", [2, 3, 4])
+def test_resume_with_an_epoch_length_at_or_below_the_position_ends(tmp_path: Path, epoch_length: int) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.run(numbers_loader(), max_iters=3)
+    resumed = trainer_of()
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(resumed)
+    checkpoint.resume()
+    resumed.run(numbers_loader(), max_epochs=2, epoch_length=epoch_length)
+
+    assert resumed.state.epoch == 2 and resumed.state.iteration == max(3, epoch_length) + epoch_length
+
+
+def test_data_without_a_batch_is_an_error() -> None:
+    class Nothing:
+        def __iter__(self) -> Any:
+            return iter(())
+
+    for limits in ({"max_epochs": 2, "epoch_length": 8}, {"max_iters": 3}):
+        trainer = Trainer(constant)
+        with pytest.raises(ValueError, match="The data gave no batch, and the run is not at its end"):
+            trainer.run(Nothing(), **limits)
+        assert trainer.state.status == "failed"
+
+
+def test_handler_of_exception_raised_that_raises_is_called_once() -> None:
+    def fail(engine: Any, batch: Any) -> None:
+        raise ZeroDivisionError
+
+    trainer, errors = Trainer(fail), list[BaseException]()
+
+    @trainer.on(Events.EXCEPTION_RAISED)
+    def again(error: BaseException) -> None:
+        errors.append(error)
+        raise error
+
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(DATA)
+    assert len(errors) == 1
+
+
+def test_filter_of_an_event_that_counts_nothing_is_an_error_as_in_ignite() -> None:
+    trainer = Trainer(constant)
+    trainer.add_event_handler(Events.DATALOADER_STOP_ITERATION(once=1), lambda: None)
+
+    with pytest.raises(RuntimeError, match="Unknown event name"):
+        trainer.run(DATA, max_epochs=2)
+
+
+def test_accumulation_steps_cannot_change_during_a_run() -> None:
+    with pytest.raises(AttributeError):
+        trainer_of(accumulation_steps=2).accumulation_steps = 4  # type: ignore[misc]  # what is tested
+
+
+def test_boundary_of_an_epochs_last_iteration_is_after_the_epoch() -> None:
+    trainer, seen = Trainer(constant), list[tuple[int, int]]()
+    trainer.add_event_handler(
+        TrainingEvents.RESUME_POINT, lambda: seen.append((trainer.state.iteration, trainer.progress.epochs_completed))
+    )
+    trainer.run(DATA, max_epochs=2)
+
+    assert seen == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2)]

@@ -1,0 +1,62 @@
+"""Ignite's private names that we use: few, and each fails here by name when Ignite changes it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from ignite.engine import Engine, Events, State
+from ignite.handlers import param_scheduler
+from ignite.metrics import Metric
+
+ROOT = Path(__file__).resolve().parents[2]
+_SCHEDULERS = param_scheduler.__name__
+USED = {"_dataloader_iter", "_event_handlers", "_handler_wrapper", "_internal_run_generator"}
+
+
+def nothing(engine: Any, batch: Any) -> None: ...
+
+
+def private_names() -> set[str]:
+    """Of Ignite's engine, state, events, schedulers and metrics."""
+    schedulers = [each for each in vars(param_scheduler).values() if getattr(each, "__module__", "") == _SCHEDULERS]
+    holders: list[Any] = [Engine(nothing), State(), Events, Metric, *schedulers]
+    names = {name for each in holders for name in dir(each) if name.startswith("_") and not name.startswith("__")}
+    return names - set(dir(object()))
+
+
+def names_in(path: Path) -> set[str]:
+    """Attributes that a file reads from an object, and methods that it defines."""
+    tree = ast.parse(path.read_text())
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    overridden = own & {"_handler_wrapper", "_fire_event", "_internal_run", "_setup_engine", "_is_done"}
+    return (read - own) | overridden
+
+
+def test_few_private_names_of_ignite_are_used() -> None:
+    files = [*(ROOT / "ignite_engine").rglob("*.py"), *(ROOT / "handlers").rglob("*.py")]
+    used = {name for path in files for name in names_in(path)} & private_names()
+
+    assert used == USED and len(used) <= 10
+
+
+def test_handlers_are_kept_as_we_expect() -> None:
+    """``_event_handlers``: for each event a list of (handler, arguments, options)."""
+    engine, calls = Engine(nothing), list[str]()
+    engine.add_event_handler(Events.STARTED, lambda engine, word: calls.append(word), "said")
+    ((handler, arguments, options),) = engine._event_handlers[Events.STARTED]
+
+    assert arguments[0]() is engine and arguments[1:] == ("said",) and options == {}
+    wrapper = engine._handler_wrapper(handler, Events.STARTED(once=1), lambda engine, count: True)
+    assert wrapper._parent() is handler
+
+
+def test_a_paused_run_is_kept_as_we_expect() -> None:
+    engine = Engine(nothing)
+    assert engine._internal_run_generator is None and engine._dataloader_iter is None
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), engine.interrupt)
+    engine.run([1, 2])
+
+    assert engine._internal_run_generator is not None and next(engine._dataloader_iter) == 2  # type: ignore[arg-type]

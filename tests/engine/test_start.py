@@ -1,0 +1,233 @@
+"""How a run starts: the four values of ``state.start``, and what each does to counters, data and random numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.errors import StateMismatch
+from ignite_engine.handlers import Checkpoint
+from ignite_engine.state import Start
+from tests.builders import numbers_loader, trainer_of, weights
+
+DATA = [1, 2, 3]
+
+
+def noting() -> tuple[Trainer, list[Any], list[Start]]:
+    """A trainer, the batches of its updates, and ``state.start`` at each STARTED."""
+    batches: list[Any] = []
+    trainer, starts = Trainer(lambda engine, batch: batches.append(batch)), list[Start]()
+    trainer.add_event_handler(Events.STARTED, lambda: starts.append(trainer.state.start))
+    return trainer, batches, starts
+
+
+def position(trainer: Trainer) -> tuple[int, int]:
+    return trainer.state.iteration, trainer.state.epoch
+
+
+def test_first_run_is_fresh_and_so_is_the_same_one_again() -> None:
+    trainer, batches, starts = noting()
+    trainer.run(DATA, max_epochs=2)
+    trainer.run(DATA, max_epochs=2)
+
+    assert starts == [Start.FRESH, Start.FRESH]
+    assert batches == DATA * 4 and position(trainer) == (6, 2)
+
+
+@pytest.mark.parametrize("limits", [({"max_iters": 4}, {"max_iters": 8}), ({"max_epochs": 1}, {"max_epochs": 3})])
+def test_run_with_a_larger_limit_continues_as_if_it_had_been_given_at_first(limits: Any) -> None:
+    trainer, batches, starts = noting()
+    for each in limits:
+        trainer.run(DATA, **each)
+    whole, expected, _ = noting()
+    whole.run(DATA, **limits[-1])
+
+    assert starts == [Start.FRESH, Start.CONTINUED]
+    assert batches == expected and position(trainer) == position(whole)
+
+
+def test_continued_run_has_the_weights_of_one_run_with_dropout_and_handlers_that_draw() -> None:
+    def run(*limits: int) -> torch.Tensor:
+        trainer = trainer_of(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1)))
+        for event in (Events.STARTED, Events.EPOCH_STARTED):
+            trainer.add_event_handler(event, lambda: torch.rand(3))
+        torch.manual_seed(3)
+        for limit in limits:
+            trainer.run(numbers_loader(12, 2, shuffle=True), max_iters=limit)
+        return weights(trainer)
+
+    torch.manual_seed(0)
+    whole = run(15)
+    torch.manual_seed(0)
+
+    # STARTED draws once more in a run of two parts, which must not be noticed
+    assert torch.equal(run(4, 15), whole)
+
+
+def test_stopped_run_continues_where_it_was() -> None:
+    trainer, batches, starts = noting()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.request_stop("enough"))
+    stopped = trainer.run(DATA, max_epochs=3).iteration
+    trainer.run(DATA, max_epochs=3)
+
+    assert stopped == 4 and starts == [Start.FRESH, Start.CONTINUED]
+    assert batches == DATA * 3 and position(trainer) == (9, 3)
+
+
+def test_run_stopped_at_its_end_only_completes() -> None:
+    trainer, batches, starts = noting()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: trainer.request_stop("enough"))
+    trainer.run(DATA, max_epochs=1)
+    trainer.run(DATA, max_epochs=1)
+
+    assert starts == [Start.FRESH, Start.CONTINUED] and batches == DATA
+    assert trainer.state.status == "completed"
+
+
+def test_terminated_run_is_reset_to_the_next_epoch_as_in_ignite() -> None:
+    def run(kind: type[Engine]) -> Any:
+        batches: list[Any] = []
+        engine = kind(lambda engine, batch: batches.append(batch))
+        engine.add_event_handler(Events.ITERATION_COMPLETED(once=4), engine.terminate)
+        engine.run(DATA, max_epochs=4)
+        engine.run(DATA, max_epochs=4)
+        return batches, engine.state.iteration, engine.state.epoch
+
+    assert run(Trainer) == run(Engine)
+    trainer, _, starts = noting()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), trainer.terminate)
+    trainer.run(DATA, max_epochs=4)
+    trainer.run(DATA, max_epochs=4)
+    assert starts == [Start.FRESH, Start.RESET]
+
+
+def test_counters_set_by_hand_reset_the_data() -> None:
+    trainer, batches, starts = noting()
+    trainer.load_state_dict({"iteration": 4, "max_epochs": 2, "epoch_length": 3})
+    trainer.run(DATA)
+
+    assert starts == [Start.RESET] and batches == [1, 2] and position(trainer) == (6, 2)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_run_after_an_exception_starts_over(error: type[BaseException]) -> None:
+    trainer, batches, starts = noting()
+
+    def fail() -> None:
+        if len(batches) == 5:
+            raise error
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, fail)
+    with pytest.raises(error):
+        trainer.run(DATA, max_epochs=3)
+    trainer.run(DATA, max_epochs=3)
+
+    assert starts == [Start.FRESH, Start.FRESH]
+    assert batches[5:] == DATA * 3 and position(trainer) == (9, 3)
+
+
+def test_resumed_run_starts_at_the_checkpoint_and_once_more_after_a_failure_before_its_first_batch(
+    tmp_path: Path,
+) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.run(numbers_loader(), max_iters=4)
+    resumed, starts = trainer_of(), list[tuple[Start, int]]()
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(resumed)
+
+    @resumed.on(Events.STARTED)
+    def note() -> None:
+        starts.append((resumed.state.start, resumed.state.iteration))
+        if len(starts) == 1:
+            raise OSError("the first time only")
+
+    checkpoint.resume()
+    with pytest.raises(OSError):
+        resumed.run(numbers_loader(), max_iters=6)
+    resumed.run(numbers_loader(), max_iters=6)
+    trainer.run(numbers_loader(), max_iters=6)
+
+    assert starts == [(Start.RESUMED, 4)] * 2
+    assert torch.equal(weights(resumed), weights(trainer))
+
+
+def test_unclaimed_parts_are_an_error_and_wait_for_their_object(tmp_path: Path) -> None:
+    class Kept:
+        def state_dict(self) -> dict[str, int]:
+            return {"value": 3}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.value = state["value"]
+
+    trainer = trainer_of()
+    trainer.register("mine", Kept())
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.run(numbers_loader(), max_iters=2)
+    resumed, kept = trainer_of(), Kept()
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(resumed)
+    checkpoint.resume()
+    with pytest.raises(StateMismatch, match=r"holds \['mine'\], for which nothing is registered"):
+        resumed.run(numbers_loader(), max_iters=4)
+    resumed.register("mine", kept)
+    resumed.run(numbers_loader(), max_iters=4)
+
+    assert kept.value == 3 and resumed.state.start is Start.RESUMED and resumed.state.iteration == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_epochs": 1.5}, "max_epochs is invalid.*whole number of at least 1, got 1.5"),
+        ({"max_iters": 2.5}, "max_iters is invalid.*got 2.5"),
+        ({"max_iters": 0}, "max_iters is invalid.*got 0"),
+        ({"max_epochs": 1, "max_iters": 1}, "mutually exclusive"),
+        ({"epoch_length": 1.5}, "epoch_length must be a whole number of iterations, got 1.5"),
+        ({"max_epochs": 3, "epoch_length": 2}, "epoch_length should be same as in the state"),
+        ({"max_iters": 9}, "To switch from max_epochs to max_iters"),
+    ],
+)
+def test_stopped_run_survives_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> None:
+    trainer, batches, starts = noting()
+    errors: list[BaseException] = []
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: errors.append(error))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.request_stop("enough"))
+    trainer.run(DATA, max_epochs=3)
+    with pytest.raises(ValueError, match=message):
+        trainer.run(DATA, **arguments)
+    trainer.run(DATA, max_epochs=3)
+
+    assert starts == [Start.FRESH, Start.CONTINUED] and batches == DATA * 3 and errors == []
+
+
+def test_paused_run_survives_arguments_that_are_refused() -> None:
+    trainer, batches, starts = noting()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), trainer.interrupt)
+    trainer.run(DATA, max_epochs=2)
+    with pytest.raises(ValueError, match="epoch_length should be same"):
+        trainer.run(DATA, max_epochs=2, epoch_length=7)
+    trainer.run(DATA, max_epochs=2)
+
+    assert starts == [Start.FRESH] and batches == DATA * 2
+
+
+def test_finished_run_that_is_resumed_trains_nothing(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.run(numbers_loader(), max_epochs=2)
+    resumed = trainer_of()
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(resumed)
+    events: list[str] = []
+    for event in (Events.STARTED, Events.ITERATION_STARTED, TrainingEvents.RESUME_POINT, Events.COMPLETED):
+        resumed.add_event_handler(event, lambda _, name=event.name: events.append(name))
+    checkpoint.resume()
+    resumed.run(numbers_loader(), max_epochs=2)
+
+    assert events == ["STARTED", "COMPLETED"] and resumed.state.epoch == 2
