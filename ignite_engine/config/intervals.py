@@ -34,7 +34,7 @@ class _InOneUnit(BaseModel):
             raise ValueError(f"got {display(value)}, {cls.expected}")
         unit, number = next(iter(value.items()))
         if unit not in units:
-            raise ValueError(f"got the unit {unit!r}, {cls.expected}{did_you_mean(str(unit), units)[:-1]}")
+            raise ValueError(f"got the unit {unit!r}, {cls.expected}{did_you_mean(str(unit), units).removesuffix('.')}")
         if unit in cls.whole and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ValueError(f"got {display(number)} {unit}, {cls.expected}, of at least 1")
         if unit in cls.real and (

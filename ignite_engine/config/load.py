@@ -186,7 +186,8 @@ def _one_line(fault: ErrorDetails, source: Source) -> str:
     if kind == "setting":
         return f"{where}{context['complaint']}"
     if kind == "value_error":
-        return f"{where}{context['error']}."
+        complaint = str(context["error"])
+        return f"{where}{complaint}" if complaint.endswith("?") else f"{where}{complaint}."
     if kind == "literal_error":
         allowed = [each.strip("'\" ") for each in context["expected"].replace(" or ", ", ").split(",")]
         near = did_you_mean(given, allowed) if isinstance(given, str) else "."

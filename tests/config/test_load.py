@@ -138,7 +138,8 @@ WRONG = [
     ),
     (
         "checkpoint.every={minute: 5}",
-        "checkpoint.every: got the unit 'minute', expected a number of iterations, such as 500, {epochs: 1} or {min...",
+        "checkpoint.every: got the unit 'minute', expected a number of iterations, such as 500, {epochs: 1} or "
+        "{minutes: 10}; did you mean 'minutes'?",
     ),
     (
         "run.time_limit={days: 1}",

@@ -1,4 +1,4 @@
-"""Every piece of state has a digest; the first that differs is named, and so is what nobody saved."""
+"""The first piece of state that differs is named, and so is what nobody saved."""
 
 from __future__ import annotations
 
@@ -9,133 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 from ignite.engine import Events
-from torch import nn
 from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, Update, loader
-from ignite_engine.checkpointing.digests import digests, tensor_sha256
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.verify.compare import Comparison, compare, table
 from ignite_engine.verify.recorder import Record, StateRecorder, read_records
-from ignite_engine.verify.unsaved_state import unsaved_state
-from tests.builders import Numbers, linear, mse, numbers_loader, trainer_of
-
-# -- digests ----------------------------------------------------------------------------------------------------------
-
-
-def test_each_leaf_has_its_digest_and_scalars_are_shown() -> None:
-    pieces = digests({"a": torch.ones(2), "b": [1, 2.5], "c": [{"d": None}, (torch.zeros(1), "x")], 3: True})
-    assert list(pieces) == ["a", "b", "c.0.d", "c.1.0", "c.1.1", "3"]
-    assert (pieces["b"], pieces["c.0.d"], pieces["c.1.1"], pieces["3"]) == ("[1, 2.5]", "None", "'x'", "True")
-    assert pieces["a"].startswith("sha256:") and len(pieces["a"]) == 7 + 64
-    assert digests(0.1)[""] == "0.1" and digests("y" * 100)[""].startswith("sha256:")
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (torch.zeros(2), torch.tensor([0.0, -0.0])),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
-        (torch.zeros(2), torch.zeros(2, 1)),
-        (torch.tensor(1.0), torch.tensor(1.0 + 2**-23)),
-        (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),
-        (torch.tensor([1j]), torch.tensor([-1j])),
-        (np.zeros(2), np.ones(2)),
-    ],
-)
-def test_one_bit_is_another_digest(one: Any, other: Any) -> None:
-    assert tensor_sha256(one) != tensor_sha256(other)
-
-
-def test_layout_in_memory_does_not_count() -> None:
-    whole = torch.arange(12.0).reshape(3, 4)
-    assert tensor_sha256(whole.T) == tensor_sha256(whole.T.contiguous())
-    assert tensor_sha256(torch.tensor([1 + 1j]).conj()) == tensor_sha256(torch.tensor([1 - 1j]))
-    twice = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,), check_invariants=True)
-    assert tensor_sha256(twice) == tensor_sha256(twice.coalesce())
-
-
-# -- what is not saved ------------------------------------------------------------------------------------------------
-
-
-class NoisyLoss:
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(1)
-
-    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return mse(model, batch) * torch.rand(1, generator=self.generator).item()
-
-
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-        self.calls = 0
-        self.register_buffer("seen", torch.zeros(1), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.calls += 1
-        self.seen += 1
-        return self.inner(x)
-
-
-class Counting:
-    """A handler with a state of its own and no state_dict."""
-
-    def __init__(self) -> None:
-        self.random = random.Random(3)
-        self.table = {"numpy": np.random.default_rng(4), "many": list(range(5000))}
-
-    def attach(self, trainer: Trainer) -> None:
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, self)
-
-    def __call__(self) -> None:
-        self.random.random()
-        self.table["numpy"].random()  # type: ignore[union-attr]  # a Generator
-
-
-def test_what_the_users_code_changes_and_nobody_saves_is_found() -> None:
-    model = Noisy()
-    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), NoisyLoss()))
-    Counting().attach(trainer)
-    trainer.register("saved", saved := Saved())
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, saved.count)
-    before = digests(unsaved_state(trainer))
-    trainer.run(numbers_loader(), max_iters=3)
-    after = digests(unsaved_state(trainer))
-
-    changed = {name for name in before if before[name] != after[name]}
-    assert changed == {
-        "loss_fn.generator",
-        "model.calls",
-        "model.seen",
-        "Counting.random",
-        "Counting.table.numpy",
-    }
-    assert "Numbers.inputs" in after and not any("many" in name for name in after)
-
-
-class Saved:
-    name = "saved"
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def count(self) -> None:
-        self.number += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"number": self.number}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.number = state["number"]
-
-
-# -- three runs -------------------------------------------------------------------------------------------------------
+from tests.builders import Numbers, linear, mse, trainer_of
+from tests.verify.objects import Counting, NoisyLoss, Saved
 
 
 def three_runs(folder: Path, build: Callable[[], Trainer], *, resume: bool = True, **options: Any) -> Comparison:

@@ -1,0 +1,55 @@
+"""Intervals and durations: one unit, a bare number is the first one, and they are written back as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "unit", "number"),
+    [
+        (Every, 500, "iterations", 500),
+        (Every, {"iterations": 500}, "iterations", 500),
+        (Every, {"epochs": 2}, "epochs", 2),
+        (EveryOrMinutes, {"minutes": 0.5}, "minutes", 0.5),
+        (TimeLimit, 3600, "seconds", 3600),
+        (TimeLimit, {"hours": 23.5}, "hours", 23.5),
+    ],
+)
+def test_number_has_one_unit(kind: type[Any], written: Any, unit: str, number: float) -> None:
+    interval = kind.model_validate(written)
+
+    assert interval.model_dump() == (number if written == {"iterations": 500} else written)
+    assert {name: value for name, value in dict(interval).items() if value is not None} == {unit: number}
+    assert kind.model_validate(interval.model_dump()) == interval
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "complaint"),
+    [
+        (Every, 0, "got 0 iterations, expected a number of iterations, such as 500, or {epochs: 1}, of at least 1"),
+        (Every, True, "got true, expected"),
+        (Every, {"epochs": 1.5}, "got 1.5 epochs, expected"),
+        (Every, {"minutes": 1}, "got the unit 'minutes', expected"),
+        (Every, {"epochs": 1, "iterations": 2}, "got the mapping {'epochs': 1, 'iterations': 2}, expected"),
+        (EveryOrMinutes, {"minute": 1}, "did you mean 'minutes'?"),
+        (TimeLimit, {"hours": 0}, "got 0 hours, expected"),
+        (TimeLimit, float("inf"), "got inf seconds, expected"),
+    ],
+)
+def test_what_is_not_an_interval_is_refused_with_what_was_given(kind: type[Any], written: Any, complaint: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(written)
+
+    assert complaint in str(caught.value)
+
+
+def test_limit_is_in_seconds() -> None:
+    totals = [TimeLimit.model_validate(each).total_s for each in (90, {"minutes": 1.5}, {"hours": 0.025})]
+
+    assert totals == [90.0, 90.0, 90.0]

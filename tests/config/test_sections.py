@@ -1,0 +1,38 @@
+"""Sections: strict types, and errors that name the key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from ignite_engine.config.sections import OptimizerSection, RunSection, ScheduleSection, optimizer_types
+
+
+def test_sections_do_not_change_and_compare_by_value() -> None:
+    one, other = RunSection(max_epochs=1), RunSection(max_epochs=1)
+
+    assert one == other
+    with pytest.raises(ValidationError, match="frozen"):
+        one.seed = 2  # type: ignore[misc]  # it is frozen
+
+
+def test_every_optimizer_without_a_closure_can_be_named() -> None:
+    assert {"adamw", "sgd", "sparseadam"} <= set(optimizer_types()) and "lbfgs" not in optimizer_types()
+    section = OptimizerSection.model_validate({"name": "ADAMW", "lr": "1e-2", "betas": [0.5, 0.6], "fused": True})
+
+    assert section.type is torch.optim.AdamW
+    assert section.options == {"lr": 0.01, "betas": (0.5, 0.6), "fused": True}
+
+
+def test_run_has_one_length() -> None:
+    for values in ({}, {"max_epochs": 1, "max_iterations": 1}):
+        with pytest.raises(ValidationError, match="expected one of max_iterations and max_epochs"):
+            RunSection.model_validate(values)
+
+
+@pytest.mark.parametrize("warmup", [-1, 1.5, True, "some"])
+def test_warmup_is_steps_or_a_fraction(warmup: object) -> None:
+    assert ScheduleSection.model_validate({"warmup": 0.5}).warmup == 0.5
+    with pytest.raises(ValidationError, match="got "):
+        ScheduleSection.model_validate({"warmup": warmup})

@@ -1,0 +1,86 @@
+"""The parts of a run: how many updates it has, who shuffles, what is refused before training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ignite_engine import Task
+from ignite_engine.config import Config, ConfigError, config_from_dict
+from ignite_engine.ranks import agreement
+from ignite_engine.runs import components
+from tests.builders import Numbers, linear, mse
+
+
+def config(**sections: Any) -> Config:
+    return config_from_dict({"task": "unused.py:build", "run": {"max_epochs": 3}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("samples", "sections", "ranks", "updates"),
+    [
+        (10, {"data": {"batch_size": 4}}, 1, 3 * 3),
+        (10, {"data": {"batch_size": 4, "drop_last": True}}, 1, 3 * 2),
+        (10, {"data": {"batch_size": 2}, "update": {"accumulation_steps": 2}}, 1, 3 * 3),
+        (10, {"data": {"batch_size": 2}}, 4, 3 * 2),  # the longest rank has 3 samples
+        (10, {"run": {"max_iterations": 7}}, 1, 7),
+    ],
+)
+def test_updates_of_the_run_are_those_of_the_longest_rank(
+    monkeypatch: pytest.MonkeyPatch, samples: int, sections: dict[str, Any], ranks: int, updates: int
+) -> None:
+    monkeypatch.setattr(agreement, "world_size", lambda: ranks)
+
+    assert components.total_updates(config(**sections), samples) == updates
+
+
+def test_epoch_without_an_update_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data.batch_size: got 16, but a rank has 10 samples; drop_last leaves none"):
+        components.total_updates(config(data={"batch_size": 16, "drop_last": True}), 10)
+
+
+def test_only_training_shuffles_and_drops_the_last_batch() -> None:
+    settings = config(data={"batch_size": 4, "eval_batch_size": 3, "drop_last": True})
+    task = Task(linear(), mse, Numbers(10))
+    train = components.data_loader(settings, task, task.train_set, training=True)
+    evaluate = components.data_loader(settings, task, task.train_set, training=False)
+
+    assert [len(inputs) for inputs, _ in train] == [4, 4]
+    assert [len(inputs) for inputs, _ in evaluate] == [3, 3, 3, 1]
+    whole = torch.cat([inputs for inputs, _ in evaluate])
+    assert torch.equal(whole, Numbers(10).inputs)
+    assert not torch.equal(torch.cat([inputs for inputs, _ in train]), whole[:8])
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts", "line"),
+    [
+        ({}, {"val_sets": {"val": Numbers(2)}, "test_sets": {"val": Numbers(2)}}, "task: a set cannot be in val_sets"),
+        ({}, {"val_sets": {"val": iter(())}}, "task: the data 'val' is a tuple_iterator, expected __len__"),
+        ({}, {"val_sets": {"val": Numbers(0)}}, "task: the data 'val' has 0 samples for 1 ranks"),
+        (
+            {"ema": {"decay": 0.9, "evaluate": ["vl"]}},
+            {"val_sets": {"val": Numbers(2)}},
+            "ema.evaluate: got 'vl', ",
+        ),
+        ({"checkpoint": {"best": "val/los"}}, {"val_sets": {"val": Numbers(2)}}, "did you mean 'val/loss'"),
+    ],
+)
+def test_task_that_does_not_fit_is_one_line(sections: dict[str, Any], parts: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        components.check_fit(config(**sections), Task(linear(), mse, Numbers(10), **parts))
+
+
+def test_optimizer_has_the_tasks_groups_or_all_that_requires_gradients() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    task = Task(model, mse, Numbers(4))
+    optimizer = components.make_optimizer(config(), task, model)
+    task.parameter_groups = [{"params": [model[1].weight], "lr": 0.5}]
+    grouped = components.make_optimizer(config(), task, model)
+
+    assert optimizer.param_groups[0]["params"] == list(model[1].parameters())
+    assert [(each["lr"], len(each["params"])) for each in grouped.param_groups] == [(0.5, 1)]

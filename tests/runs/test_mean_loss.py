@@ -1,0 +1,33 @@
+"""The loss of a set is the mean over its samples, not over its batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ignite_engine import create_evaluator
+from ignite_engine.runs.mean_loss import mean_loss
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Any:
+    values = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
+    return values.mean(), {"extra": values.max()}
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x, "label"], lambda x: {"x": x}])
+def test_batches_of_other_sizes_weigh_by_their_samples(wrap: Any) -> None:
+    predict, metrics = mean_loss(loss_fn)
+    evaluator = create_evaluator(nn.Identity(), predict, metrics)
+    state = evaluator.run([wrap(torch.tensor([1.0, 2.0, 3.0])), wrap(torch.tensor([10.0]))])
+
+    assert state.metrics["loss"] == 4.0
+
+
+def test_weights_are_those_of_the_task() -> None:
+    predict, metrics = mean_loss(loss_fn, lambda batch: float(batch[0]))
+    evaluator = create_evaluator(nn.Identity(), predict, metrics)
+
+    assert evaluator.run([torch.tensor([1.0]), torch.tensor([3.0])]).metrics["loss"] == 2.5

@@ -1,0 +1,82 @@
+"""A task is found by file or module, executed once, and its errors are one line with the user's own line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ignite_engine.task import Task, TaskError, build_task, find_task
+from tests.builders import Numbers, linear, mse
+
+TASK = """
+import neighbour
+LOADED = []
+LOADED.append(1)
+
+
+def build(options):
+    return neighbour.task(options["width"])
+
+
+def fails(options):
+    return options["gone"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    (tmp_path / "my_task.py").write_text(TASK)
+    (tmp_path / "neighbour.py").write_text("def task(width):\n    return width\n")
+    (tmp_path / "configs" / "deep").mkdir(parents=True)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_file_is_found_above_the_config_and_imports_its_neighbours(folder: Path) -> None:
+    build = find_task("my_task.py:build", folder / "configs" / "deep")
+
+    assert build({"width": 3}) == 3  # type: ignore[comparison-op]  # not a Task
+    assert find_task(f"{folder / 'my_task.py'}:build") is build  # not executed again
+
+
+def test_module_is_found_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+
+    assert find_task("my_task:build").__name__ == "build"
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("my_tsk.py:build", "there is no such file .*; did you mean 'my_task.py'?"),
+        ("my_task.py:bild", "my_task.py has no function 'bild'; did you mean 'build'?"),
+        ("my_task.py:LOADED", "'LOADED' of my_task.py is a list, expected a function."),
+        ("nowhere.module:build", "there is no module 'nowhere'; a file's name ends in .py."),
+    ],
+)
+def test_what_is_not_found_is_one_line(folder: Path, name: str, complaint: str) -> None:
+    with pytest.raises(TaskError, match=complaint.replace("?", r"\?")):
+        find_task(name, folder)
+
+
+def test_error_of_a_task_names_its_own_line_and_is_the_cause(folder: Path) -> None:
+    with pytest.raises(TaskError, match=r"fails\(\) raised KeyError: 'gone' \(at .*my_task.py:12\)") as caught:
+        build_task(find_task("my_task.py:fails", folder), {})
+
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_only_a_whole_task_is_taken() -> None:
+    task = Task(linear(), mse, Numbers(4))
+
+    assert build_task(lambda options: task, {}) is task
+    with pytest.raises(TaskError, match=r"returned int, expected an ignite_engine\.Task\."):
+        build_task(lambda options: 3, {})
+    with pytest.raises(TaskError, match=r"gave metrics \(accuracy\) but no predict"):
+        build_task(lambda options: Task(linear(), mse, Numbers(4), metrics={"accuracy": None}), {})  # type: ignore[dict-item]
