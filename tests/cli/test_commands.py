@@ -1,4 +1,4 @@
-"""The command line: each ending's exit code, one line for what a user can mend, and the same command going on."""
+"""The command line: each ending's exit code, one line for what a user can fix, and the same command resuming."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "line"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_what_a_user_can_mend_is_one_line_and_code_2(
+def test_user_error_is_one_line_and_code_2(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
 ) -> None:
     (folder / "broken.py").write_text("def build(:\n")
@@ -180,7 +180,7 @@ def test_traceback_of_the_task_on_request(folder: Path) -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"ignite-engine {ignite_engine.__version__}\n"
@@ -209,7 +209,7 @@ def test_options_and_overrides_stand_in_any_order(folder: Path) -> None:
     assert summary(folder)["iteration"] == 2
 
 
-def test_setting_without_effect_is_told_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_setting_without_effect_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", "my_config.yaml", "schedule.power=2.0"]) == 0
 
     line = "warning: command line: schedule.power has no effect: schedule.name is constant, expected polynomial.\n"
@@ -300,7 +300,7 @@ def test_model_that_is_not_the_saved_one_is_one_line_and_code_2(
 
 @pytest.mark.faults
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_ends_with_its_code_and_the_same_command_goes_on(folder: Path, number: int, code: int) -> None:
+def test_signal_ends_with_its_code_and_the_same_command_resumes(folder: Path, number: int, code: int) -> None:
     assert main(["train", "my_config.yaml", "run.directory=whole"]) == 0
     process = start(folder, "train", "my_config.yaml", "task_options.wait_s=0.2")
     wait_for(folder / "run" / "checkpoints" / "iteration_00000006", process)

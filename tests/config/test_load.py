@@ -215,7 +215,7 @@ def test_missing_file_names_a_near_one(tmp_path: Path) -> None:
         load_config(tmp_path / "binary.yaml")
 
 
-def test_misspelt_required_key_is_told_before_the_missing_one(tmp_path: Path) -> None:
+def test_misspelt_required_key_is_reported_before_the_missing_one(tmp_path: Path) -> None:
     line = complaint(tmp_path, text="tsk: a.py:b\nrun: {max_epochs: 1}\n")
 
     assert line == "DIR/run.yaml:1: tsk: got 'a.py:b' for a key that is not known; did you mean 'task'? (and 1 more)"

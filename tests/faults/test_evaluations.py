@@ -70,7 +70,7 @@ def test_stopped_twice_in_one_evaluation(tmp_path: Path, uninterrupted: dict[str
     assert finish(config, uninterrupted) == uninterrupted["evaluated"]
 
 
-def test_long_evaluation_goes_on_where_it_was(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_long_evaluation_continues_where_it_was(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     """Killed, it has what was written last; stopped, all that it had done."""
     config, process = start_slow(tmp_path, progress_every=3)
     wait_until(lambda: evaluated(tmp_path) >= 4, process)

@@ -80,7 +80,7 @@ def test_second_signal_forces_the_end(tmp_path: Path) -> None:
     assert code == 130 and seconds < WAITS_S
 
 
-def test_killed_run_goes_on_from_its_newest_checkpoint(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_killed_run_resumes_from_its_newest_checkpoint(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     config = write_config(tmp_path, task_options={"slow_step_s": 0.03})
     process = start(config)
     wait_until(lambda: len(lines(tmp_path)) >= 5, process)

@@ -60,7 +60,7 @@ def test_stop_file_stops_a_run_once(tmp_path: Path, uninterrupted: dict[str, Any
     assert f"The stop file {path} existed before this run and does not stop it" in (tmp_path / "output.txt").read_text()
 
 
-def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_sigusr1_saves_and_the_run_continues(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     config = write_config(tmp_path, task_options={"slow_step_s": 0.03}, checkpoint={"every": None})
     process = start(config)
     wait_until(lambda: len(lines(tmp_path)) >= 2, process)

@@ -59,7 +59,7 @@ def test_what_is_not_restored_is_missed(part: str, tmp_path: Path, servers: Serv
 
 
 @pytest.mark.faults
-def test_fault_that_does_not_happen_is_no_success(tmp_path: Path, servers: Servers) -> None:
+def test_fault_that_does_not_happen_is_not_a_success(tmp_path: Path, servers: Servers) -> None:
     with pytest.raises(Difference, match="not stopped as intended: code 0"):
         Matrix(tmp_path, servers).run(Case(Setup(early_stopping=True), "late", "stop"))
 

@@ -190,7 +190,7 @@ def test_run_that_is_still_written_to_or_has_measured_nothing_can_be_shown(tmp_p
     assert "there are no curves" in Page(write_comparison([empty], tmp_path / "c.html")).text
 
 
-def test_what_is_not_finite_is_told_and_leaves_the_axis_alone(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_noted_and_does_not_change_the_axis(tmp_path: Path) -> None:
     rows = [row(n, loss="nan" if n in (2, 3, 4, 6) else 1.0 / n) for n in range(1, 8)]
     rows[4]["grad_norm"] = "inf"
     page = Page(write_report(run_directory(tmp_path / "run", rows)))

@@ -100,7 +100,7 @@ def test_task_is_imported_only_if_the_caller_says_so(folder: Path) -> None:
     assert all(torch.equal(value, saved(folder)[name]) for name, value in model.state_dict().items())
 
 
-def test_average_stands_in_the_model(folder: Path) -> None:
+def test_average_is_loaded_into_the_model(folder: Path) -> None:
     model = load_model(folder / "runs/one/checkpoints", ema=True, import_task=True)
     average = saved(folder, "ema")["weights"]
 

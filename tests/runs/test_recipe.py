@@ -113,7 +113,7 @@ def test_same_seed_same_digest_and_another_seed_another(build: Callable[..., Run
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_run_cut_short_goes_on_to_the_same_end(build: Callable[..., Run]) -> None:
+def test_interrupted_run_resumes_to_the_same_end(build: Callable[..., Run]) -> None:
     sections = {"logging": {"every": 2}, "evaluation": {"every": 3}, "schedule": {"name": "cosine", "warmup": 2}}
     whole = build(sections, "whole")
     expected = whole.train()
@@ -154,7 +154,7 @@ def test_finished_run_is_only_evaluated(build: Callable[..., Run]) -> None:
     assert lines_of(again) == lines
 
 
-def test_finished_run_goes_on_when_it_is_made_longer(
+def test_finished_run_continues_when_it_is_made_longer(
     build: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     build().train()
@@ -165,7 +165,7 @@ def test_finished_run_goes_on_when_it_is_made_longer(
     assert "Config differs from the run's last start: run.max_iterations: 8 -> 11" in caplog.messages
 
 
-def test_option_of_the_optimizer_that_the_checkpoint_decides_is_told(
+def test_changed_optimizer_setting_without_effect_is_logged(
     build: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     first = build().train()
@@ -221,7 +221,9 @@ def test_full_disk_does_not_hide_what_failed(
     assert not list(run.directory.path.glob("*.tmp")) and not list(run.directory.path.glob(".*.tmp"))
 
 
-def test_log_on_a_full_disk_is_told_once_and_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_on_a_full_disk_is_reported_once_and_hides_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = RunDirectory(tmp_path)
     directory.logs.mkdir()
     (directory.logs / "rank_0.log").symlink_to("/dev/full")
@@ -548,7 +550,7 @@ def test_report_that_cannot_be_made_fails_no_run(
     assert caplog.messages.count("No report could be written: ValueError: no pen.") == 1
 
 
-def test_time_limit_counts_the_start_up_and_the_run_goes_on(
+def test_time_limit_counts_the_start_up_and_the_run_resumes(
     build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class LongStartUp(recipe.PhaseTimes):

@@ -123,7 +123,7 @@ def test_clocks_are_left_out_and_said_to_be(tmp_path: Path) -> None:
     assert found.notes == ["not compared, as it differs between two runs from the same start: clock now"]
 
 
-def test_run_that_is_no_function_of_its_seed_is_told_apart(tmp_path: Path) -> None:
+def test_run_that_is_not_a_function_of_its_seed_is_detected(tmp_path: Path) -> None:
     def build() -> Trainer:
         random.seed()
         model = linear()
@@ -137,7 +137,7 @@ def test_run_that_is_no_function_of_its_seed_is_told_apart(tmp_path: Path) -> No
     assert "at iteration 1, first in 0.weight of model, before anything was killed" in found.line
 
 
-def test_run_that_began_anew_or_ended_early_is_no_success(tmp_path: Path) -> None:
+def test_run_that_started_over_or_ended_early_is_not_equal(tmp_path: Path) -> None:
     (tmp_path / "anew").mkdir()
     assert three_runs(tmp_path / "anew", dropout, resume=False).line.startswith("Nothing was resumed")
     records = [read_records(tmp_path / "anew" / phase) for phase in ("reference", "killed")]
