@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import operator
 import re
 import subprocess
 import sys
@@ -189,6 +191,27 @@ def test_rooms_of_the_package_stay_few() -> None:
     entries = [path for path in CORE.iterdir() if path.name != "__pycache__"]
 
     assert len(entries) <= 28
+
+
+def named_on_the_page() -> list[str]:
+    """Each ``module.py::name`` of the architecture page; modules of the core without ``ignite_engine/``."""
+    return sorted(set(re.findall(r"`([\w/]+\.py::[\w.]+)`", TABLE.read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize("named", named_on_the_page())
+def test_module_and_name_on_the_page_exist(named: str) -> None:
+    path, name = named.split("::")
+    module = importlib.import_module(f"ignite_engine.{path.removesuffix('.py').replace('/', '.')}")
+
+    assert (CORE / path).is_file()
+    assert operator.attrgetter(name)(module) is not None
+
+
+def test_every_step_on_the_page_names_a_module_or_an_event() -> None:
+    steps = re.findall(r"^\d\. ((?:.+\n)(?:   .+\n)*)", TABLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+    assert len(steps) > 30
+    assert [step for step in steps if not re.search(r"\.py::|`[A-Z]+_[A-Z_]+`|`state\.\w+`", step)] == []
 
 
 def test_core_knows_no_handler_config_or_recipe() -> None:

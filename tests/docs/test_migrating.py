@@ -1,4 +1,4 @@
-"""docs/migrating.md: each right-hand cell runs, table by table, and the run that it makes is what it says."""
+"""docs/migrating.md: the right-hand cells run, table by table, and have the effects that they claim."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_each_right_hand_cell_is_code_that_runs(section: Section) -> None:
     EFFECTS[section.title](namespace)
 
 
-# -- what is there when a table has run --------------------------------------------------------------------------------
+# -- the effects of each table -----------------------------------------------------------------------------------------
 
 
 def logged(folder: str) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def recipe(names: dict[str, Any]) -> None:
     assert iterations_with("val/accuracy", "recipe") == iterations_with("name", "recipe") == [3, 6]
     assert saved("recipe") == [f"iteration_{number:08}" for number in (2, 4, 6)]
     assert names["resumed_from"] is None and list(Path("runs/recipe/tensorboard").iterdir())
-    assert names["evaluator"].state.iteration == 4  # the last line evaluates all
+    assert names["evaluator"].state.iteration == 4  # the last line evaluates the whole set
 
 
 def hooks(names: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What README.md and docs/ show is true: snippets run, configs load, links lead somewhere, tables are complete."""
+"""README.md and docs/ are true: snippets run, configs load, links have targets, tables are complete."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_scripts_that_start_processes_run_and_resume(block: Block, tmp_path: Pat
         )
         assert result.returncode == 0, result.stderr
         saved.append({path: path.read_bytes() for path in tmp_path.rglob("manifest.json")})
-    # started again it finds that it is at its end, and saves nothing
+    # the second run finds nothing left to do, and saves nothing
     assert saved[0] and saved[0] == saved[1]
 
 
@@ -139,8 +139,16 @@ def test_relative_links_lead_to_a_file(page: Path) -> None:
     assert not missing
 
 
-def test_readme_is_short_and_lines_fit() -> None:
+def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_glossary_is_short_and_gives_each_word_one_meaning() -> None:
+    _, _, after = (ROOT / "CONTRIBUTING.md").read_text().partition("## Words")
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", after.partition("## ")[0], flags=re.MULTILINE)
+    words = [word for row in rows for word in row.split(", ")]
+    assert 20 <= len(rows) <= 25
+    assert len(words) == len(set(words))
 
 
 def test_commands_that_are_shown_exist() -> None:
@@ -175,7 +183,7 @@ def test_the_handlers_page_names_all_that_is_exported_and_only_keys_that_exist()
     text = (DOCS / "handlers.md").read_text()
     assert [name for name in handlers.__all__ if not re.search(rf"\b{name}\b", text)] == []
     state = TrainingState()
-    fields = set(re.findall(r"`state\.(\w+)", "".join(page.read_text() for page in PAGES)))
+    fields = set(re.findall(r"`state\.(?!py::)(\w+)", "".join(page.read_text() for page in PAGES)))
     assert [name for name in fields if not hasattr(state, name)] == []
 
 
@@ -195,7 +203,7 @@ def test_the_configuration_page_names_every_key_and_no_other() -> None:
 
 
 def test_the_configuration_page_gives_the_defaults() -> None:
-    """The third cell begins with the default as YAML writes it; a key that must be given says so in words."""
+    """The third cell starts with the default, as YAML writes it; that of a required key says so in words."""
     text = (DOCS / "configuration.md").read_text()
     rows = dict(re.findall(r"^\| `([a-z_.]+)` \| [^|]* \| `([^|`]+)`", text, flags=re.MULTILINE))
     config = Config.model_validate(LEAST_CONFIG)

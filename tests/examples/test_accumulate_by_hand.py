@@ -1,4 +1,4 @@
-"""The example runs as it says, and learns its line."""
+"""The example runs as described and learns the line."""
 
 from __future__ import annotations
 

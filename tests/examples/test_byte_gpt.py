@@ -1,4 +1,4 @@
-"""The main job's task: its corpus, its baselines, its model and its report, on a library of a few small files."""
+"""The byte GPT task: corpus, baselines, model and report, on a library of a few small files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ignite_engine.task import build_task, find_task
 ROOT = Path(__file__).resolve().parents[2]
 build = find_task("byte_gpt.py:build", ROOT / "examples")
 byte_gpt: ModuleType = sys.modules[build.__module__]
-byte_corpus: ModuleType = importlib.import_module("byte_corpus")  # find_task made it a neighbour
+byte_corpus: ModuleType = importlib.import_module("byte_corpus")  # find_task put its folder on the path
 
 TINY = {"context": 16, "width": 16, "layers": 2, "heads": 2, "ngram_slots": 64, "ngram_width": 8}
 
@@ -96,7 +96,7 @@ def test_a_failed_write_leaves_neither_the_file_nor_a_part_of_it(tmp_path: Path)
     def half(file: Any) -> None:
         file.write(b"half")
         file.flush()
-        assert len(list(tmp_path.iterdir())) == 1  # the fault happens with a part of it on the disk
+        assert len(list(tmp_path.iterdir())) == 1  # the fault happens while part of it is on disk
         assert not (tmp_path / "split.bin").exists()
         raise OSError("disk full")
 
@@ -157,7 +157,7 @@ def test_the_counts_are_cached(task: Task) -> None:
     report = task.handlers[0]
     evaluated = report.evaluated
     assert report.corpus.counts.exists()
-    report.corpus.train.unlink()  # only the counts are left to read
+    report.corpus.train.unlink()  # only the counts can be read
     again = byte_gpt.BaselineReport(report.corpus, report.windows)
     assert again.evaluated == evaluated
 
@@ -276,7 +276,7 @@ def test_a_run_that_did_not_complete_prints_no_table(task: Task, capsys: pytest.
     class Run:
         class state:
             status = "interrupted"
-            metrics = {"val/bits_per_byte": 2.0}  # in the place of a state
+            metrics = {"val/bits_per_byte": 2.0}  # used as a state
 
     task.handlers[0].print_table(Run)
     assert not capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The digits' task: its splits, what is drawn for an image, and the accuracy that its config promises."""
+"""The digits task: its splits, its augmentation, and the accuracy stated in its config."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_training_images_are_rotated_at_random_and_the_others_never() -> None:
     again = task.train_set[3][0]
 
     assert torch.equal(first, again) and not torch.equal(first, second) and first.shape == (1, 8, 8)
-    assert (first - original["train"][0][3]).abs().mean() < 0.15  # turned a little, and the right way up
+    assert (first - original["train"][0][3]).abs().mean() < 0.15  # rotated a little, and upright
     for name, dataset in {**task.val_sets, **task.test_sets}.items():
         assert all(torch.equal(dataset[index][0], original[name][0][index]) for index in range(5))
     still = build_task(build, {"rotation": 0.0})
