@@ -19,6 +19,7 @@ from typing import IO, Any, Protocol
 import ignite.distributed as idist
 
 from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine.checkpointing.manifest import json_number
 
 Values = Mapping[str, Any]
 logger = logging.getLogger(__name__)
@@ -246,6 +247,4 @@ def number_of(value: Any) -> float | None:
 def _json_value(value: Any) -> Any:
     if hasattr(value, "item"):
         value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return json_number(value) if isinstance(value, float) else value

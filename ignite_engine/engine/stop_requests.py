@@ -60,7 +60,7 @@ class StopRequests:
     def vote_now(self) -> None:
         """Vote at the next step boundary even if it is not its turn; every rank calls it at the same place."""
         self.vote_due = True
-        self._vote.hurry()
+        self._vote.vote_now()
 
     def agree(self, iteration: int, *, now: bool) -> int:
         """What any rank has requested, as bits, the same on all ranks; 0 between votes. A collective.

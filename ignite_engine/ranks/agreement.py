@@ -160,7 +160,7 @@ class Vote:
         self._next = iteration + 1
         self._last_iteration, self._last_time = iteration, time.monotonic()
 
-    def hurry(self) -> None:
+    def vote_now(self) -> None:
         """Vote at the next :meth:`poll` whatever its iteration; every rank calls this at the same place."""
         self._next = 0
 

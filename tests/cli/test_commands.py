@@ -198,9 +198,9 @@ def test_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(folder: Pat
         limited, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
 
-    told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert ended.returncode == 1 and len(told) == 1 and "Traceback" not in ended.stderr, ended.stderr
-    assert "The checkpoint of iteration 12 was not saved" in told[0] and "there is no earlier one." in told[0]
+    logged = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert ended.returncode == 1 and len(logged) == 1 and "Traceback" not in ended.stderr, ended.stderr
+    assert "The checkpoint of iteration 12 was not saved" in logged[0] and "there is no earlier one." in logged[0]
     assert summary(folder)["status"] == "failed"
 
 
@@ -256,7 +256,7 @@ def test_report_and_compare_write_a_page_and_print_its_path(folder: Path, capsys
 
 def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "my_config.yaml"]) == 0
-    first, told = summary(folder), (folder / "run" / "logs" / "rank_0.log").read_text()
+    first, logged = summary(folder), (folder / "run" / "logs" / "rank_0.log").read_text()
     metrics = (folder / "run" / "metrics.jsonl").read_text()
     assert main(["train", "my_config.yaml"]) == 0
     again = summary(folder)
@@ -267,8 +267,8 @@ def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.
     assert (first["status"], first["iteration"]) == (again["status"], again["iteration"]) == ("completed", 12)
     assert first["weights_sha256"] == again["weights_sha256"]
     assert (folder / "run" / "metrics.jsonl").read_text() == metrics
-    assert "Start-up took" in told and "task" in told
-    assert re.search(r"Completed at iteration 12 in \d+\.\d s; results are in run\.\n", told)
+    assert "Start-up took" in logged and "task" in logged
+    assert re.search(r"Completed at iteration 12 in \d+\.\d s; results are in run\.\n", logged)
     assert set(evaluated) == {"checkpoint", "iteration", "val/loss"}
     scores = [json.loads(line)["val/loss"] for line in metrics.splitlines() if "val/loss" in line]
     assert evaluated["val/loss"] == min(scores)
@@ -292,9 +292,9 @@ def test_model_that_is_not_the_saved_one_is_one_line_and_code_2(
     capsys.readouterr()
 
     assert main([command, "my_config.yaml", "task_options.width=5"]) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if "The model is not the saved one" in line]
-    assert len(told) == 1 and told[0].startswith("error: ")
-    assert "(0.weight is (5, 2), saved (4, 2); 0.bias is (5,), saved (4,); 2.weight is (1, 5)," in told[0]
+    logged = [line for line in capsys.readouterr().err.splitlines() if "The model is not the saved one" in line]
+    assert len(logged) == 1 and logged[0].startswith("error: ")
+    assert "(0.weight is (5, 2), saved (4, 2); 0.bias is (5,), saved (4,); 2.weight is (1, 5)," in logged[0]
     assert CheckpointStore(folder / "run" / "checkpoints").latest().checkpoint is not None
 
 
@@ -334,9 +334,9 @@ def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path
     held.unlink()
     first.communicate(timeout=120)
 
-    told = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert second.returncode == 2 and len(told) == 1 and "Traceback" not in error
-    assert f"process {first.pid} on " in told[0] and "run.directory" in told[0]
+    logged = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert second.returncode == 2 and len(logged) == 1 and "Traceback" not in error
+    assert f"process {first.pid} on " in logged[0] and "run.directory" in logged[0]
     assert (first.returncode, summary(folder)["start"], summary(folder)["status"]) == (0, "fresh", "completed")
     assert summary(folder)["weights_sha256"] == summary(folder, "alone")["weights_sha256"]
     lines = [json.loads(line)["iteration"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

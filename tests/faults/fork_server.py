@@ -66,7 +66,7 @@ class ForkServer:
 
     Args:
         modules: imported once, before the first fork.
-        environment: variables beside this process's.
+        environment: variables in addition to this process's.
     """
 
     def __init__(self, modules: Sequence[str], **environment: str) -> None:

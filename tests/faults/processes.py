@@ -94,7 +94,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def evaluated(folder: Path, rank: int = 0) -> int:
-    """Batches that were evaluated so far, by a task told to ``count_batches``."""
+    """Batches that were evaluated so far, by a task with ``count_batches``."""
     path = folder / f"evaluated_{rank}"
     return len(path.read_text()) if path.exists() else 0
 

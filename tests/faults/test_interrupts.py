@@ -1,4 +1,4 @@
-"""Ctrl-C at the worst places: saved at a clean edge, gone on with by the same command, ending with the same bits."""
+"""Ctrl-C at the worst places: saved at a step boundary, resumed by the same command, ending with the same bits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_second_signal_forces_the_end(tmp_path: Path) -> None:
     process = start(config)
     wait_until((tmp_path / "stepping").exists, process)
     os.killpg(process.pid, signal.SIGINT)
-    time.sleep(2.0)  # half a second is what counts; a busy machine may hear the first one late
+    time.sleep(2.0)  # half a second is what counts; a busy machine may receive the first one late
     code, seconds = interrupt(process)
     assert code == 130 and seconds < WAITS_S
 

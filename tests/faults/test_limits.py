@@ -1,4 +1,4 @@
-"""A time limit, a stop file and SIGUSR1, in real runs: saved, told, and gone on with to the same bits."""
+"""A time limit, a stop file and SIGUSR1 in real runs: saved, logged, and resumed to the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C goes to the whole process group: loader workers outlive it, so that a stop can end at a clean edge."""
+"""Ctrl-C goes to the whole process group: loader workers outlive it, so that a stop can end at a step boundary."""
 
 from __future__ import annotations
 

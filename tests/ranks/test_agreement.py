@@ -30,24 +30,24 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return votes
 
 
-def test_between_votes_nothing_is_exchanged_and_a_hurried_one_is_at_once(two_ranks: list[int]) -> None:
+def test_between_votes_nothing_is_exchanged_and_a_requested_one_is_at_once(two_ranks: list[int]) -> None:
     vote = agreement.Vote()
     vote.restart(0)
     assert [vote.poll(iteration, 1) for iteration in range(1, 6)] == [3, 0, 0, 0, 0]
     assert two_ranks == [1]
-    vote.hurry()
+    vote.vote_now()
     assert [vote.poll(iteration, 4) for iteration in range(6, 9)] == [6, 0, 0]
     assert two_ranks == [1, 4]
 
 
-def test_broken_off_evaluation_has_the_ranks_agree_at_the_next_edge() -> None:
+def test_broken_off_evaluation_has_the_ranks_agree_at_the_next_boundary() -> None:
     """Else they might train past it, to the turn of their vote."""
-    trainer, hurried = trainer_of(), list[int]()
+    trainer, votes_requested = trainer_of(), list[int]()
 
-    def hurry() -> None:
-        hurried.append(trainer.state.iteration)
+    def vote_now() -> None:
+        votes_requested.append(trainer.state.iteration)
 
-    trainer.requests._vote.hurry = hurry  # type: ignore[method-assign]
+    trainer.requests._vote.vote_now = vote_now  # type: ignore[method-assign]
 
     def predict(model: Any, batch: Any) -> None:
         trainer.request_stop("enough")
@@ -55,7 +55,7 @@ def test_broken_off_evaluation_has_the_ranks_agree_at_the_next_edge() -> None:
     evaluator = create_evaluator(trainer.update.model, predict)  # type: ignore[attr-defined]  # an Update
     Evaluation(evaluator, [0, 0]).attach(trainer, Events.ITERATION_COMPLETED(every=3))
     trainer.run(numbers_loader(12), max_epochs=1)
-    assert hurried == [3]
+    assert votes_requested == [3]
 
 
 @pytest.mark.parametrize("run", [agreement.agreed, agreement.together])

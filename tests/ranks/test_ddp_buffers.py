@@ -1,4 +1,4 @@
-"""BatchNorm under DDP: an evaluation sees on every rank what the checkpoint of that edge holds."""
+"""BatchNorm under DDP: an evaluation sees on every rank what the checkpoint of that step boundary holds."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_each_rank_evaluates_the_statistics_that_are_saved(tmp_path: Path) -> No
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     (seen, end, exactness), (unseen, end_without, _), (own, _, inexact) = first
     assert torch.equal(seen[0], second[0][0][0]) and torch.equal(seen[0], end["saved"])
-    # they did differ: nothing was shared where nothing was evaluated, or where DDP is told not to
+    # they did differ: nothing was shared where nothing was evaluated, or where DDP is set not to
     assert not torch.equal(unseen[0], second[1][0][0])
     assert not torch.equal(own[0], second[2][0][0])
     # and the training does not notice

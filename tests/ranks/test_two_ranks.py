@@ -72,7 +72,7 @@ def test_both_ranks_stop_at_one_iteration(tmp_path: Path, uninterrupted: dict[st
     counts = [json.loads((tmp_path / f"reductions_{rank}.json").read_text()) for rank in range(2)]
     assert counts[0] == counts[1] and counts[0]["optimizer_steps"] == stopped_at < 24
     assert counts[0]["saved"][-1] == [stopped_at, stopped_at]
-    assert not background or any(told > saved for told, saved in counts[0]["saved"])
+    assert not background or any(notified > saved for notified, saved in counts[0]["saved"])
     newest = CheckpointStore(tmp_path / "run" / "checkpoints").latest()
     assert newest.checkpoint is not None and newest.checkpoint.iteration == stopped_at and not newest.skipped
     (tmp_path / "fast").touch()

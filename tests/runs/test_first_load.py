@@ -95,7 +95,7 @@ def test_run_begins_with_the_weights_of_another_and_restarts_from_its_own(
 
 
 def test_logs_of_the_other_run_are_left_to_it(build: Build, pretrained: Path, tmp_path: Path) -> None:
-    """A branch of a run goes on where that stood, and writes a log of its own."""
+    """A branch of a run continues where that run was, and writes a log of its own."""
     lines = (pretrained / "metrics.jsonl").read_text()
     length = {"run": {"directory": str(tmp_path / "branch"), "max_iterations": 12}}
     length["run"]["seed"] = 5

@@ -1,4 +1,4 @@
-"""Runs built from configs: what is wired up, what lies in the folder, and that a run goes on where it was."""
+"""Runs built from configs: what is attached, what the folder holds, and that a run resumes where it was."""
 
 from __future__ import annotations
 
@@ -170,12 +170,12 @@ def test_changed_optimizer_setting_without_effect_is_logged(
 ) -> None:
     first = build().train()
     changed = {"optimizer": {"lr": 0.9}}
-    told = "optimizer.lr: no effect on a resumed run"
+    expected_line = "optimizer.lr: no effect on a resumed run"
     assert build(changed).train()["weights_sha256"] == first["weights_sha256"]
-    assert [each for each in caplog.messages if each.startswith(told)]
+    assert [each for each in caplog.messages if each.startswith(expected_line)]
     caplog.clear()
     build({**changed, "run": {"max_iterations": 11}, "checkpoint": {"ignore": ["optimizer"]}}).train()
-    assert not [each for each in caplog.messages if each.startswith(told)]
+    assert not [each for each in caplog.messages if each.startswith(expected_line)]
 
 
 def test_section_that_went_is_left_out_of_what_is_resumed(build: Callable[..., Run]) -> None:
@@ -232,8 +232,8 @@ def test_log_on_a_full_disk_is_reported_once_and_hides_nothing(
         logging.getLogger("ignite_engine").info("two")
         raise KeyError("lost")
 
-    told = f"{directory.logs / 'rank_0.log'} could not be written: [Errno 28] No space left on device."
-    assert sorted(capsys.readouterr().err.splitlines()) == sorted(["one", "two", told])
+    expected_line = f"{directory.logs / 'rank_0.log'} could not be written: [Errno 28] No space left on device."
+    assert sorted(capsys.readouterr().err.splitlines()) == sorted(["one", "two", expected_line])
 
 
 def test_points_of_a_run_without_a_checkpoint_do_not_stand_twice(build: Callable[..., Run]) -> None:
@@ -314,7 +314,7 @@ def test_plateau_lowers_the_rate_after_patience_evaluations(build: Callable[...,
     }
     run = build(sections)
     run.train()
-    # the first value sets the best; the second and third after it are no better, and the fourth update is slower
+    # the first value sets the best; the second and third after it are not better, and the fourth update is slower
     assert [line["lr"] for line in lines_of(run)] == [1.0] * 3 + [0.5] * 2 + [0.3] * 5
     assert "plateau: as below, until val/loss stops improving" in run.describe()
 
@@ -329,12 +329,12 @@ def test_average_is_evaluated_in_training_and_from_a_checkpoint(build: Callable[
     measured = run.train()["metrics"]["val/loss"]
     with_average = build(sections, test_sets={"test": SAMPLES}).evaluate("newest")
     live = build({**sections, "ema": {"decay": None}}).evaluate("newest")
-    told = build({**sections, "ema": {"decay": 0.9, "evaluate": ["test"]}}, test_sets={"test": SAMPLES})
-    found = told.evaluate("newest")
+    averaged = build({**sections, "ema": {"decay": 0.9, "evaluate": ["test"]}}, test_sets={"test": SAMPLES})
+    found = averaged.evaluate("newest")
 
     assert with_average["val/loss"] == with_average["test/loss"] == measured != live["val/loss"]
     assert (found["test/loss"], found["val/loss"]) == (measured, live["val/loss"])
-    assert weights_sha256(told.trainer.update.model) == run.directory.read_summary()["weights_sha256"]  # type: ignore[attr-defined]
+    assert weights_sha256(averaged.trainer.update.model) == run.directory.read_summary()["weights_sha256"]  # type: ignore[attr-defined]
 
 
 def test_checkpoint_without_an_average_is_evaluated_with_its_weights(

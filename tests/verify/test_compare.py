@@ -61,7 +61,7 @@ def test_equal_runs_are_exact_and_counted(tmp_path: Path) -> None:
     assert found.line.startswith("Resume is exact: killed at iteration 8, resumed from 6, ")
     assert "over iterations 6 to 12 are equal" in found.line
     count = int(found.line.split(", ")[2].split()[0])
-    assert count > 7 * 12  # at least weights, momenta, counters and generators, at each of 7 edges
+    assert count > 7 * 12  # at least weights, momenta, counters and generators, at each of 7 step boundaries
 
 
 def test_generators_that_are_not_restored_are_named(tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_run_that_is_not_a_function_of_its_seed_is_detected(tmp_path: Path) -> N
 
 
 def test_run_that_started_over_or_ended_early_is_not_equal(tmp_path: Path) -> None:
-    (tmp_path / "anew").mkdir()
-    assert three_runs(tmp_path / "anew", dropout, resume=False).line.startswith("Nothing was resumed")
-    records = [read_records(tmp_path / "anew" / phase) for phase in ("reference", "killed")]
+    (tmp_path / "over").mkdir()
+    assert three_runs(tmp_path / "over", dropout, resume=False).line.startswith("Nothing was resumed")
+    records = [read_records(tmp_path / "over" / phase) for phase in ("reference", "killed")]
     as_if_resumed = [replace(each, resumed=each.iteration == 6) for each in records[0][5:]]
     assert compare(*records, as_if_resumed).exact
     early = compare(*records, as_if_resumed[:-2])
