@@ -15,7 +15,7 @@ T = TypeVar("T")
 class Ranks:
     """The members of a process group, or only this process.
 
-    ``ranks.agreement.agreed`` does the same over all ranks; the store has its own so that it is usable without the rest.
+    ``ranks.agreement.agreed`` does the same over all ranks; the store has its own so as to be usable alone.
 
     Args:
         group: a group that can exchange CPU objects (gloo); None: the default group if there is one.
