@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.overhead import machine
 from benchmarks.ratios import ratio_of_medians
-from ignite_engine import Trainer, TrainingEvents, Update
+from ignite_engine import Phase, Trainer, TrainingEvents, Update
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.handlers import Checkpoint
 
@@ -180,10 +180,10 @@ class _Clock:
         self.listener: Callable[[float, float], None] = lambda *_: None
         self._boundary = self._wait = time.perf_counter()
         self._stall = 0.0
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, _handler(self.boundary_begins, -1))
-        trainer.add_event_handler(Events.GET_BATCH_STARTED, _handler(self.boundary_ends, -1))
-        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, _handler(self.wait_begins, -1))
-        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, _handler(self.wait_ends, 100))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, _handler(self.boundary_begins, Phase.PREPARE))
+        trainer.add_event_handler(Events.GET_BATCH_STARTED, _handler(self.boundary_ends, Phase.PREPARE))
+        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, _handler(self.wait_begins, Phase.PREPARE))
+        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, _handler(self.wait_ends, Phase.OTHER))
 
     def boundary_begins(self) -> None:
         """An iteration starts with the step boundary before it: a save's own iteration follows its boundary."""
@@ -201,7 +201,7 @@ class _Clock:
         self._stall += time.perf_counter() - self._wait
 
 
-def _handler(function: Callable[[], None], phase: int) -> Callable[[], None]:
+def _handler(function: Callable[[], None], phase: Phase) -> Callable[[], None]:
     def handler() -> None:
         function()
 
