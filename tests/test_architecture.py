@@ -55,7 +55,7 @@ def read_imports(path: Path, package: str, *, at_import_time: bool = False) -> I
 
     Args:
         package: what its relative imports start from.
-        at_import_time: leave out what stands in a function or under ``if TYPE_CHECKING``.
+        at_import_time: leave out what is in a function or under ``if TYPE_CHECKING``.
     """
     parents = package.split(".")
     for node in _nodes(ast.parse(path.read_text(), str(path)), at_import_time):

@@ -74,8 +74,8 @@ _OF_SETUP = {field.name for field in fields(Setup)}
 def case_of(values: Mapping[str, Any]) -> Case:
     """A case of one value per dimension.
 
-    A StatefulDataLoader of torchdata does not save the random numbers of its workers, as the exactness report says:
-    with workers its samples are augmented from a generator of their own.
+    A StatefulDataLoader of torchdata does not save the RNG state of its workers, as the reproducibility report says:
+    with workers each of its samples is augmented from its own generator.
     """
     setup = {name: value for name, value in values.items() if name in _OF_SETUP}
     if values.get("loader") == "stateful" and values.get("workers", "0") != "0":
@@ -126,11 +126,11 @@ def _gain(row: Mapping[str, Any], open_pairs: set[tuple[str, Any, str, Any]], na
 
 
 def campaign_matrix() -> list[Case]:
-    """The product that makes sense, each case once.
+    """The tested combinations, each case once.
 
-    Everything that runs in the training process is combined in full with one source of data, and everything about the
-    data is combined in full with one kind of training. Left out is the product of both: the data and the training meet
-    in the batch alone, and the pairwise cases, which are in here too, let each value of one meet each of the other.
+    Everything that runs in the training process is combined in full for one source of data, and everything about the
+    data is combined in full for one kind of training. Not the product of both: data and training share nothing but the
+    batch, and the pairwise cases, which are included, combine each value of one with each value of the other.
     """
     training = product(
         where=WHERE,
@@ -144,7 +144,7 @@ def campaign_matrix() -> list[Case]:
     data = product(
         where=WHERE, how=HOW, workers=("0", "fork"), loader=DIMENSIONS["loader"], groups=DIMENSIONS["groups"]
     )
-    # how batches are grouped is the training process's alone, and a spawned worker imports torch
+    # grouping happens in the training process only, and a spawned worker takes long to import torch
     started = product(
         where=WHERE, how=HOW, workers=("spawn", "forkserver"), loader=DIMENSIONS["loader"], groups=("short last",)
     )

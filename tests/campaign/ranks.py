@@ -1,4 +1,4 @@
-"""Two gloo ranks: killed together, one of them alone, or stopped; the same command ends with the same bits."""
+"""Two gloo ranks: both killed, one killed, or stopped; the same command ends with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs from a config, in processes of their own: train, kill, train on, compare with the one left alone."""
+"""Whole runs from a config, in separate processes: train, kill, resume, compare with the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def train(bench: Bench, config: Path, *arguments: str, server: int = 0) -> int:
 
 
 def reference(bench: Bench, name: str, *arguments: str, **sections: Any) -> dict[str, Any]:
-    """The end of a run left alone; made once and kept under ``name``."""
+    """The result of the uninterrupted run; computed once and kept under ``name``."""
     if name not in bench.kept:
         folder = bench.folder / "reference"
         config = write_config(folder, **sections)
