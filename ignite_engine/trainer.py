@@ -270,7 +270,10 @@ class Trainer(Engine):
         """Run the handlers of an event; one of your own must have been registered by ``register_events``."""
         if not self.has_registered_events(event_name):
             raise ValueError(f"Event {event_name} is not a valid event for this {type(self).__name__}.")
-        bus.fire(self, event_name)
+        self._fire_event(event_name)
+
+    def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> bool:  # type: ignore[override]
+        return bus.fire(self, event_name, *event_args, **event_kwargs)  # Ignite's returns nothing
 
     def _handler_wrapper(self, handler: Callable[..., Any], event_name: Any, event_filter: Callable[..., Any]) -> Any:
         return bus.Filtered(self, event_name, event_filter, handler)

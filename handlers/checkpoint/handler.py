@@ -152,10 +152,12 @@ class Checkpoint:
         self._saver.start(trainer)
         if self._followed is not None:
             self._followed.begin(trainer)
+        mine = trainer.reproducibility(self._saver.filter)
+        reasons = list(dict.fromkeys(each for rank in agreement.gather_objects(mine) for each in rank))
         if self.options.strict:
-            mine = trainer.reproducibility(self._saver.filter)
-            reasons = [each for rank in agreement.gather_objects(mine) for each in rank]
-            require_exact("This run", list(dict.fromkeys(reasons)))
+            require_exact("This run", reasons)
+        if reasons and agreement.rank() == 0:
+            logger.warning("A run resumed from these checkpoints may have other bits: %s.", "; ".join(reasons))
         trainer.call_at_end(self._end)
 
     def _measure(self, trainer: Trainer) -> None:

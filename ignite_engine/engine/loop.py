@@ -62,6 +62,7 @@ class Loop:
     ) -> None:
         self.engine, self.update, self.state, self.progress = engine, update, state, progress
         self.requests, self.registry, self.resume = requests, registry, resume
+        self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's
         self._began_at = state.iteration
         self._reported: BaseException | None = None
 
@@ -238,9 +239,6 @@ class Loop:
 
     # -- boundaries and the end -----------------------------------------------------------------------------------
 
-    def _fire(self, event: Any, **kwargs: Any) -> bool:
-        return bus.fire(self.engine, event, **kwargs)
-
     def _pause_or_end(self) -> Pauses:
         """What a handler has asked for by ``terminate()``, ``terminate_epoch()`` or ``interrupt()``."""
         engine = self.engine
@@ -339,7 +337,7 @@ class Loop:
         if error is self._reported or not bus.handlers_of(self.engine, Events.EXCEPTION_RAISED):
             raise error
         self._reported = error
-        bus.fire(self.engine, Events.EXCEPTION_RAISED, error)
+        self._fire(Events.EXCEPTION_RAISED, error)
 
     def _log_time(self, what: str, duration: float) -> None:
         minutes, seconds = divmod(duration, 60)

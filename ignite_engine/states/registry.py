@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ignite.metrics import Metric
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_engine.checkpointing import (
@@ -24,6 +24,7 @@ from ignite_engine.checkpointing import (
 )
 from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
 from ignite_engine.checkpointing.load.part_names import filled
+from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import StateMismatch, leave_out, shortened
 from ignite_engine.ranks import agreement
 from ignite_engine.states.metrics import MetricState
@@ -252,10 +253,18 @@ class Registry:
     def inexact_reasons(self) -> list[str]:
         """Why a run resumed from what is captured now would have other states, for the reproducibility report."""
         found = [f"{name} is attached but not saved" for name in self.nameless]
+        if self.filters and not self._holds_parameters():
+            found.append("no parameters are saved, as no model is registered (trainer.register(name, model) saves one)")
         for name, obj in self.objects.items():
             if isinstance(obj, MetricState) and (why := obj.unsupported_reason()) is not None:
                 found.append(f"{name} is not saved, as {why}, which is not plain data")
         return found
+
+    def _holds_parameters(self) -> bool:
+        if any(kind in _WITH_PARAMETERS for kind in self.kinds.values()):
+            return True
+        own = (obj for name, obj in self.objects.items() if name not in ("trainer", "data", "rng"))
+        return any(isinstance(leaf, Tensor) for obj in own for _, leaf in walk(obj.state_dict()))
 
     def _metrics(self) -> list[MetricState]:
         return [each for each in self.objects.values() if isinstance(each, MetricState)]
@@ -275,4 +284,11 @@ class Registry:
 
 _SCRIPT = ("__main__", "__mp_main__")
 """Modules of the script that was started, in this process and in one that it spawned."""
-_KINDS: dict[type, str] = {ModelState: "model", OptimizerState: "optimizer", MetricState: "metric"}
+_KINDS: dict[type, str] = {
+    ModelState: "model",
+    nn.Module: "model",
+    OptimizerState: "optimizer",
+    Optimizer: "optimizer",
+    MetricState: "metric",
+}
+_WITH_PARAMETERS = ("model", "parameters")

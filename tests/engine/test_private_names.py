@@ -12,7 +12,7 @@ from ignite.metrics import Metric
 
 ROOT = Path(__file__).resolve().parents[2]
 _SCHEDULERS = param_scheduler.__name__
-USED = {"_dataloader_iter", "_event_handlers", "_handler_wrapper", "_internal_run_generator"}
+USED = {"_dataloader_iter", "_event_handlers", "_fire_event", "_handler_wrapper", "_internal_run_generator"}
 
 
 def nothing(engine: Any, batch: Any) -> None: ...

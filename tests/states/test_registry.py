@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, Update
-from ignite_engine.errors import StateMismatch
+from ignite_engine.errors import NotExact, StateMismatch
+from ignite_engine.handlers import Checkpoint
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, unwrap
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
@@ -214,3 +216,32 @@ def test_fresh_optimizer_gets_no_state_by_being_saved() -> None:
     assert trainer.registry.capture()[0]["optimizer"]["state"] == {}
     trainer.run(numbers_loader(4))
     assert len(trainer.registry.capture()[0]["optimizer"]["state"]) == 4
+
+
+def test_checkpoint_without_any_parameters_is_said_to_be_inexact(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A GAN's own update function, say: its checkpoint would hold counters alone."""
+    model, kept = linear(), Kept(1)
+    trainer = Trainer(lambda engine, batch: 1.0)
+    trainer.register("kept", kept)
+    Checkpoint(tmp_path / "any").attach(trainer)
+    reason = "no parameters are saved, as no model is registered (trainer.register(name, model) saves one)"
+
+    assert trainer.reproducibility() == [reason] and reason in trainer.describe()
+    trainer.run([1, 2])
+    assert f"may have other bits: {reason}" in caplog.text
+    strict = Trainer(lambda engine, batch: 1.0)
+    Checkpoint(tmp_path / "strict", strict=True).attach(strict)
+    with pytest.raises(NotExact, match="no parameters are saved"):
+        strict.run([1, 2])
+    trainer.register("generator", model)
+    assert reason not in trainer.reproducibility()
+
+
+def test_tensors_of_an_object_of_its_own_kind_count_as_parameters(tmp_path: Path) -> None:
+    trainer = Trainer(lambda engine, batch: 1.0)
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.register("both", Kept([torch.zeros(3)]))  # type: ignore[arg-type]  # any state will do
+
+    assert trainer.reproducibility() == []
