@@ -33,6 +33,7 @@ from ignite_engine.runs.components import (
 )
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
+from ignite_engine.state import Start
 from ignite_engine.task import Task
 from ignite_engine.trainer import Trainer
 from ignite_engine.update import Update
@@ -135,21 +136,24 @@ def _evaluations(
 def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers.Evaluation]) -> None:
     trainer, evaluation, logging = run.trainer, config.evaluation, config.logging
 
-    def before_the_first_update(engine: Engine, count: int) -> bool:
-        return engine.state.iteration == 0
+    def is_fresh(engine: Engine, count: int) -> bool:
+        return trainer.state.start is Start.FRESH
 
     def after_the_last_update(engine: Engine, count: int) -> bool:
-        return engine.state.iteration == run.total
+        state = trainer.state
+        at_end_of_epoch = trainer.progress.epoch_iteration == state.epoch_length
+        return state.iteration == state.max_iters or (state.epoch == state.max_epochs and at_end_of_epoch)
 
     def already_finished(engine: Engine, count: int) -> bool:
         return run.trained_nothing
 
+    trainer.add_event_handler(Events.STARTED, run.log_length)
     _lr_schedule(config, run, trainer.update.optimizers["optimizer"]).attach(trainer)  # type: ignore[attr-defined]
     if config.ema.decay is not None:
         handlers.EMA(config.ema.decay, warmup=config.ema.warmup, evaluate=config.ema.evaluate).attach(trainer)
     for each in evaluations:
         if evaluation.at_start:
-            each.attach(trainer, Events.STARTED(event_filter=before_the_first_update))
+            each.attach(trainer, Events.STARTED(event_filter=is_fresh))
         if evaluation.every is not None:
             each.attach(trainer, interval_event(evaluation.every))
         if evaluation.at_end:  # before the last checkpoint, which it may make the best

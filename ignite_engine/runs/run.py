@@ -43,7 +43,7 @@ class Run:
         loader: of the training set.
         directory: nothing has been written to it yet.
         schedule: learning rates by update.
-        total: updates of the whole run, counted from its first start.
+        total: updates of a run that is not resumed with other groups, data or ranks.
         length: ``max_epochs`` or ``max_iters``, as ``trainer.run`` takes it.
         evaluations: makes one for each validation and test set; each writes ``trainer.state.metrics`` when called.
         startup: seconds of the phases of the start-up so far.
@@ -112,10 +112,6 @@ class Run:
             self.startup.log()
             if self.began_at:
                 self._metrics_before = self.directory.read_summary().get("metrics", {})
-            if self.began_at >= self.total:
-                logger.info(
-                    "The run is at its end (iteration %d of %d): it is only evaluated.", self.began_at, self.total
-                )
             self._write_summary("running", resumed)
             trainer.run(self.loader, **self.length)
         except BaseException as error:
@@ -155,6 +151,41 @@ class Run:
             self.load()
         self.start = "restart" if resumed else "fresh" if self.load is None else "fine-tune"
         return resumed
+
+    def log_length(self, trainer: Trainer) -> None:
+        """On STARTED: whether there is anything to train, and whether the schedule ends with the run.
+
+        After a resume with other groups, data or ranks it does not: iterations before and after have another size.
+        """
+        state, epochs = trainer.state, trainer.progress.epochs_completed
+        end = state.max_iters
+        if end is None and state.epoch_length is not None:
+            assert state.max_epochs is not None
+            left = (state.max_epochs - epochs) * state.epoch_length - trainer.progress.epoch_iteration
+            end = state.iteration + max(left, 0)
+        if end is None:
+            return
+        if state.iteration >= end:
+            epoch_or_iteration = (
+                ("epoch", epochs, state.max_epochs) if state.max_iters is None else ("iteration", state.iteration, end)
+            )
+            logger.info("The run is at its end (%s %d of %d): it is only evaluated.", *epoch_or_iteration)
+        elif end != self.total and self.schedule_is_as_long:
+            lrs = ", ".join(f"{lr:g}" for lr in dict.fromkeys(self.schedule.lrs_at(self.total)))
+            logger.warning(
+                "The run ends at iteration %d, its schedule at update %d (the LR is %s from there on): "
+                "schedule.total=%d makes them end together.",
+                end,
+                self.total,
+                lrs,
+                end,
+            )
+
+    @property
+    def schedule_is_as_long(self) -> bool:
+        """Whether the config leaves it to the run how long its schedule is."""
+        section = self.config["schedule"]
+        return section["total"] is None and section["name"] not in ("constant", "plateau")
 
     @property
     def trained_nothing(self) -> bool:

@@ -165,6 +165,29 @@ def test_finished_run_continues_when_it_is_made_longer(
     assert "Config differs from the run's last start: run.max_iterations: 8 -> 11" in caplog.messages
 
 
+def test_resume_with_other_groups_says_where_the_run_and_its_schedule_end(
+    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    sections = {"schedule": {"name": "cosine", "min_ratio": 0.1}, "evaluation": {"every": None}}
+    build({**sections, "run": {"max_iterations": None, "max_epochs": 1}}).train()
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    longer = {"run": {"max_iterations": None, "max_epochs": 3}, "update": {"accumulation_steps": 3}}
+    run = build({**sections, **longer})
+    assert (run.train()["iteration"], run.total) == (10, 6)
+    expected = (
+        "The run ends at iteration 10, its schedule at update 6 (the LR is 0.0001 from there on): schedule.total=10 "
+        "makes them end together."
+    )
+    assert expected in caplog.messages and not [each for each in caplog.messages if "at its end" in each]
+    assert [each["iteration"] for each in lines_of(run) if "val/loss" in each] == [6, 10]
+
+    caplog.clear()
+    build({**sections, **longer}).train()
+    assert "The run is at its end (epoch 3 of 3): it is only evaluated." in caplog.messages
+    assert expected not in caplog.messages
+
+
 def test_changed_optimizer_setting_without_effect_is_logged(
     build: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
