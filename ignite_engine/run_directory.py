@@ -168,6 +168,18 @@ class _LogFile(logging.FileHandler):
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         return super()._open()
 
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is not None and not os.path.exists(self.baseFilename):
+            message = "was deleted or moved while it was written to; it is started again"
+            print(f"{self.baseFilename} {message}.", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                self.stream.close()
+            self.stream = None  # FileHandler opens it again
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):

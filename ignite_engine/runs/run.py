@@ -344,6 +344,11 @@ class Run:
         }
         if agreement.rank() == 0:
             try:
+                if status != "running" and self.start and not self.directory.config.exists():
+                    logger.warning(
+                        "%s was deleted during the run; what was written before is lost.", self.directory.path
+                    )
+                    self._begin_directory()
                 self.directory.write_summary(summary)
             except OSError as error:
                 if status != "failed":

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -186,6 +187,20 @@ def test_resume_with_other_groups_says_where_the_run_and_its_schedule_end(
     build({**sections, **longer}).train()
     assert "The run is at its end (epoch 3 of 3): it is only evaluated." in caplog.messages
     assert expected not in caplog.messages
+
+
+def test_folder_that_is_deleted_under_the_run_is_whole_at_its_end(
+    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = build()
+    run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: shutil.rmtree(run.directory.path))
+    assert run.train()["status"] == "completed"
+    names = {each.name for each in run.directory.path.iterdir()}
+
+    assert names >= {"config.yaml", "environment.json", "summary.json", "report.html", "checkpoints"}
+    assert run.checkpoint is not None and run.checkpoint.store.latest().checkpoint is not None
+    expected = f"{run.directory.path} was deleted during the run; what was written before is lost."
+    assert [each for each in caplog.messages if each.startswith(str(run.directory.path))] == [expected]
 
 
 def test_changed_optimizer_setting_without_effect_is_logged(
