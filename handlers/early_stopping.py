@@ -54,7 +54,6 @@ class EarlyStopping:
         self.bad = 0
         """Number of values since the best one."""
         self._followed = FollowedMetric(key, f"EarlyStopping(key={key!r})")
-        self._loaded = False
 
     def attach(self, trainer: Trainer, event: Any = TrainingEvents.METRICS_READY) -> None:
         """Compare at ``event``, if there is a new value."""
@@ -87,7 +86,6 @@ class EarlyStopping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore best value and count; ``patience`` and ``min_delta`` are those given now."""
-        self._loaded = True
         if (state["key"], state["mode"]) != (self.key, self.mode):
             logger.warning(
                 "%s followed %s (%s) before and follows %s (%s) now: best value and count start over.",
@@ -101,9 +99,8 @@ class EarlyStopping:
         self.best, self.bad, self._followed.seen_at = state["best"], state["bad"], state["seen_at"]
 
     def _start(self, trainer: Trainer) -> None:
-        if trainer.state.iteration == 0 and not self._loaded:  # what an earlier run left
+        if trainer.starts_fresh(self.name):
             self.best, self.bad = None, 0
-        self._loaded = False
         self._followed.begin(trainer)
         self._finish_if_due(trainer)
 

@@ -59,8 +59,6 @@ class EMA:
         self._model: nn.Module | None = None
         self._averages: dict[str, Tensor] = {}
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._loaded = False
-        self._began_at = 0
 
     def attach(self, trainer: Trainer, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
         """Update the average at ``event``."""
@@ -113,13 +111,11 @@ class EMA:
         with torch.no_grad():
             for name, average in self._averages.items():
                 average.copy_(saved[name])
-        self.updates, self._loaded = state["updates"], True
+        self.updates = state["updates"]
 
     def _start(self, trainer: Trainer) -> None:
-        self._began_at = trainer.state.iteration
-        if not self._averages or (trainer.state.iteration == 0 and not self._loaded):
+        if not self._averages or trainer.starts_fresh(self.name):
             self._reset()
-        self._loaded = False
 
     def _swap_in(self, trainer: Trainer) -> None:
         evaluation = trainer.state.evaluating
@@ -187,10 +183,10 @@ class EMA:
                 yield clean_name(name), first, parameter
 
     def _warn_if_unmoved(self, trainer: Trainer) -> None:
-        iterations = trainer.state.iteration - self._began_at
-        if not self.updates and iterations and not trainer.state.skipped_steps:
+        state = trainer.state
+        if state.iteration and not (self.updates or state.optimizer_steps or state.skipped_steps):
             warnings.warn(
-                f"EMA {self.name!r} was not updated in {iterations} iterations: the update fired no "
+                f"EMA {self.name!r} was not updated in {state.iteration} iterations: the update fired no "
                 "OPTIMIZER_STEP_COMPLETED; fire it after optimizer.step(), as Update does.",
                 stacklevel=2,
             )

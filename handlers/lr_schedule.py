@@ -75,8 +75,6 @@ class LRSchedule:
         self._followed = None if metric is None else FollowedMetric(metric, f"LRSchedule(metric={metric!r})")
         self._called = isinstance(scheduler, (ParamScheduler, ParamGroupScheduler))
         self._primed = not self._called
-        self._moved = False
-        self._began_at = 0
         self._used: list[Any] = []  # not for a Schedule, which can be asked
 
     def attach(self, trainer: Engine) -> None:
@@ -96,10 +94,10 @@ class LRSchedule:
         if self._followed is not None:
             trainer.add_event_handler(TrainingEvents.METRICS_READY, self._follow)
             trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
-        trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1) | Events.COMPLETED, self._warn_if_unmoved)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), self._warn_if_unmoved)
+        trainer.add_event_handler(Events.COMPLETED, self._warn_if_unmoved)
 
     def __call__(self, trainer: Engine) -> None:
-        self._moved = True
         if not isinstance(self.scheduler, Schedule):
             # a clone of a tensor, not a float: no host sync per step
             lrs = [group["lr"] for group in self._optimizer.param_groups]
@@ -146,7 +144,6 @@ class LRSchedule:
         return optimizer[0] if isinstance(optimizer, list) else optimizer  # type: ignore[no-any-return]  # theirs is untyped
 
     def _prepare(self, trainer: Engine) -> None:
-        self._began_at = trainer.state.iteration
         if self._followed is not None:
             self._followed.begin(trainer)
         # on STARTED too: the loaded state of an optimizer holds an LR, also if this schedule's state was left out
@@ -176,10 +173,12 @@ class LRSchedule:
                 trainer.state.metrics[f"{key}/{group.get('name', index)}"] = lr
 
     def _warn_if_unmoved(self, trainer: Engine) -> None:
-        iterations = trainer.state.iteration - self._began_at
-        if not self._moved and iterations and not getattr(trainer.state, "skipped_steps", 0):
+        state, steps = trainer.state, self.scheduler.steps if isinstance(self.scheduler, Schedule) else len(self._used)
+        if state.iteration and not (
+            steps or getattr(state, "optimizer_steps", 0) or getattr(state, "skipped_steps", 0)
+        ):
             warnings.warn(
-                f"LRSchedule {self.name!r} did not step in {iterations} iterations: the update fired no "
+                f"LRSchedule {self.name!r} did not step in {state.iteration} iterations: the update fired no "
                 "OPTIMIZER_STEP_COMPLETED; fire it after optimizer.step(), as Update does.",
                 stacklevel=2,
             )

@@ -75,7 +75,7 @@ class MetricLogger:
         self._interval = list(state["interval"])
 
     def _start(self, trainer: Trainer) -> None:
-        if trainer.state.iteration == 0:
+        if trainer.starts_fresh(self.name):
             self._interval = []
 
     def _collect(self, trainer: Trainer) -> None:

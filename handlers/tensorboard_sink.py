@@ -45,7 +45,7 @@ class TensorBoardSink:
             guarded.guard(_require_tensorboard)()
 
         def start(trainer: Trainer) -> None:
-            if trainer.state.iteration == 0:
+            if trainer.starts_fresh(self.name):
                 self._written = {}
             trainer.call_at_end(guarded.guard(lambda trainer: self.close()))
 

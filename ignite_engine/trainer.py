@@ -149,6 +149,13 @@ class Trainer(Engine):
         """Whether this rank has been asked to stop; the others may not know yet."""
         return self.requests.stop is not None
 
+    def starts_fresh(self, name: str) -> bool:
+        """Whether the object registered as ``name`` starts over: the run is fresh, and no state was loaded into it.
+
+        For handlers of STARTED, which then drop what an earlier run in this process has left in them.
+        """
+        return self.state.start is Start.FRESH and name not in self.resume_state.loaded
+
     def has_listeners(self, event: Any) -> bool:
         """Whether ``event`` has a handler; one without need not be fired."""
         return bool(bus.handlers_of(self, event))

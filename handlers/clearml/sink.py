@@ -119,7 +119,7 @@ class ClearMLLogger:
         self.task_id, self._written = state["task_id"], dict(state["written"])
 
     def _start(self, trainer: Trainer) -> None:
-        if trainer.state.iteration == 0:
+        if trainer.starts_fresh(self.name):
             self.task_id, self._written = None, {}
         folder = self.directory.absolute() / "clearml"
         folder.mkdir(parents=True, exist_ok=True)

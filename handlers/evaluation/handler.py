@@ -1,9 +1,8 @@
-"""Evaluate while training: at any event, on one named set, without a trace in the run."""
+"""Evaluate while training: at any event, on one named set, without changing the run."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from numbers import Real
 from pathlib import Path
@@ -14,12 +13,10 @@ from ignite.engine import Engine, Events
 from ignite.engine.events import EventsList
 from torch import nn
 
-from ignite_engine import Phase, StopRequested, Trainer, TrainingEvents, rng
-from ignite_engine.data.source import DataSource, length_of
-from ignite_engine.data.workers import begin_pass, end_workers
+from ignite_engine import Phase, Trainer, TrainingEvents, rng
 from ignite_engine.evaluator import eval_mode, whole_pass
-from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress, OngoingProgress
-from ignite_engine.ranks import agreement
+from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
+from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress
 from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.state import OngoingEvaluation, Start
 from ignite_engine.states.model_and_optimizer import unwrap
@@ -30,18 +27,23 @@ class Evaluation:
 
     Args:
         evaluator: from ``create_evaluator``, or any Ignite engine.
-        data: a loader; of this rank's share on several ranks.
+        data: a loader, on several ranks of this rank's share, with at least one batch on every rank. A plain
+            ``DataLoader`` is rebuilt as for training, so it is sharded over the ranks.
         name: of the set; unique for each Evaluation of one trainer.
         limit: batches per evaluation, None for all.
-        progress: directory in which an evaluation keeps how far it has come, for long ones: cut off or killed, it goes
-            on from there in the resumed run, to the same bits. What other handlers of ``evaluator`` than Ignite's
-            metrics have gathered is not kept.
+        progress: directory in which an evaluation saves its progress, for long ones: interrupted or killed, it
+            continues from there in the resumed run, to the same bits. What handlers of ``evaluator`` other than
+            Ignite's metrics have collected is not saved.
         progress_every: batches between two writes of it.
 
-    Modes are restored module by module and random numbers are isolated. A stop that comes during an evaluation ends it
-    without metrics, on one process at once, on several where the loader has a length; the resumed run evaluates again
-    before it trains on. Attach it to ``Events.STARTED`` for a look before training, or to ``Events.COMPLETED`` for one
-    at the end, which is left out where this iteration was evaluated already.
+    The mode of each module is restored and random numbers are isolated. A stop that comes during an evaluation ends it
+    without metrics, on one process at once, on several if the loader has a length; the resumed run repeats it before it
+    trains. On ``Events.STARTED`` a run is evaluated before it trains, but not again when it is resumed. On
+    ``Events.COMPLETED`` it is evaluated unless this iteration was; a finished run that is started again is.
+
+    Raises:
+        ValueError: a setting is out of its range, or (at STARTED or at the evaluation, on every rank) a rank has no
+            batch.
     """
 
     phase = Phase.EVALUATE
@@ -63,67 +65,75 @@ class Evaluation:
         self.evaluator, self.data, self.label, self.limit = evaluator, data, name, limit
         self.name = f"evaluation/{name}"
         self._progress = None if progress is None else EvaluationProgress(progress, name, progress_every)
-        self._pending = False
+        self._rebuilt: tuple[Any, Any] = (None, None)
+        """``data``, and the loader that is iterated in its place."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._evaluated_at: int | None = None
+        """The iteration of the last evaluation in this run."""
+        self._evaluated_before: int | None = None
+        """That of the last one before the run was resumed."""
+        self._unfinished_at: int | None = None
+        """The iteration of an evaluation that was started and has not completed."""
         self._rng: dict[str, Any] | None = None
-        """What the pending evaluation drew its random numbers from."""
-        self._evaluated_at = self._cut_at = self._began_at = -1
-        self._evaluated_before = -1
-        """The iteration that the resumed checkpoint's process has evaluated."""
+        """The random numbers that it started with."""
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Evaluate at ``event``; several events: ``|``, or attach again."""
         trainer.register(self.name, self)
-        if not trainer.has_event_handler(self._make_up, Events.STARTED):
-            trainer.add_event_handler(Events.STARTED, self._make_up)
+        if not trainer.has_event_handler(self._start, Events.STARTED):
+            trainer.add_event_handler(Events.STARTED, self._start)
             if self._progress is not None:
-                self._progress.usable(self.evaluator, self._model(trainer), sized=length_of(self.data) is not None)
+                self._progress.usable(self.evaluator, self._model(trainer), sized=hasattr(self.data, "__len__"))
         for each in event if isinstance(event, EventsList) else (event,):
             trainer.add_event_handler(each, self._at_the_start if each == Events.STARTED else self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Evaluate now, unless this iteration was evaluated or a stop has interrupted its evaluation."""
+        state = trainer.state
+        known = [self._evaluated_at, self._unfinished_at]
+        if state.status == "running":  # a finished run is started again to be evaluated
+            known.append(self._evaluated_before)
+        if state.iteration not in known and not state.stopping:
+            self._rng = rng.capture()
+            self._evaluate(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iterations of the last evaluation and of an unfinished one, with the random numbers of the latter."""
+        evaluated_at = self._evaluated_before if self._evaluated_at is None else self._evaluated_at
+        rng_state = None if self._unfinished_at is None else self._rng
+        return {"evaluated_at": evaluated_at, "unfinished_at": self._unfinished_at, "rng": rng_state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._reset()
+        self._evaluated_before, self._unfinished_at = state["evaluated_at"], state["unfinished_at"]
+        self._rng = state["rng"]
+
+    def _start(self, trainer: Trainer) -> None:
+        if trainer.starts_fresh(self.name):
+            self._reset()
+        check_loader(self.label, self._loader())
+        if self._unfinished_at == trainer.state.iteration:
+            self._evaluate(trainer)
 
     def _at_the_start(self, trainer: Trainer) -> None:
         """On STARTED: a run that continues was evaluated when it began."""
         if trainer.state.start in (Start.FRESH, Start.RESET):
             self(trainer)
 
-    def __call__(self, trainer: Trainer) -> None:
-        """Evaluate now, unless this iteration was evaluated already."""
-        iteration, status = trainer.state.iteration, trainer.state.status
-        # a finished run is started again to be evaluated
-        before = self._evaluated_before if status == "running" else -1
-        if iteration not in (self._evaluated_at, self._cut_at, before) and not trainer.state.stopping:
-            self._rng = rng.capture()
-            self._evaluate(trainer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was evaluated last; whether one was begun and not finished, and from which random numbers."""
-        drawn_from = self._rng if self._pending else None
-        evaluated_at = max(self._evaluated_at, self._evaluated_before)
-        return {"pending": self._pending, "rng": drawn_from, "evaluated_at": evaluated_at}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._pending, self._rng = state["pending"], state["rng"]
-        self._evaluated_before = state["evaluated_at"]
-
-    def _make_up(self, trainer: Trainer) -> None:
-        self._began_at = trainer.state.iteration
-        if trainer.state.start is Start.FRESH:  # what an earlier run left
-            self._pending = False
-            self._evaluated_at = self._cut_at = self._evaluated_before = -1
-        if self._pending:
-            self._evaluate(trainer)
-
     def _evaluate(self, trainer: Trainer) -> None:
-        state, self._pending = trainer.state, True
+        state = trainer.state
+        self._unfinished_at = state.iteration
         share_buffers(getattr(trainer.update, "model", None))
         with ExitStack() as undo:
             undo.callback(setattr, state, "evaluating", state.evaluating)
             state.evaluating = OngoingEvaluation(self.label, undo, self.evaluator)
             trainer.fire_event(TrainingEvents.EVALUATION_STARTED)
             if not self._run(trainer):
-                self._cut_at = state.iteration
                 self._stop(trainer)
                 return
-            self._pending, self._evaluated_at = False, state.iteration
+            self._evaluated_at, self._unfinished_at = state.iteration, None
             for key, value in self.evaluator.state.metrics.items():
                 number = _number(value)
                 if number is not None:
@@ -132,114 +142,37 @@ class Evaluation:
             trainer.fire_event(TrainingEvents.EVALUATION_COMPLETED)
 
     def _run(self, trainer: Trainer) -> bool:
-        """Whether it went to its end."""
-        model, evaluator = self._model(trainer), self.evaluator
+        """Whether it completed."""
+        model, evaluator, data = self._model(trainer), self.evaluator, self._loader()
         own = getattr(evaluator, "model", None)
-        with rng.isolated(), eval_mode(own) if own is not None else nullcontext(), whole_pass(self.data):
+        with rng.isolated(), eval_mode(own) if own is not None else nullcontext(), whole_pass(data):
             if self._rng is not None:
                 rng.restore(self._rng)
-            batches = _Batches(self.data, self.limit, trainer, evaluator)
+            batches = EvaluationBatches(data, self.label, self.limit, trainer, evaluator)
             if self._progress is not None and self._progress.usable(evaluator, model, sized=batches.sized):
-                batches.take_up(self._progress, model)
-            # anew each time: Ignite would keep the length of the first pass
+                batches.keep_progress(self._progress, model)
+            # at each evaluation: Ignite would keep the length of the first pass
             evaluator.state.max_epochs = evaluator.state.epoch_length = None
             with batches.progress.restoring() if batches.progress else nullcontext():
                 evaluator.run(batches, max_epochs=1, epoch_length=batches.length)
-        if batches.progress is not None and not batches.broken_off:
+        if batches.progress is not None and not batches.interrupted:
             batches.progress.complete()
-        return not batches.broken_off
+        return not batches.interrupted
 
     def _stop(self, trainer: Trainer) -> None:
-        """All ranks have broken off: the next edge is to be the last, and nothing is trained before it."""
+        """All ranks have interrupted the evaluation: nothing is trained before the run ends."""
         trainer.vote_at_next_boundary()
-        if trainer.state.iteration == self._began_at and trainer.state.status == "running":
-            trainer.terminate()  # before the first update there is no edge
+        if trainer.progress.at_boundary:
+            trainer.terminate()
+
+    def _loader(self) -> Any:
+        if self._rebuilt[0] is not self.data:
+            self._rebuilt = (self.data, loader_of(self.data))
+        return self._rebuilt[1]
 
     def _model(self, trainer: Trainer) -> Any:
         model = getattr(self.evaluator, "model", None) or getattr(trainer.update, "model", None)
         return unwrap(model) if isinstance(model, nn.Module) else None
-
-
-class _Batches:
-    """The batches of one evaluation. They end where all ranks have heard of a stop: on one process in the middle of a
-    wait, too; on several at a batch that every rank comes to.
-    """
-
-    def __init__(self, data: Iterable[Any], limit: int | None, trainer: Trainer, evaluator: Engine) -> None:
-        self.data, self.limit, self.trainer, self.evaluator = data, limit, trainer, evaluator
-        sized = length_of(data)
-        self.length = sized if limit is None or sized is None else min(sized, limit)
-        self.alone, self.broken_off = agreement.world_size() == 1, False
-        lengths = agreement.gather_floats([-1.0 if self.length is None else float(self.length)])
-        self.common = int(min(row[0] for row in lengths))
-        """Batches that every rank has; below 0 where a rank does not know."""
-        self.progress: OngoingProgress | None = None
-        self._vote = agreement.Vote()
-
-    @property
-    def sized(self) -> bool:
-        """Every rank knows how many batches it has."""
-        return self.common >= 0
-
-    def take_up(self, progress: EvaluationProgress, model: nn.Module) -> None:
-        """Keep the progress from now on; begin where it stands."""
-        self.source = DataSource(self.data, None)
-        self.source.pass_number = _pass_of(self.data)
-        iteration = self.trainer.state.iteration
-        self.progress = progress.begin(self.evaluator, model, self.source, iteration=iteration, limit=self.limit)
-
-    def __iter__(self) -> Iterator[Any]:
-        progress, batches = self.progress, self.progress.start if self.progress else 0
-        iterator = begin_pass(self.data) if progress is None else iter(self.source)
-        if progress is not None:
-            progress.restore_rng()
-        self._vote.restart(batches)
-        while self.limit is None or batches < self.limit:
-            if self._ends(batches):
-                self._break_off(iterator)
-                return
-            try:
-                self.trainer.requests.waiting_for_data = self.alone
-                try:
-                    batch = next(iterator, _END)
-                finally:
-                    self.trainer.requests.waiting_for_data = False
-            except StopRequested:
-                if progress is not None and self.source.sampler is not None:  # no other is sure to have drawn nothing
-                    progress.write(batches)
-                self._break_off(iterator)
-                return
-            if batch is _END:
-                return
-            yield batch
-            batches += 1
-
-    def _ends(self, batches: int) -> bool:
-        """Whether to break off after so many; keeps the progress where it is time to."""
-        if not self.alone and batches >= self.common:
-            return False
-        due = self.progress is not None and self.progress.due(batches)
-        stops = bool(self._vote.poll(batches, int(self.trainer.stop_requested), now=due))
-        if self.progress is not None and (due or stops):
-            self.progress.write(batches)
-        return stops
-
-    def _break_off(self, iterator: Any) -> None:
-        self.broken_off = True
-        end_workers(iterator, self.data)
-        if self.evaluator.state.epoch_length is None:
-            # else the end of data would be the end of a pass, whose metrics are computed, of no batch perhaps
-            self.evaluator.state.epoch_length = sys.maxsize
-        self.evaluator.terminate()
-
-
-def _pass_of(data: Any) -> int:
-    sampler = getattr(data, "sampler", data)
-    number = getattr(sampler, "pass_number", getattr(sampler, "epoch", 0))
-    return number if isinstance(number, int) else 0
-
-
-_END = object()
 
 
 def _number(value: Any) -> float | None:

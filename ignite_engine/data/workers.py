@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import signal
@@ -57,3 +58,15 @@ def end_workers(iterator: Any, data: Any) -> None:
         worker.terminate()
     if iterator is not None and getattr(data, "_iterator", None) is iterator:
         data._iterator = None  # persistent workers: else the next pass would ask the dead ones
+
+
+def with_own_workers(data: Any) -> Any:
+    """``data``, or a shallow copy of a ``DataLoader`` whose workers persist, which shares none of its workers.
+
+    Such a loader has one iterator: a second pass would end one that is under way.
+    """
+    if not getattr(data, "persistent_workers", False):
+        return data
+    data = copy.copy(data)
+    data._iterator = None
+    return data

@@ -230,6 +230,7 @@ class Registry:
         if names := left_out.get(name):
             state = filled(state, obj.state_dict(), names)
         obj.load_state_dict(state)
+        self._resume.loaded.add(name)
         if isinstance(obj, MetricState):
             self._resume.metrics.append((obj, state))
 

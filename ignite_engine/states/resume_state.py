@@ -35,6 +35,8 @@ class ResumeState:
         """States of the random number generators."""
         self.metrics: list[tuple[MetricState, Any]] = []
         """Ignite's metrics that are attached to the Trainer, each with its state."""
+        self.loaded: set[str] = set()
+        """Names of the objects whose state was loaded since the last run."""
 
     def restore_metrics(self) -> None:
         """Load the metrics again, after they have reset themselves because a run or an epoch starts."""
@@ -44,3 +46,4 @@ class ResumeState:
     def clear(self) -> None:
         """The first batch is about to be fetched: nothing waits any more."""
         self.counters, self.data, self.rng, self.metrics = False, None, None, []
+        self.loaded.clear()
