@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,13 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
-from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
 from ignite_engine.step.losses import scalar, unusable_result, weighted, weighted_by_name
 from ignite_engine.step.micro_batches import Group, WeightFn, check_accumulates, gradient_sync, micro_batch_scales
 from ignite_engine.step.optimizer_step import needs_closure, step
 from ignite_engine.step.precision import autocast, check_precision, loss_scaler
+
+logger = logging.getLogger(__name__)
 
 LossFn = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Mapping[str, Tensor]]"]
 
@@ -81,6 +84,7 @@ class Update:
         self.scaler = loss_scaler(precision, self.device.type, grad_scaler)
         self.stepping = False
         """An optimizer's step has begun and not all have ended: the weights are of no iteration."""
+        self._has_gradients = False
         self._wrapped = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
         # one context for good: making one costs more than entering it
         self._autocast = autocast(precision, self.device.type)
@@ -107,16 +111,19 @@ class Update:
     def stateful(self) -> Iterator[tuple[str, Any, bool]]:
         """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
         yield "model", ModelState(self.model), True
+        outside = ParametersState(self.model, self.optimizers, self.loss_fn)
         for name, optimizer in self.optimizers.items():
             label = name if name == "optimizer" else f"optimizer/{name}"
-            yield label, OptimizerState(optimizer, self.model), True
+            yield label, OptimizerState(optimizer, self.model, outside), True
+        if outside.tensors():
+            yield "parameters", outside, True
         if self.scaler is not None:
             yield "scaler", self.scaler, True
 
     def run_starts(self) -> None:
         """A run starts: what depends on the number of ranks is computed again."""
         self._scales.clear()
-        self.stepping = False
+        self.stepping = self._has_gradients = False
 
     def _scales_of(self, micro_batches: Any, state: Any) -> list[float] | None:
         key = len(micro_batches), state.padding, state.group_total
@@ -166,6 +173,8 @@ class Update:
             raise
 
     def _step(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not self._has_gradients:
+            self._check_gradients()
         finite = self.scaler is None or self.scaler.unscale_all(self.optimizers.values())
         _fire(engine, TrainingEvents.OPTIMIZER_STEP_STARTED)
         if self.clip_norm is not None:
@@ -191,6 +200,24 @@ class Update:
         state.skipped_steps += 1
         _fire(engine, TrainingEvents.OPTIMIZER_STEP_SKIPPED)
         return output
+
+    def _check_gradients(self) -> None:
+        """At a run's first step: an optimizer of another model's parameters would train nothing, silently."""
+        own = {id(parameter) for parameter in unwrap(self.model).parameters()}
+        idle = []
+        for name, optimizer in self.optimizers.items():
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if held and all(parameter.grad is None and id(parameter) not in own for parameter in held):
+                idle.append(f"{name} ({type(optimizer).__name__})")
+        if idle:
+            message = (
+                f"{', '.join(idle)} holds no parameter of the model, and none of its own got a gradient in the first "
+                "step: make it from the parameters() of the model that Update is given."
+            )
+            if len(idle) == len(self.optimizers):
+                raise ValueError(message)
+            logger.warning("%s", message)  # it may be meant to begin later
+        self._has_gradients = True
 
     def _incoming(self, scale: float, loss: Tensor) -> Tensor:
         """The gradient that backward starts from: the divisor costs no node of its own."""

@@ -534,6 +534,32 @@ def test_users_own_update_may_return_a_number_a_tensor_or_a_mapping(result: Any,
     assert ("accuracy" in state.metrics) == isinstance(result, dict)
 
 
+def test_optimizer_of_another_model_is_refused_at_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = linear(), linear()
+    idle = torch.optim.SGD(other.parameters(), lr=0.1)
+    data = batches_of(Numbers(8), [4, 4])
+    expected = r"holds no parameter of the model, and none of its own got a gradient in the first step: make it from"
+
+    with pytest.raises(ValueError, match=rf"^optimizer \(SGD\) {expected}"):
+        Trainer(Update(model, idle, mse)).run(data)
+    # one of several may be meant to begin later
+    Trainer(Update(model, {"model": torch.optim.SGD(model.parameters(), lr=0.1), "idle": idle}, mse)).run(data)
+    assert [record.getMessage()[:38] for record in caplog.records] == ["idle (SGD) holds no parameter of the m"]
+
+
+def test_optimizer_of_parameters_outside_of_the_model_trains_them() -> None:
+    model, outside = linear(), nn.Parameter(torch.ones(1))
+    optimizers = {
+        "model": torch.optim.SGD(model.parameters(), lr=0.1),
+        "outside": torch.optim.SGD([outside], lr=0.1),
+    }
+    Trainer(Update(model, optimizers, lambda model, batch: mse(model, batch) * outside)).run(
+        batches_of(Numbers(8), [4, 4])
+    )
+
+    assert outside.item() != 1.0
+
+
 def test_arguments_out_of_range_are_refused() -> None:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_engine.errors import StateMismatch, leave_out
+
+logger = logging.getLogger(__name__)
 
 
 def clean_name(name: str) -> str:
@@ -53,9 +57,8 @@ class ModelState:
             differences = _differences(self.state_dict(), state)
             if not differences:
                 raise
-            more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise StateMismatch(
-                f"The model is not the saved one ({'; '.join(differences[:3])}{more}): build it as it was saved, or "
+                f"The model is not the saved one ({_some(differences)}): build it as it was saved, or "
                 "start a run in a new folder."
             ) from error
 
@@ -70,50 +73,216 @@ def _differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]
     ]
 
 
-class OptimizerState:
-    """An optimizer's state keyed by parameter names instead of positions; sparse optimizers too."""
+class ParametersState:
+    """What is trained outside of the model: parameters that optimizers hold and the model does not.
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self.optimizer, self.model = optimizer, model
+    A loss function that is a module, or a method of one, names its own (``loss_fn.weight``), and its buffers are saved
+    with them; others are named by their place when they were first seen (``<optimizer>.<group>.<index>``).
+    """
 
-    def _names(self) -> list[str]:
-        """Names in the order of the optimizer's own numbering."""
-        known = {id(parameter): clean_name(name) for name, parameter in unwrap(self.model).named_parameters()}
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return [known.get(id(parameter), f"unnamed.{index}") for index, parameter in enumerate(parameters)]
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], loss_fn: Any = None) -> None:
+        self.model, self.optimizers = model, optimizers
+        owner = loss_fn if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__self__", None)
+        self.loss_module = owner if isinstance(owner, nn.Module) and owner is not model else None
+        self._seen: dict[str, Tensor] = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, as they are now."""
+        model = unwrap(self.model)
+        inside = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        found: dict[str, Tensor] = {}
+        if self.loss_module is not None:
+            saved = unwrap(self.loss_module).state_dict(keep_vars=True)
+            found = {f"loss_fn.{clean_name(name)}": value for name, value in saved.items() if id(value) not in inside}
+        known = inside | {id(value) for value in found.values()}
+        places = [
+            (f"{label}.{group}.{index}", parameter)
+            for label, optimizer in self.optimizers.items()
+            for group, options in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(options["params"])
+            if id(parameter) not in known
+        ]
+        names = {id(parameter): name for name, parameter in self._seen.items()}
+        self._seen = {}
+        for place, parameter in sorted(places, key=lambda each: id(each[1]) not in names):
+            name = names.setdefault(id(parameter), place)
+            while self._seen.get(name, parameter) is not parameter:  # one that moved has had this place
+                name = names[id(parameter)] = f"{name}+"
+            self._seen[name] = parameter
+        return found | self._seen
 
     def state_dict(self) -> dict[str, Any]:
-        state, names = self.optimizer.state_dict(), self._names()
-        groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
-        return {"state": {names[index]: value for index, value in state["state"].items()}, "param_groups": groups}
+        return {name: value.detach() for name, value in self.tensors().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load by name.
+        """Load by name, in place.
+
+        Raises:
+            StateMismatch: names or shapes differ from those saved.
+        """
+        own = self.tensors()
+        if differences := _differences(own, state):
+            raise StateMismatch(
+                f"What is trained outside of the model is not what was saved ({_some(differences)}): build the loss "
+                f"function and the optimizers as they were, or leave it out with {leave_out('parameters')}."
+            )
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(state[name])
+
+
+class OptimizerState:
+    """An optimizer's state keyed by parameter names instead of positions; sparse optimizers too.
+
+    Beside it, under ``built``, how the optimizer was made: its kind, and the groups and frozen parameters that it had
+    before the run. A run that changes them (unfreezing) is resumed by the program that made it: to what was built, the
+    saved groups and frozen parameters are restored.
+
+    Args:
+        outside: names the parameters that are not the model's.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, outside: ParametersState | None = None) -> None:
+        self.optimizer, self.model, self.outside = optimizer, model, outside
+        self._kind, self._built_groups, self._built_frozen = type(optimizer).__name__, self._groups(), self._frozen()
+
+    def state_dict(self) -> dict[str, Any]:
+        own, names = self.optimizer.state, self._names()
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        # torch cannot save the state of a parameter that left its groups, and continues with it if it comes back
+        left = {each: own.pop(each) for each in list(own) if isinstance(each, Tensor) and id(each) not in held}
+        try:
+            state = self.optimizer.state_dict()
+        finally:
+            own.update(left)
+        known = {id(parameter): name for name, parameter in self._parameters().items()}
+        groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
+        return {
+            "state": {names[index]: value for index, value in state["state"].items()}
+            | {known[id(parameter)]: value for parameter, value in left.items() if id(parameter) in known},
+            "param_groups": groups,
+            "frozen": self._frozen(),
+            "built": {"kind": self._kind, "groups": self._built_groups, "frozen": self._built_frozen},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load by name. Options are those saved; a warning names those that the optimizer was built with otherwise.
 
         Raises:
             StateMismatch: the groups differ from those saved, or the optimizer is of another kind.
         """
+        built = state.get("built", {})
+        self._check_kind(state, built.get("kind"))
+        saved = [group["params"] for group in state["param_groups"]]
+        same_program = _names_of(built.get("groups", ())) == _names_of(self._built_groups)
+        parameters = self._parameters()
+        if [set(names) for names in saved] != _names_of(self._groups()):
+            if not same_program or not all(name in parameters for names in saved for name in names):
+                self._refuse_groups(saved)
+            self._regroup([[parameters[name] for name in names] for names in saved])
+        if same_program:
+            for name in set(parameters) & (set(state["frozen"]) ^ set(built["frozen"])):
+                parameters[name].requires_grad_(name not in state["frozen"])
+            self._warn_of_options(built["groups"])
         index_of = {name: index for index, name in enumerate(self._names())}
-        saved = [set(group["params"]) for group in state["param_groups"]]
-        names = iter(self._names())
-        here = [{next(names) for _ in group["params"]} for group in self.optimizer.param_groups]
-        if saved != here:
-            different = sorted(set().union(*saved) ^ set().union(*here))[:5]
-            raise StateMismatch(
-                f"The optimizer's {len(here)} parameter groups are not the {len(saved)} saved ones "
-                f"(in one only: {different or 'none, they are grouped otherwise'}): build the same groups, "
-                f"or leave the optimizer out with {leave_out('optimizer')}."
-            )
-        then, now = set(state["param_groups"][0]), set(self.optimizer.param_groups[0])
-        if then - now and now - then:  # one side alone may have been added by a schedule, or by another torch
-            raise StateMismatch(
-                f"The optimizer is a {type(self.optimizer).__name__} and the saved one was of another kind (with "
-                f"{', '.join(sorted(then - now))}, now with {', '.join(sorted(now - then))}): build that one, or leave "
-                f"it out with {leave_out('optimizer')}."
-            )
-        ours = iter(index_of[name] for name in self._names())
-        groups = []
-        for group, own in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
-            groups.append({**group, "params": [next(ours) for _ in own["params"]]})
-        numbered = {index_of[name]: value for name, value in state["state"].items()}
+        groups = [
+            {**group, "params": [index_of[name] for name in own["params"]]}
+            for group, own in zip(state["param_groups"], self._groups(), strict=True)
+        ]
+        numbered = {index_of[name]: value for name, value in state["state"].items() if name in index_of}
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+        for name, values in state["state"].items():
+            if name not in index_of and name in parameters:
+                self.optimizer.state[parameters[name]] = _copied(values, parameters[name].device)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Everything that an optimizer may hold, by the name that it has in the state."""
+        named = unwrap(self.model).named_parameters()
+        found: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in named}
+        if self.outside is not None:  # a slash is in no name of a module's own
+            found |= {f"parameters/{name}": value for name, value in self.outside.tensors().items()}
+        return found
+
+    def _names(self) -> list[str]:
+        """Names in the order of the optimizer's own numbering."""
+        known = {id(parameter): name for name, parameter in self._parameters().items()}
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [known.get(id(parameter), f"unnamed.{index}") for index, parameter in enumerate(parameters)]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The names of each group's parameters, and its options that are plain values."""
+        names = iter(self._names())
+        return [
+            {name: group[name] for name in self.optimizer.defaults if _is_plain(group.get(name, group))}
+            | {"params": [next(names) for _ in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+
+    def _frozen(self) -> list[str]:
+        return [name for name, parameter in self._parameters().items() if not parameter.requires_grad]
+
+    def _regroup(self, groups: list[list[Tensor]]) -> None:
+        own = self.optimizer.param_groups
+        del own[len(groups) :]
+        for group, parameters in zip(own, groups, strict=False):
+            group["params"][:] = parameters
+        for parameters in groups[len(own) :]:
+            self.optimizer.add_param_group({"params": parameters})
+
+    def _check_kind(self, state: Mapping[str, Any], kind: str | None) -> None:
+        own = self._kind
+        then, now = set(state["param_groups"][0]), set(self.optimizer.param_groups[0])
+        if kind is None:  # one side alone may have been added by a schedule, or by another torch
+            kind = f"another kind (with {', '.join(sorted(then - now))})" if then - now and now - then else own
+        if kind != own:
+            raise StateMismatch(
+                f"The optimizer is {own} and the saved one was {kind}: build that one, or leave it out with "
+                f"{leave_out('optimizer')}."
+            )
+
+    def _refuse_groups(self, saved: list[list[str]]) -> None:
+        here = [group["params"] for group in self._groups()]
+        different = sorted(set().union(*saved) ^ set().union(*here))[:5]
+        raise StateMismatch(
+            f"The optimizer's {len(here)} parameter groups are not the {len(saved)} saved ones "
+            f"(in one only: {different or 'none, they are grouped otherwise'}): build the same groups, "
+            f"or leave the optimizer out with {leave_out('optimizer')}."
+        )
+
+    def _warn_of_options(self, built: list[dict[str, Any]]) -> None:
+        changed = [
+            f"{name} {then[name]} to {now[name]}" + (f" in group {index}" if len(built) > 1 else "")
+            for index, (then, now) in enumerate(zip(built, self._built_groups, strict=True))
+            for name in then
+            if name != "params" and name in now and then[name] != now[name]
+        ]
+        if changed:
+            logger.warning(
+                "The optimizer was changed (%s): no effect on a resumed run, which restores the saved options; set "
+                "them after resume(), or leave the optimizer out with %s.",
+                ", ".join(changed),
+                leave_out("optimizer"),
+            )
+
+
+def _names_of(groups: Iterable[Mapping[str, Any]]) -> list[set[str]]:
+    return [set(group["params"]) for group in groups]
+
+
+def _copied(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A parameter's state on its device; a step count stays where it was, as in torch's own loading."""
+    return {
+        name: value.to(device if value.dim() else value.device, copy=True) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _some(differences: list[str]) -> str:
+    more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return "; ".join(differences[:3]) + more

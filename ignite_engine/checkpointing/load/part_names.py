@@ -80,7 +80,7 @@ def form_of(state: Any, kind: str | None) -> _Form | None:
     """
     if not isinstance(state, Mapping):
         return None
-    if kind in _GUESSED | {"optimizer"} and set(state) == {"state", "param_groups"}:
+    if kind in _GUESSED | {"optimizer"} and {"state", "param_groups"} <= set(state):
         groups = state["param_groups"]
         return "optimizer" if all(isinstance(name, str) for group in groups for name in group["params"]) else None
     if kind in _GUESSED | {"average"} and "updates" in state and "weights" in state:

@@ -1,0 +1,402 @@
+"""States of models and optimizers: by name, whatever wraps them, and with what is trained outside of the model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+
+from ignite_engine import Trainer, Update, loader
+from ignite_engine.errors import StateMismatch
+from ignite_engine.handlers import Checkpoint
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
+from tests.builders import Numbers, linear, mse, numbers_loader, one, trainer_of
+
+
+class Wrapper(nn.Module):
+    """Looks like DDP."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def no_sync(self) -> Any: ...
+
+
+def test_names_do_not_depend_on_the_wrapping() -> None:
+    model = linear()
+    compiled = torch.compile(model)
+    names = list(model.state_dict())
+
+    for wrapped in (Wrapper(model), compiled, Wrapper(compiled), torch.compile(Wrapper(model))):  # type: ignore
+        assert unwrap(wrapped) is model  # type: ignore[arg-type]
+        assert list(ModelState(wrapped).state_dict()) == names  # type: ignore[arg-type]
+    other = linear()
+    with torch.no_grad():
+        next(other.parameters()).zero_()
+    ModelState(Wrapper(other)).load_state_dict(ModelState(model).state_dict())
+    assert torch.equal(next(other.parameters()), next(model.parameters()))
+
+
+def test_another_model_is_refused_in_one_line() -> None:
+    saved, other = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 1))
+
+    with pytest.raises(StateMismatch) as caught:
+        ModelState(other).load_state_dict(ModelState(saved).state_dict())
+    assert str(caught.value) == (
+        "The model is not the saved one (1.weight is (1, 3), saved without it; 1.bias is (1,), saved without it; "
+        "0.bias is missing, saved (3,)): build it as it was saved, or start a run in a new folder."
+    )
+
+
+def test_name_of_a_users_own_module_is_kept() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(1, 1)
+
+    assert list(ModelState(Net()).state_dict()) == ["module.weight", "module.bias"]
+
+
+def adam(model: nn.Module, *names: str) -> torch.optim.Optimizer:
+    """One group for each of ``names``: the parameters whose names contain it."""
+    groups = [{"params": [p for n, p in model.named_parameters() if name in n]} for name in names]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
+    for index, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, float(index + 1))
+    optimizer.step()
+    return OptimizerState(optimizer, model)
+
+
+def test_optimizer_state_is_keyed_by_parameter_names() -> None:
+    model = linear()
+    state = stepped(model, adam(model, "0.", "2.")).state_dict()
+
+    assert [group["params"] for group in state["param_groups"]] == [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
+    assert set(state["state"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_optimizer_state_finds_its_parameters_in_another_order() -> None:
+    model, other = linear(), linear()
+    state = stepped(model, adam(model, "")).state_dict()
+    backwards = torch.optim.AdamW(list(other.parameters())[::-1], lr=0.5)
+    OptimizerState(backwards, other).load_state_dict(state)
+
+    for name, parameter in other.named_parameters():
+        assert torch.equal(backwards.state[parameter]["exp_avg"], state["state"][name]["exp_avg"]), name
+    assert backwards.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("groups", [("2.", "0."), ("",), ("0.",), ("weight", "bias")])
+def test_other_parameter_groups_are_refused(groups: tuple[str, ...]) -> None:
+    model, other = linear(), linear()
+    state = stepped(model, adam(model, "0.", "2.")).state_dict()
+
+    with pytest.raises(ValueError, match="parameter groups are not the 2 saved ones") as caught:
+        OptimizerState(adam(other, *groups), other).load_state_dict(state)
+    assert "resume(ignore=['optimizer']), or checkpoint.ignore in a config." in str(caught.value)
+
+
+def test_optimizer_of_another_kind_is_refused() -> None:
+    model = linear()
+    saved = OptimizerState(torch.optim.AdamW(model.parameters()), model).state_dict()
+    with pytest.raises(StateMismatch, match="The optimizer is SGD and the saved one was AdamW: build"):
+        OptimizerState(torch.optim.SGD(model.parameters(), 0.1), model).load_state_dict(saved)
+    scheduled = torch.optim.AdamW(model.parameters(), foreach=True)
+    torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)  # adds initial_lr
+    OptimizerState(scheduled, model).load_state_dict(saved)
+
+
+def test_sparse_adam_round_trip() -> None:
+    def make() -> tuple[nn.Module, OptimizerState]:
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 2, sparse=True)
+        return model, OptimizerState(torch.optim.SparseAdam(list(model.parameters())), model)
+
+    model, state = make()
+    model(torch.tensor([1, 1, 3])).sum().backward()
+    state.optimizer.step()
+    other, loaded = make()
+    loaded.load_state_dict(state.state_dict())
+
+    exp_avg = loaded.optimizer.state[other.weight]["exp_avg"]
+    assert torch.equal(exp_avg, state.optimizer.state[model.weight]["exp_avg"])
+    assert exp_avg[1].abs().sum() > 0
+
+
+def test_fresh_optimizer_gets_no_state_by_being_saved() -> None:
+    trainer = trainer_of()
+
+    assert trainer.registry.capture()[0]["optimizer"]["state"] == {}
+    trainer.run(numbers_loader(4))
+    assert len(trainer.registry.capture()[0]["optimizer"]["state"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    [("AdamW", "Adam"), ("Adam", "AdamW"), ("Adam", "Adamax"), ("Adamax", "Adam"), ("NAdam", "RAdam")],
+)
+def test_optimizer_of_a_like_kind_is_refused(kind: str, other: str) -> None:
+    model = linear()
+    saved = OptimizerState(getattr(torch.optim, kind)(model.parameters()), model).state_dict()
+
+    with pytest.raises(StateMismatch, match=f"The optimizer is {other} and the saved one was {kind}: build that one"):
+        OptimizerState(getattr(torch.optim, other)(model.parameters()), model).load_state_dict(saved)
+
+
+def test_kind_of_an_older_checkpoint_is_told_by_its_options() -> None:
+    model = linear()
+    saved = OptimizerState(torch.optim.AdamW(model.parameters()), model).state_dict()
+    del saved["built"], saved["frozen"]
+
+    OptimizerState(torch.optim.AdamW(model.parameters()), model).load_state_dict(saved)
+    with pytest.raises(StateMismatch, match=r"one was another kind \(with amsgrad, "):
+        OptimizerState(torch.optim.SGD(model.parameters(), 0.1), model).load_state_dict(saved)
+
+
+def test_options_that_were_changed_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = stepped(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.01  # a schedule's, which the same program brings about again
+    saved = state.state_dict()
+    with caplog.at_level(logging.WARNING):
+        OptimizerState(torch.optim.AdamW(model.parameters(), lr=0.1), model).load_state_dict(saved)
+    assert not caplog.records
+    changed = torch.optim.AdamW(model.parameters(), lr=0.2, betas=(0.8, 0.999))
+    with caplog.at_level(logging.WARNING):
+        OptimizerState(changed, model).load_state_dict(saved)
+
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "The optimizer was changed (lr 0.1 to 0.2, betas (0.9, 0.999) to (0.8, 0.999)): no effect on a resumed run"
+    )
+    assert changed.param_groups[0]["lr"] == 0.01 and changed.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+# -- groups that change during a run ----------------------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.body(inputs).tanh())
+
+
+def freeze(model: Parts) -> torch.optim.Optimizer:
+    model.body.requires_grad_(False)
+    return torch.optim.AdamW(model.head.parameters(), lr=0.1)
+
+
+def add_group(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+    model.body.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.body.parameters()), "lr": 0.01})
+
+
+def append(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+    model.body.requires_grad_(True)
+    optimizer.param_groups[0]["params"].extend(model.body.parameters())
+
+
+def clear_and_add(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+    model.body.requires_grad_(True)
+    model.head.bias.requires_grad_(False)
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": [model.body.weight, model.head.bias], "weight_decay": 0.5})
+
+
+def freeze_in_place(model: Parts) -> torch.optim.Optimizer:
+    model.body.requires_grad_(False)
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def unfreeze_in_place(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+    model.body.requires_grad_(True)
+    model.head.bias.requires_grad_(False)
+
+
+CHANGES = [(freeze, add_group), (freeze, append), (freeze, clear_and_add), (freeze_in_place, unfreeze_in_place)]
+
+
+@pytest.mark.parametrize(("build", "change"), CHANGES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("changed_at", [2, 3])
+def test_a_run_that_changed_its_groups_is_resumed_by_the_same_program(
+    build: Callable[..., Any], change: Callable[..., None], changed_at: int, tmp_path: Path
+) -> None:
+    def start(folder: Path) -> tuple[Parts, Trainer, Checkpoint]:
+        model = Parts()
+        optimizer = build(model)
+        trainer = Trainer(Update(model, optimizer, mse, clip_norm=0.1), 2)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=changed_at), lambda: change(model, optimizer))
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=3))
+        return model, trainer, checkpoint
+
+    whole, trainer, _ = start(tmp_path / "whole")
+    trainer.run(loader(Numbers(24), 2), max_iters=6)
+    _, first, _ = start(tmp_path / "cut")
+    first.run(loader(Numbers(24), 2), max_iters=3)
+    resumed, second, checkpoint = start(tmp_path / "cut")
+    assert checkpoint.resume() is not None
+    second.run(loader(Numbers(24), 2), max_iters=6)
+
+    assert torch.equal(one(resumed), one(whole)) and not torch.equal(whole.body.weight, Parts().body.weight)
+    assert [each.requires_grad for each in resumed.parameters()] == [each.requires_grad for each in whole.parameters()]
+
+
+def test_moments_of_a_parameter_that_left_its_group_are_there_when_it_comes_back() -> None:
+    def made() -> tuple[Parts, torch.optim.Optimizer, OptimizerState]:
+        model = Parts()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, optimizer, OptimizerState(optimizer, model)
+
+    def leave(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["params"] = list(model.body.parameters())
+
+    def come_back(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["params"].extend(model.head.parameters())
+        mse(model, (torch.ones(2, 3), torch.ones(2, 1))).backward()
+        optimizer.step()
+
+    model, optimizer, state = made()
+    stepped(model, optimizer)
+    leave(model, optimizer)
+    saved = copy.deepcopy(state.state_dict())  # torch's loading shares tensors
+    other, loaded, again = made()
+    ModelState(other).load_state_dict(ModelState(model).state_dict())
+    again.load_state_dict(saved)
+    assert len(loaded.param_groups[0]["params"]) == 2 and len(optimizer.state) == 4
+    model.zero_grad()
+    come_back(model, optimizer)
+    come_back(other, loaded)
+
+    assert torch.equal(one(other), one(model))
+
+
+def test_groups_built_in_another_way_are_refused_though_all_names_are_known() -> None:
+    model = Parts()
+    optimizer = freeze(model)
+    state = OptimizerState(optimizer, model)
+    add_group(model, optimizer)
+    other = torch.optim.AdamW(model.body.parameters())
+
+    with pytest.raises(StateMismatch, match="1 parameter groups are not the 2 saved ones"):
+        OptimizerState(other, model).load_state_dict(state.state_dict())
+
+
+def test_a_group_that_the_program_adds_before_the_resume_is_taken_as_it_is() -> None:
+    model, other = Parts(), Parts()
+    optimizer = freeze(model)
+    state = OptimizerState(optimizer, model)
+    add_group(model, optimizer)
+    loaded = freeze(other)
+    add_group(other, loaded)
+    OptimizerState(loaded, other).load_state_dict(state.state_dict())
+
+    assert [group["lr"] for group in loaded.param_groups] == [0.1, 0.01]
+
+
+# -- what is trained outside of the model -----------------------------------------------------------------------------
+
+
+class ArcLike(nn.Module):
+    """A loss with a weight, a buffer that it counts in, and the model inside (whose own are not saved twice)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1  # type: ignore[operator]
+        return nn.functional.mse_loss(model(batch[0] * self.weight), batch[1] * self.calls.sqrt())  # type: ignore
+
+
+def module_loss(model: nn.Module) -> tuple[Any, list[nn.Parameter], list[str]]:
+    loss_fn = ArcLike(model)
+    return loss_fn, [loss_fn.weight], ["loss_fn.weight", "loss_fn.calls"]
+
+
+def method_of_a_module(model: nn.Module) -> tuple[Any, list[nn.Parameter], list[str]]:
+    loss_fn = ArcLike(model)
+    return loss_fn.forward, [loss_fn.weight], ["loss_fn.weight", "loss_fn.calls"]
+
+
+def closure(model: nn.Module) -> tuple[Any, list[nn.Parameter], list[str]]:
+    temperature = nn.Parameter(torch.ones(1))
+    return lambda model, batch: mse(model, batch) * temperature, [temperature], ["optimizer.1.0"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("make", [module_loss, method_of_a_module, closure])
+def test_parameters_that_the_model_does_not_hold_are_saved_and_resumed(
+    make: Callable[..., Any], background: bool, tmp_path: Path
+) -> None:
+    def start(folder: Path) -> tuple[nn.Module, list[nn.Parameter], list[str], Trainer, Checkpoint]:
+        model = linear()
+        loss_fn, held, names = make(model)
+        optimizer = torch.optim.AdamW([{"params": list(model.parameters())}, {"params": held}], lr=0.1)
+        trainer = Trainer(Update(model, optimizer, loss_fn))
+        checkpoint = Checkpoint(folder, background=background)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        return model, held, names, trainer, checkpoint
+
+    whole, expected, names, trainer, _ = start(tmp_path / "whole")
+    trainer.run(numbers_loader(), max_iters=6)
+    assert sorted(trainer.registry.capture()[0]["parameters"]) == sorted(names)
+    assert trainer.registry.capture()[0]["optimizer"]["param_groups"][1]["params"] == [f"parameters/{names[0]}"]
+    *_, first, _ = start(tmp_path / "cut")
+    first.run(numbers_loader(), max_iters=4)
+    resumed, held, _, second, checkpoint = start(tmp_path / "cut")
+    assert checkpoint.resume() is not None
+    second.run(numbers_loader(), max_iters=6)
+
+    assert torch.equal(one(resumed), one(whole)) and torch.equal(held[0], expected[0])
+    assert not torch.equal(expected[0], torch.ones_like(expected[0]))
+
+
+def test_without_such_parameters_there_is_no_part_of_theirs() -> None:
+    assert "parameters" not in trainer_of().registry.objects
+    model = linear()
+    criterion = nn.MSELoss()
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters()), lambda model, batch: criterion(*batch)))
+    assert "parameters" not in trainer.registry.objects
+
+
+def test_names_outside_of_the_model_stay_while_groups_change() -> None:
+    model, (first, second, third) = linear(), [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    optimizer = torch.optim.SGD([*model.parameters(), first, second], lr=0.1)
+    state = ParametersState(model, {"optimizer": optimizer})
+    assert list(state.tensors()) == ["optimizer.0.4", "optimizer.0.5"]
+    optimizer.param_groups[0]["params"][4:] = [second, third, first]
+
+    names = {id(parameter): name for name, parameter in state.tensors().items()}
+    assert (names[id(first)], names[id(second)]) == ("optimizer.0.4", "optimizer.0.5")
+    assert names[id(third)] == "optimizer.0.5+"
+    del optimizer.param_groups[0]["params"][4]
+    assert set(state.tensors()) == {"optimizer.0.4", "optimizer.0.5+"}
+
+
+def test_another_loss_function_is_refused_in_one_line() -> None:
+    model = linear()
+    loss_fn = ArcLike(model)
+    saved = ParametersState(model, {}, loss_fn).state_dict()
+    loss_fn.weight = nn.Parameter(torch.ones(5))
+
+    with pytest.raises(StateMismatch, match=r"outside of the model .* \(loss_fn.weight is \(5,\), saved \(3,\)\)"):
+        ParametersState(model, {}, loss_fn).load_state_dict(saved)
