@@ -241,16 +241,9 @@ class Update:
 
 
 def _fire(engine: Engine, event: TrainingEvents) -> None:
-    """Fire an event that has listeners; a plain Ignite engine is not asked, and fires each."""
-    if hasattr(engine, "has_listeners"):
-        listened = engine.has_listeners(event)
-    else:
-        listened = event.name in getattr(engine, "heard", _EVERY_EVENT)
-    if listened:
+    """Fire an event that has listeners; a plain Ignite engine cannot be asked, and fires each."""
+    if not hasattr(engine, "has_listeners") or engine.has_listeners(event):
         engine.fire_event(event)
-
-
-_EVERY_EVENT = frozenset(event.name for event in TrainingEvents)
 
 
 def _prepare_plain_engine(engine: Engine) -> None:

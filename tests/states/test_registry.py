@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
-from torch import nn
 
 from ignite_engine import Trainer, Update
-from ignite_engine.errors import NotExact, StateMismatch
+from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint
-from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, unwrap
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
-from tests.builders import linear, mse, numbers_loader, trainer_of
+from tests.builders import linear, mse, trainer_of
 
 
 class Kept:
@@ -91,7 +88,6 @@ def test_named_objects_register_under_their_name() -> None:
     assert trainer.registry.objects["mine"] is kept
     with pytest.raises(ValueError, match="'mine' is taken"):
         trainer.add_event_handler(Events.COMPLETED, other)
-
 
 
 def test_checkpoint_without_any_parameters_is_said_to_be_inexact(
