@@ -135,3 +135,11 @@ def test_norm_of_sharded_gradients_is_that_of_the_whole_ones(tmp_path: Any) -> N
             torch.testing.assert_close(full, other.grad, rtol=1e-6, atol=1e-8)
     finally:
         dist.destroy_process_group()
+
+
+def test_norm_is_not_read_from_a_device() -> None:
+    """Reading a tensor of the ``meta`` device is an error."""
+    parameter = nn.Parameter(torch.ones(3, device="meta"))
+    parameter.grad = torch.ones(3, device="meta")
+
+    assert clip_gradients([parameter], 1.0).device.type == "meta"
