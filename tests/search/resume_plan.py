@@ -258,6 +258,7 @@ def settled(plan: Plan) -> Plan:
         plan["handlers"] = [each for each in plan["handlers"] if each not in needs_frozen]
     if plan["optimizer"] == "SGD fused":  # torch's own fails where a parameter's first gradient comes later
         plan["handlers"] = [each for each in plan["handlers"] if not each.startswith("unfreezing")]
+        plan["layers"] = [each for each in plan["layers"] if each != "layer drop by Python"]
     if {"unfreezing by flag", "unfreezing by group"} <= set(plan["handlers"]):
         plan["handlers"] = [each for each in plan["handlers"] if each != "unfreezing by flag"]
     if "buffers" in plan["handlers"] and "own buffers" not in plan["layers"]:

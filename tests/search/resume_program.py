@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import logging
@@ -28,6 +29,8 @@ from tests.search.resume_model import LossFn, Net, optimizers_of
 from tests.search.resume_plan import Plan, features_of
 
 REFUSED, RAISED, PLANNED = 3, 4, 5
+STUCK_S = 10.0
+"""After so long a process writes down where it is."""
 IGNITES = ("running_loss", "average_loss", "halves")
 
 
@@ -50,6 +53,7 @@ def run(plan: Plan, folder: str, role: str, stop: Plan | None) -> int:
     logging.basicConfig(level=logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(STUCK_S)
     begins = not any(place.glob("checkpoints*/iteration_*"))
     # the random numbers of a process that resumes are not those of the run
     other = not begins and plan["resumed process"] == "other random numbers"

@@ -212,7 +212,9 @@ class Judge:
         try:
             code: int = self._start(plan, folder, role, stop, server).wait(TIMEOUT_S)
         except TimeoutError:
-            (folder / "error.txt").write_text(f"it did not end within {TIMEOUT_S:.0f} s")
+            stuck = re.findall(r'File ".*?/([^/]*)", line (\d+) in (\w+)', (folder / "output.txt").read_text())
+            where = " < ".join(f"{name}:{line} {function}" for name, line, function in stuck[-60:][:6])
+            (folder / "error.txt").write_text(f"it did not end within {TIMEOUT_S:.0f} s [{where}]")
             return RAISED
         return code
 
