@@ -190,7 +190,6 @@ HAPPENED = (
     "overflow",
     "early stop",
     "saved in the background",
-    "new best saved",
     "LR lowered by the plateau",
     "parameters unfrozen",
     "evaluated",

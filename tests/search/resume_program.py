@@ -259,12 +259,7 @@ class Program:
             journal.note("happened: short last group")
         if state.skipped_steps:
             journal.note("happened: overflow")
-        if state.evaluations:
-            journal.note("happened: evaluated")
-            for name in ("evaluation", "evaluation data", "early stopping"):
-                journal.note(f"{name}: {self.plan[name]}")
-        else:
-            journal.note("evaluation: none")
+        self._note_evaluations()
         if self.plan["schedule"] == "ReduceLROnPlateau" and float.fromhex(rates[0]) < 0.9 * self.plan["numbers"]["lr"]:
             journal.note("happened: LR lowered by the plateau")
         if journal.role != "whole" and state.checkpoints:
@@ -272,6 +267,14 @@ class Program:
                 journal.note(f"{name}: {self.plan[name]}")
             if self.plan["background"] == "yes":
                 journal.note("happened: saved in the background")
+
+    def _note_evaluations(self) -> None:
+        if self.plan["evaluation"] == "none":
+            self.journal.note("evaluation: none")
+        elif self.trainer.state.evaluations:
+            self.journal.note("happened: evaluated")
+            for name in ("evaluation", "evaluation data", "early stopping"):
+                self.journal.note(f"{name}: {self.plan[name]}")
 
     def _record_epoch(self, trainer: Trainer) -> None:
         values = " ".join(
@@ -304,6 +307,9 @@ class Program:
     def end(self) -> Any:
         """What must be equal at the end, in the order in which a difference is told."""
         state = self.trainer.state
+        self._note_evaluations()
+        if (state.reason or "").startswith("early stopping"):
+            self.journal.note("happened: early stop")
         optimizers = {name: _of_optimizer(each) for name, each in self.optimizers.items()}
         scaler = self.trainer.update.scaler  # type: ignore[attr-defined]  # an Update
         outside = {str(index): each for index, each in enumerate(self.loss_fn.parameters())}

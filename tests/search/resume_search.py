@@ -164,7 +164,9 @@ class Judge:
             at = min(total, max(at + 1, 1 + int(stop["after"] * total)))
             error = self._stop(plan, case, {**stop, "at": at}, seconds)
             if error is not None:
-                return Verdict(FAILED, error, _features(case, expected, total))
+                # a checkpoint's own conditions are checked where there is one, which the whole run has not
+                refused = not stopped and not _lines(case)
+                return Verdict(REFUSED if refused else FAILED, error, _features(case, expected, total))
             if not _ended(case, "stopped"):
                 stopped += 1
             else:
