@@ -1,4 +1,4 @@
-"""Loader workers: they leave signals to the training process, which ends them itself."""
+"""Loader workers: they leave signals to the training process, which ends them, and do not outlive it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 class WorkerInit:
     """Loader workers leave stops to the training process: Ctrl-C, and SIGTERM of many launchers, go to the whole group.
 
-    It shuts them down itself; one that died before would be an error in it, at any place.
+    It ends them itself; a worker that died earlier would be an error in it, at any point. If it is killed, they end, too.
     """
 
-    sees_to_signals = True
+    handles_signals = True
 
     def __init__(self, user: Callable[[int], None] | None) -> None:
         self.user = user
@@ -29,21 +29,24 @@ class WorkerInit:
         trainer = multiprocessing.parent_process()
         if trainer is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            threading.Thread(target=_end_for, args=(trainer.pid,), daemon=True).start()
+            threading.Thread(target=_end_for, args=(trainer,), daemon=True).start()
         if self.user is not None:
             self.user(worker)
 
 
-def _end_for(process: int | None) -> None:
-    """End this process on SIGTERM, if it is ``process`` that sends it."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process:
-        pass
+def _end_for(trainer: Any) -> None:
+    """End this process on a SIGTERM of ``trainer``, the training process, or when that is dead."""
+    parent = os.getppid()  # the trainer or, with forkserver, the fork server
+    while trainer.is_alive() and os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, 1.0)
+        if received is not None and received.si_pid == trainer.pid:
+            break
     os._exit(0)
 
 
 def begin_pass(data: Any) -> Iterator[Any]:
-    """``iter(data)``, whose workers begin with signals held back until they see to them: see ``data.py``."""
-    if not getattr(getattr(data, "worker_init_fn", None), "sees_to_signals", False):
+    """``iter(data)``, whose workers start with signals blocked until :class:`WorkerInit` handles them."""
+    if not getattr(getattr(data, "worker_init_fn", None), "handles_signals", False):
         return iter(data)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
@@ -53,11 +56,14 @@ def begin_pass(data: Any) -> Iterator[Any]:
 
 
 def end_workers(iterator: Any, data: Any) -> None:
-    """Terminate a ``DataLoader`` iterator's worker processes, if it has any; torch would wait 5 s for each."""
+    """End a ``DataLoader`` iterator's worker processes at once, if it has any; torch would wait 5 s for each."""
     for worker in getattr(iterator, "_workers", ()):
         worker.terminate()
-    if iterator is not None and getattr(data, "_iterator", None) is iterator:
-        data._iterator = None  # persistent workers: else the next pass would ask the dead ones
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is not None:  # else a traceback that holds the iterator keeps queues and threads
+        shut_down()
+    if shut_down is not None and getattr(data, "persistent_workers", False) and data._iterator is iterator:
+        data._iterator = None  # else the next pass would ask the dead workers
 
 
 def with_own_workers(data: Any) -> Any:

@@ -1,0 +1,78 @@
+"""Loader workers leave signals to the training process, and never outlive it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ignite_engine.data.workers import begin_pass, end_workers
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from ignite_engine import loader
+
+class Slow:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        Path(sys.argv[1], str(os.getpid())).touch()
+        while True:  # no SIGTERM of anybody but its trainer ends it
+            time.sleep(60)
+
+if __name__ == "__main__":
+    context = sys.argv[2]
+    next(iter(loader(Slow(), num_workers=2, multiprocessing_context=context)))
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: object, seconds: float = 60.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():  # type: ignore[operator]  # a function
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_busy_workers_end_when_their_trainer_is_killed(context: str, tmp_path: Path) -> None:
+    program, pids = tmp_path / "program.py", tmp_path / "pids"
+    program.write_text(PROGRAM)
+    pids.mkdir()
+    trainer = subprocess.Popen([sys.executable, str(program), str(pids), context])
+    assert wait_until(lambda: len(list(pids.iterdir())) == 2)
+    workers = [int(path.name) for path in pids.iterdir()]
+    try:
+        for worker in workers:
+            os.kill(worker, signal.SIGTERM)  # a launcher's, to the whole group: the trainer is to end them
+        time.sleep(0.3)
+        assert all(map(alive, workers))
+        trainer.kill()
+        trainer.wait()
+        assert wait_until(lambda: not any(map(alive, workers)), seconds=20)
+    finally:
+        for worker in filter(alive, workers):
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_data_without_workers_is_left_alone() -> None:
+    data = [1, 2]
+    iterator = begin_pass(data)
+    end_workers(iterator, data)
+
+    assert list(iterator) == data
