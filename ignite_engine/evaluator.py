@@ -78,8 +78,8 @@ def whole_pass(data: Any) -> Iterator[None]:
     if not isinstance(sampler, ResumableSampler):
         yield
         return
-    before, sampler.start = (sampler.start, sampler.pass_number), 0
+    before, sampler.start = (sampler.start, sampler.pass_number, sampler.length), None
     try:
         yield
     finally:
-        sampler.start, sampler.pass_number = before
+        sampler.start, sampler.pass_number, sampler.length = before

@@ -236,12 +236,14 @@ class Trainer(Engine):
 
     def _note_ending(self) -> None:
         state, progress = self.state, self.progress
+        progress.close()
         ended = state.status == "interrupted" or start.is_done(state, progress.epochs_completed)
         progress.ending = Ending.AT_BOUNDARY if ended else Ending.TERMINATED
         progress.left_at = (state.iteration, state.epoch)
 
     def _note_failure(self, error: BaseException) -> None:
         self._dataloader_iter = None
+        self.progress.close()
         self.progress.ending = Ending.FAILED
         if isinstance(error, (Interrupted, KeyboardInterrupt)):
             self.state.status, self.state.reason = "interrupted", f"forced: {error or type(error).__name__}"

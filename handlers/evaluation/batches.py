@@ -76,7 +76,7 @@ class EvaluationBatches:
     def keep_progress(self, progress: EvaluationProgress, model: nn.Module) -> None:
         """Save the progress from now on; start where the saved progress ends."""
         self.source = DataSource(self.data, None)
-        self.source.pass_number = _pass_of(self.data)
+        self.source.position.pass_number = _pass_of(self.data)
         iteration = self.trainer.state.iteration
         self.progress = progress.begin(self.evaluator, model, self.source, iteration=iteration, limit=self.limit)
 

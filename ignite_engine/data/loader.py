@@ -50,7 +50,7 @@ def loader(
     if not len(dataset):
         raise ValueError("The dataset is empty: it must hold at least one sample.")
     sampler = ResumableSampler(
-        len(dataset), shuffle=shuffle, seed=seed, rank=agreement.rank(), world_size=agreement.world_size()
+        dataset, shuffle=shuffle, seed=seed, rank=agreement.rank(), world_size=agreement.world_size()
     )
     collate_fn = dataloader_options.pop("collate_fn", None) or default_collate
     init = dataloader_options.pop("worker_init_fn", None)

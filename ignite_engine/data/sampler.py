@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import repeat
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, Subset
 
 from ignite_engine import rng
 
@@ -14,30 +15,42 @@ Key = tuple[int, int]
 
 
 class ResumableSampler(Sampler[Key]):
-    """One global order per (seed, pass), dealt out to the ranks by position, without padding.
+    """One global order per (seed, pass), sharded over the ranks by position, without padding.
 
-    Yields ``(pass, index)``, so that loader workers learn the pass with each sample. ``start`` samples of this rank
-    are left out without being loaded: the cost of resuming does not grow with the position.
+    Args:
+        data: what is sampled, or its length.
+
+    Yields ``(pass, index)``, so that loader workers know the pass of each sample. The first ``start`` samples of this
+    rank are skipped without being loaded: the cost of resuming does not grow with the position. Without a ``start``
+    it is iterated by hand, and reads the length of its data first.
     """
 
-    def __init__(self, length: int, *, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
-        self.length, self.shuffle, self.seed = length, shuffle, seed
+    def __init__(self, data: Sized | int, *, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
+        self._data = range(data) if isinstance(data, int) else data
+        self.shuffle, self.seed = shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.pass_number = 0
-        self.start = 0
+        self.start: int | None = None
         self.adopts_seed = False
+        self.length = len(self._data)
+        """Samples in the pass, over all ranks."""
+
+    def data_length(self) -> int:
+        """Samples in the data now, perhaps more than at the start of the pass."""
+        return len(self._data)
 
     def __iter__(self) -> Iterator[Key]:
-        order: Iterable[int] = range(self.length)
+        if self.start is None:
+            self.length = self.data_length()
+        start = self.start or 0
+        order: Iterable[int]
         if self.shuffle:
             generator = torch.Generator().manual_seed(rng.mix(self.seed, self.pass_number) >> 1)
-            order = torch.randperm(self.length, generator=generator)[self.rank :: self.world_size][
-                self.start :
-            ].tolist()
+            shard = torch.randperm(self.length, generator=generator)[self.rank :: self.world_size]
+            order = shard[start:].tolist()
         else:
-            order = range(self.rank + self.start * self.world_size, self.length, self.world_size)
-        pass_number = self.pass_number
-        return ((pass_number, index) for index in order)
+            order = range(self.rank + start * self.world_size, self.length, self.world_size)
+        return zip(repeat(self.pass_number), order)
 
     def __len__(self) -> int:
         return len(range(self.rank, self.length, self.world_size))
@@ -46,15 +59,19 @@ class ResumableSampler(Sampler[Key]):
 class SeededDataset(Dataset[Any]):
     """A dataset whose random choices depend on (seed, pass, index) alone: the same with any number of workers.
 
-    It collates too, so that randomness there is keyed as well (by the batch's first sample). The generators of the
-    process are left as they were, which matters where samples are made in the training process.
+    It collates too, with random numbers keyed by the batch's first sample. So are those of a dataset that reads whole
+    batches (``__getitems__``), which is asked for one batch at a time: they depend on what the batch holds, so on the
+    batch size and the number of ranks, but not on the number of workers nor on where a run was resumed.
+
+    The generators of the process are restored, which matters where samples are made in the training process.
     """
 
-    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
+        self._reads_batches = _reads_batches(dataset)
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]  # map-style: loader() has checked
+        return len(self.dataset)
 
     def __getitem__(self, key: Key) -> Any:
         return self.__getitems__([key])
@@ -63,10 +80,20 @@ class SeededDataset(Dataset[Any]):
         return rng.undisturbed(self._batch, keys)
 
     def _batch(self, keys: Sequence[Key]) -> Any:
-        samples = []
-        for pass_number, index in keys:
-            rng.seed_host(rng.mix(self.seed, pass_number, index))
-            samples.append(self.dataset[index])
-        pass_number, index = keys[0]
-        rng.seed_host(rng.mix(self.seed, pass_number, index, 1))
+        (pass_number, first), samples = keys[0], []
+        if self._reads_batches:
+            rng.seed_host(rng.mix(self.seed, pass_number, first))
+            samples = self.dataset.__getitems__([index for _, index in keys])
+        else:
+            for pass_number, index in keys:
+                rng.seed_host(rng.mix(self.seed, pass_number, index))
+                samples.append(self.dataset[index])
+        rng.seed_host(rng.mix(self.seed, pass_number, first, 1))
         return self.collate_fn(samples)
+
+
+def _reads_batches(dataset: Any) -> bool:
+    """Whether ``dataset`` itself reads several samples at once; torch's Subset only passes that on."""
+    while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))

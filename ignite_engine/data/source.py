@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ignite_engine import rng
@@ -29,16 +31,31 @@ def length_of(data: Any) -> int | None:
         return None
 
 
+@dataclass
+class Position:
+    """Batch ``batch`` of pass ``pass_number`` is the next that is not yet consumed."""
+
+    pass_number: int = 0
+    batch: int = 0
+    ended: bool = False
+    """The pass was at its end when the position was saved: ``batch`` is 0, and the pass yields nothing more."""
+    between_passes: bool = False
+    """The pass before has ended, and this one is not open yet."""
+    loader: Any = None
+    """A state for the loader itself, with which the pass is opened; None: there is none, or the pass is open."""
+    generators: Any = None
+    """The states of the loader's own random number generators (:func:`_generators`) that belong to it."""
+
+
 class DataSource:
     """What a Trainer iterates: one pass over ``data`` per ``iter()``, in groups, counted by what was consumed.
 
     Args:
         data: a loader or any iterable of batches.
-        accumulation_steps: batches in a group; None hands on the batches themselves.
+        accumulation_steps: batches in a group; None yields the batches themselves.
 
-    ``pass_number`` and ``batch`` are the position: batch ``batch`` of pass ``pass_number`` is the next not yet
-    consumed. On several ranks a sized loader that is shorter than its peers' repeats its last batch to the end of
-    the longest (``uneven``); :meth:`padded` says what of a group weighs nothing.
+    On several ranks a sized loader that is shorter than its peers' repeats its last batch until the longest has ended
+    (``uneven``); :meth:`padded` counts what of a group weighs nothing.
     """
 
     def __init__(self, data: Any, accumulation_steps: int | None) -> None:
@@ -47,22 +64,22 @@ class DataSource:
         self.sampler: ResumableSampler | None = getattr(data, "sampler", None) if type(data) is DataLoader else None
         if not isinstance(self.sampler, ResumableSampler):
             self.sampler = None
-        self.pass_number = self.batch = 0
+        self.position = Position()
         self.lengths: list[int] | None = None
         self.uneven = False
-        self.ended = False
-        """The present pass was at its end when the position was saved: ``batch`` is 0, and nothing more comes of it."""
-        self._pending_state: dict[str, Any] | None = None
-        self._between_passes = self._exhausted = False
+        self._exhausted = False
+        """The loader has ended its pass, perhaps while the last group was gathered."""
         self._iterator: Any = None
         self._replayed: Any = None
 
     def agree_lengths(self) -> None:
-        """Exchange the sized loaders' lengths; a collective, once per run.
+        """Read the length of the pass that starts; of sized loaders the ranks exchange theirs. A collective.
 
         Raises:
             ValueError: a rank has no batch at all, or only some ranks know their length.
         """
+        if self.sampler is not None:
+            self.sampler.length = self.sampler.data_length()
         own = length_of(self.data)
         rows = agreement.gather_floats([-1.0 if own is None else float(own)])
         lengths = [int(row[0]) for row in rows]
@@ -96,7 +113,7 @@ class DataSource:
         if self.keeps_state:
             workers = getattr(self.data, "num_workers", 0)
             if (sampler := _stateless_order(self.data)) is not None:
-                return f"{kind} does not save the order of its {type(sampler).__name__}: it is drawn anew"
+                return f"{kind} does not save the order of its {type(sampler).__name__}: it is drawn again"
             if not workers or hasattr(getattr(self.data, "dataset", None), "state_dict"):
                 return None
             return f"{kind} does not save the random numbers of its {workers} workers: samples that draw any differ"
@@ -104,22 +121,22 @@ class DataSource:
         if isinstance(getattr(self.data, "dataset", None), IterableDataset):
             order = self.data.dataset
         elif getattr(self.data, "batch_size", 0) is None:
-            order = self.data.batch_sampler or order
+            order = getattr(self.data, "batch_sampler", None) or order
         by = "" if order is None or type(order) is SequentialSampler else f" with {type(order).__name__}"
         return f"{kind}{by} keeps no state: its batches are replayed"
 
     @property
     def keeps_state(self) -> bool:
-        """The data has a ``state_dict`` of its own, which says where in a pass it stands."""
+        """The data has a ``state_dict`` of its own, which holds the position in a pass."""
         return self.sampler is None and hasattr(self.data, "state_dict")
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the current pass, from ``batch`` on."""
-        if self.ended:
+        """The rest of the current pass, from the position on."""
+        if self.position.ended:
             return iter(())
         batches = self._from_position()
         if self.uneven and self.batches is not None:
-            batches = self._repeat_last(batches, self.batches - self.batch)
+            batches = self._repeat_last(batches, self.batches - self.position.batch)
         return self._groups(batches) if self.grouped else batches
 
     def _groups(self, batches: Iterator[Any]) -> Iterator[Group]:
@@ -127,53 +144,60 @@ class DataSource:
             yield group
 
     def _from_position(self) -> Iterator[Any]:
+        at = self.position
+        between_passes, at.between_passes = at.between_passes, False
         if self.sampler is not None:
             assert self.data.batch_size is not None
-            self.sampler.pass_number = self.pass_number
-            self.sampler.start = min(self.batch * self.data.batch_size, len(self.sampler))
-            iterator: Iterator[Any] = begin_pass(self.data)
-            self._iterator = iterator
-            return iterator
-        target = getattr(self.data, "sampler", self.data)
-        if hasattr(target, "set_epoch"):
-            target.set_epoch(self.pass_number)
-        between_passes, self._between_passes = self._between_passes, False
-        if self._pending_state is not None:
-            self.data.load_state_dict(self._pending_state)
-            self._pending_state = None
-            return self._after_a_pass() if between_passes else self._noted(begin_pass(self.data))
+            self.sampler.pass_number = at.pass_number
+            self.sampler.start = min(at.batch * self.data.batch_size, len(self.sampler))
+            return self._open()
+        for order in _orders(self.data):
+            if hasattr(order, "set_epoch"):
+                order.set_epoch(at.pass_number)
+        if at.loader is not None:
+            self.data.load_state_dict(at.loader)
+            at.loader = None
+            if between_passes:
+                return self._after_a_pass(at.generators)
+            iterator = self._open()
+            self._restore_generators(at.generators)
+            return self._until_exhausted(iterator)
+        iterator = self._open()
         if self.keeps_state:
-            return self._noted(begin_pass(self.data))
-        iterator = self._iterator = begin_pass(self.data)
-        if self.batch:
+            return self._until_exhausted(iterator)
+        if at.batch:
             logger.warning(
-                "%s keeps no state: the %d batches that were consumed are loaded again and left out.",
+                "%s keeps no state: the %d batches that were consumed are loaded again and skipped.",
                 type(self.data).__name__,
-                self.batch,
+                at.batch,
             )
-            for batch in islice(iterator, self.batch):
+            for batch in islice(iterator, at.batch):
                 self._replayed = batch
         return iterator
 
-    def _after_a_pass(self) -> Iterator[Any]:
-        """The next pass of data whose state is that of a pass's end: some give nothing then, some begin the next."""
-        generators = rng.capture()
-        for batch in (iterator := self._noted(begin_pass(self.data))):
+    def _open(self) -> Iterator[Any]:
+        self._iterator = begin_pass(self.data)
+        return self._iterator  # type: ignore[no-any-return]  # an iterator
+
+    def _after_a_pass(self, generators: Any) -> Iterator[Any]:
+        """The next pass of data whose state is that of a pass's end: some yield nothing then, some start the next."""
+        of_the_process = rng.capture()
+        for batch in (iterator := self._until_exhausted(self._open())):
             yield batch
             yield from iterator
             return
         self._exhausted = False
-        rng.restore(generators)  # what the end of the pass drew was drawn before the state was saved
-        yield from self._noted(begin_pass(self.data))
-
-    def _noted(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """``iterator``, with a note when it has told its end: that may be while the last group is gathered."""
-        self._iterator = iterator
-        return self._until_exhausted(iterator)
+        rng.restore(of_the_process)  # what the end of the pass drew was drawn before the state was saved
+        self._restore_generators(generators)
+        yield from self._until_exhausted(self._open())
 
     def _until_exhausted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         yield from iterator
         self._exhausted = True
+
+    def _restore_generators(self, states: Any) -> None:
+        for generator, state in zip(_generators(self.data), states or (), strict=False):
+            generator.set_state(state)
 
     def _repeat_last(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         batch, given = None, 0
@@ -186,7 +210,7 @@ class DataSource:
             yield batch
 
     def _last_batch(self) -> Any:
-        """The last batch of this rank's shard: what an exhausted rank takes part with after a resume."""
+        """The last batch of this rank's shard, which an exhausted rank repeats after a resume."""
         if self.sampler is None:
             if self._replayed is None:
                 raise ValueError(
@@ -201,64 +225,104 @@ class DataSource:
     def padded(self, count: int) -> tuple[int, int]:
         """Of the next ``count`` batches: how many repeat the last, and how many do not, over all ranks."""
         assert self.lengths is not None
-        real = [max(0, min(count, length - self.batch)) for length in self.lengths]
+        real = [max(0, min(count, length - self.position.batch)) for length in self.lengths]
         return count - real[agreement.rank()], sum(real)
 
     def abandon(self) -> None:
-        """End the workers of the present pass at once: they may be busy for long with what nobody wants any more."""
-        if self.keeps_state and self._pending_state is None:
-            self._pending_state = self.data.state_dict()
+        """End the workers of the present pass at once: they may be busy for long with what is no longer wanted."""
+        if self.keeps_state and self.position.loader is None:
+            self.position.loader, self.position.generators = self.data.state_dict(), self._generator_states()
         end_workers(self._iterator, self.data)
         self._iterator = None
 
+    def close(self) -> None:
+        """The run is over: end the workers of the present pass, unless they are persistent."""
+        if not getattr(self.data, "persistent_workers", False):
+            end_workers(self._iterator, self.data)
+        self._iterator = None
+        if self.sampler is not None:
+            self.sampler.start = None
+
     def next_pass(self) -> None:
-        """Begin the next pass at its first batch."""
-        self.pass_number, self.batch = self.pass_number + 1, 0
-        self._between_passes, self.ended, self._exhausted = True, False, False
+        """Move to the first batch of the next pass."""
+        at = self.position  # a loaded state that was not needed is that of the end of the pass
+        self.position = replace(at, pass_number=at.pass_number + 1, batch=0, ended=False, between_passes=True)
+        self._exhausted = False
 
     @property
     def was_begun(self) -> bool:
         """The present pass was begun before the position was saved: what making its iterator draws was drawn then."""
-        return self.batch > 0 or (self._pending_state is not None and not self._between_passes)
+        at = self.position
+        return at.batch > 0 or (at.loader is not None and not at.between_passes)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what must be the same for it to mean the same."""
-        exhausted = self._exhausted and not self.uneven
-        ended = self.ended or exhausted or (self.batches is not None and self.batch >= self.batches)
-        # batch 0 of the next pass; but that the one before has ended is still to be told
-        at = (self.pass_number + 1, 0) if ended else (self.pass_number, self.batch)
-        state: dict[str, Any] = {"pass": at[0], "batch": at[1], "ended": ended}
+        at, exhausted = self.position, self._exhausted and not self.uneven
+        ended = at.ended or exhausted or (self.batches is not None and at.batch >= self.batches)
+        # batch 0 of the next pass; but the end of the one before has not been reported yet
+        place = (at.pass_number + 1, 0) if ended else (at.pass_number, at.batch)
+        state: dict[str, Any] = {"pass": place[0], "batch": place[1], "ended": ended}
         if self.sampler is not None:
-            state |= {"seed": self.sampler.seed, "samples": self.sampler.length, "batch_size": self.data.batch_size}
-        elif self.keeps_state:
-            own = self.data.state_dict() if self._pending_state is None else self._pending_state
-            state |= {"loader": _unfinished(own), "between_passes": self._between_passes}
+            # a pass that is yet to start has what is there by then
+            return state | self._order(self.sampler.length if state["batch"] else self.sampler.data_length())
+        if self.keeps_state:
+            loaded = at.loader is not None
+            own = at.loader if loaded else self.data.state_dict()
+            state |= {"loader": _unfinished(own), "between_passes": at.between_passes}
+            generators = at.generators if loaded else self._generator_states()
+            state |= {"generators": generators} if generators else {}
         return state
 
+    def _generator_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in _generators(self.data)]
+
+    def _order(self, samples: int) -> dict[str, Any]:
+        assert self.sampler is not None
+        seed, shuffle = self.sampler.seed, self.sampler.shuffle
+        return {"seed": seed, "shuffle": shuffle, "samples": samples, "batch_size": self.data.batch_size}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a position.
+        """Continue at a saved position.
 
         Raises:
-            StateMismatch: the dataset, its seed or the batch size is another one.
+            StateMismatch: the dataset, its order or the batch size is another one.
         """
         if self.sampler is not None and "seed" in state:
             if self.sampler.adopts_seed:
                 self.sampler.seed = self.data.dataset.seed = state["seed"]
-            now = {"seed": self.sampler.seed, "samples": self.sampler.length, "batch_size": self.data.batch_size}
-            for name, value in now.items():
-                if state[name] != value:
+            for name, value in self._order(self.sampler.length).items():
+                if state.get(name, value) != value:  # shuffle was not always saved
                     raise StateMismatch(
                         f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "
                         f"equal, or leave the position out with {leave_out('data')}."
                     )
-        self.ended = state["ended"]
-        self.pass_number, self.batch = state["pass"] - int(self.ended), state["batch"]
-        self._pending_state = state.get("loader")
-        self._between_passes = bool(state.get("between_passes"))
+        self.position = Position(
+            state["pass"] - int(state["ended"]),
+            state["batch"],
+            ended=state["ended"],
+            between_passes=bool(state.get("between_passes")),
+            loader=state.get("loader"),
+            generators=state.get("generators"),
+        )
+
+
+def _orders(data: Any) -> list[Any]:
+    """``data``, its samplers and theirs, without repetition."""
+    found = [data]
+    for each in found:
+        inner = (getattr(each, name, None) for name in ("batch_sampler", "sampler"))
+        found += [one for one in inner if one is not None and not any(one is known for known in found)]
+    return found
+
+
+def _generators(data: Any) -> list[torch.Generator]:
+    """The random number generators of a loader's own: its own and those of its samplers, without repetition."""
+    own = (getattr(order, "generator", None) for order in _orders(data))
+    return list(dict.fromkeys(each for each in own if isinstance(each, torch.Generator)))
 
 
 def _stateless_order(data: Any) -> Any:
-    """The sampler whose order a loader with a state cannot take up; None: there is none, or its order is fixed."""
+    """The sampler whose order a loader with a state cannot resume; None: there is none, or its order is fixed."""
     order = getattr(data, "batch_sampler", None)
     if order is None:
         order = getattr(data, "sampler", None)
@@ -278,9 +342,9 @@ def _has_state(sampler: Any) -> bool:
 
 
 def _unfinished(state: Any) -> Any:
-    """The state of a loader that need not have told yet that its pass is over.
+    """The state of a loader that need not have reported yet that its pass is over.
 
-    One of torchdata that has told it, as it does while the last group is gathered, would begin the next pass at once
-    when its state is loaded: the end of this one would be lost, and more would be drawn than was drawn here.
+    One of torchdata that has, as it does while the last group is gathered, would start the next pass at once when its
+    state is loaded: the end of this one would be lost, and more would be drawn than was drawn here.
     """
     return state | {_FINISHED: False} if isinstance(state, dict) and state.get(_FINISHED) else state

@@ -14,7 +14,8 @@ from typing import Any
 class WorkerInit:
     """Loader workers leave stops to the training process: Ctrl-C, and SIGTERM of many launchers, go to the whole group.
 
-    It ends them itself; a worker that died earlier would be an error in it, at any point. If it is killed, they end, too.
+    It ends them itself; a worker that died earlier would be an error in it, at any point. If it is killed, they end,
+    too.
     """
 
     handles_signals = True

@@ -47,6 +47,8 @@ class Progress:
         self.epoch_iteration = 0
         self.measured = False
         """An epoch is one pass over data of unknown length."""
+        self.whole_passes = False
+        """An epoch is one pass over data, nobody gave another length."""
         self.at_boundary = True
         """No update is half done."""
         self.ending = Ending.NONE
@@ -73,7 +75,7 @@ class Progress:
     @property
     def pass_is_untouched(self) -> bool:
         """Nothing of the present pass was consumed."""
-        return self.source is None or (self.source.batch == 0 and not self.source.ended)
+        return self.source is None or (self.source.position.batch == 0 and not self.source.position.ended)
 
     def new_source(self, data: Any) -> DataSource:
         """A source over the user's data; a collective.
@@ -94,7 +96,7 @@ class Progress:
         """A handler or ``set_data()`` gave other data in the middle of a run: a new pass over it."""
         before, source = self.source, self.new_source(data)
         if before is not None:  # another pass: the same order again would be the same data
-            source.pass_number = before.pass_number + int(before.batch > 0)
+            source.position.pass_number = before.position.pass_number + int(before.position.batch > 0)
         self.use(source, data)
 
     def open_pass(self) -> Iterator[Any]:
@@ -105,10 +107,19 @@ class Progress:
         if data is None or self.source is None:
             assert self.state.epoch_length is not None
             return repeat(None, self.state.epoch_length)
+        if self.source.position.between_passes:
+            self.source.agree_lengths()  # the data may have grown
+            if self.whole_passes and self.source.iterations:
+                self.state.epoch_length = self.source.iterations
         if not self.source.was_begun:
             return iter(self.source)
         with rng.isolated():  # the uninterrupted run made this iterator earlier
             return iter(self.source)
+
+    def close(self) -> None:
+        """The run is over: loader workers end with it."""
+        if self.source is not None:
+            self.source.close()
 
     # -- counting -------------------------------------------------------------------------------------------------
 
@@ -123,14 +134,14 @@ class Progress:
         self.at_boundary = True
         self.epoch_iteration += 1
         if self.source is not None:
-            self.source.batch += self._batches
+            self.source.position.batch += self._batches
 
     def group_discarded(self) -> None:
         """A user's EXCEPTION_RAISED handler swallowed the error of an update: its group does not come again."""
         if not self.at_boundary:
             self.at_boundary = True
             if self.source is not None:
-                self.source.batch += self._batches
+                self.source.position.batch += self._batches
 
     def end_pass(self) -> None:
         if self.source is not None:
@@ -188,8 +199,8 @@ class Progress:
         if same or source is None or source.iterations is None or self.state.epoch_length != source.iterations:
             return
         assert source.batches is not None
-        left = 0 if source.ended else -(-(source.batches - source.batch) // source.steps)
-        at_its_start = source.ended and self.epoch_iteration == 0
+        left = 0 if source.position.ended else -(-(source.batches - source.position.batch) // source.steps)
+        at_its_start = source.position.ended and self.epoch_iteration == 0
         self.epoch_iteration = 0 if at_its_start else source.iterations - left
 
     def _data_state(self) -> dict[str, Any]:

@@ -74,6 +74,7 @@ def begin(
 
     # nothing below raises
     progress.measured = source is not None and epoch_length is None
+    progress.whole_passes = arguments.epoch_length is None and source is not None and epoch_length == source.iterations
     progress.use(source, arguments.data)
     state.max_epochs, state.max_iters, state.epoch_length = max_epochs, max_iters, epoch_length
     state.dataloader = arguments.data
@@ -189,6 +190,6 @@ def _place(source: DataSource, start: Start, data: Any, progress: Progress, resu
         if data is progress.user_data or source.data is before.data:
             source.load_state_dict(before.state_dict())
         else:  # other data: the same place in it
-            source.pass_number, source.batch = before.pass_number, before.batch
+            source.position.pass_number, source.position.batch = before.position.pass_number, before.position.batch
     elif start is Start.RESET and before is not None:
-        source.pass_number = before.pass_number + int(before.batch > 0)
+        source.position.pass_number = before.position.pass_number + int(before.position.batch > 0)

@@ -263,5 +263,5 @@ def test_order_that_a_loader_with_a_state_does_not_save_is_in_the_exactness_repo
 
     trainer, _ = noting()
     trainer.run(StatefulDataLoader(TensorDataset(torch.arange(6)), **options), max_epochs=1)
-    reason = f"StatefulDataLoader does not save the order of its {told}: it is drawn anew"
+    reason = f"StatefulDataLoader does not save the order of its {told}: it is drawn again"
     assert trainer.reproducibility() == ([] if told is None else [reason])

@@ -23,10 +23,10 @@ def test_group_counts_when_it_is_consumed() -> None:
     progress = progress_over([1, 2, 3, 4, 5], 2)
     groups = progress.open_pass()
     progress.group_fetched(next(groups))
-    assert not progress.at_boundary and progress.source is not None and progress.source.batch == 0
+    assert not progress.at_boundary and progress.source is not None and progress.source.position.batch == 0
     progress.group_consumed()
 
-    assert progress.at_boundary and progress.epoch_iteration == 1 and progress.source.batch == 2
+    assert progress.at_boundary and progress.epoch_iteration == 1 and progress.source.position.batch == 2
     assert progress.iterations == 3
 
 
@@ -57,7 +57,7 @@ def test_position_in_the_epoch_follows_from_the_data_where_groups_have_another_s
     counters = progress.state_dict() | {"epoch_iteration": 2, "accumulation_steps": 2, "iteration": 2}
     progress.load_state_dict(counters)
     assert progress.source is not None
-    progress.source.batch = 4
+    progress.source.position.batch = 4
     progress.regroup()
 
     assert progress.epoch_iteration == epoch_iteration

@@ -186,7 +186,7 @@ def test_stream_without_a_state_is_replayed(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         assert resumed.train() == expected
     assert resumed.batches == [6] * 3 + [12] * 9
-    assert "the 6 batches that were consumed are loaded again and left out" in caplog.text
+    assert "the 6 batches that were consumed are loaded again and skipped" in caplog.text
 
 
 # -- what is not taken up ---------------------------------------------------------------------------------------------

@@ -1,0 +1,102 @@
+"""The order of samples and what their random numbers depend on, below the loader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from ignite_engine import Trainer, loader
+from ignite_engine.data import ResumableSampler, SeededDataset
+
+
+class Reads(Dataset[Any]):
+    """Samples of an index and a random number, read alone or many at once; counts the reads."""
+
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads.append(1)
+        return index, random.random()
+
+
+class ReadsBatches(Reads):
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        self.reads.append(len(indices))
+        return [(index, random.random()) for index in indices]
+
+
+class ReadsBatchesOnly(ReadsBatches):
+    __getitem__ = None  # type: ignore[assignment]  # as if it were not there
+
+
+def batches(dataset: Any, **options: Any) -> list[Any]:
+    return [(indices.tolist(), drawn.tolist()) for indices, drawn in loader(dataset, shuffle=True, seed=3, **options)]
+
+
+@pytest.mark.parametrize("kind", [ReadsBatches, ReadsBatchesOnly])
+@pytest.mark.parametrize("plain", [False, True])
+def test_dataset_that_reads_batches_is_asked_for_batches(kind: type[Reads], plain: bool) -> None:
+    dataset = kind()
+    data = DataLoader(dataset, batch_size=3) if plain else loader(dataset, 3)
+    Trainer(lambda engine, batch: None).run(data)
+
+    assert dataset.reads == [3, 3, 1]
+
+
+def test_random_numbers_of_a_dataset_that_reads_batches_do_not_depend_on_the_workers() -> None:
+    alone = batches(ReadsBatches(), batch_size=3)
+
+    assert batches(ReadsBatches(), batch_size=3, num_workers=2) == alone
+    assert batches(ReadsBatches(), batch_size=2) != alone
+    assert len({number for _, drawn in alone for number in drawn}) == 7
+
+
+def test_subset_keeps_the_random_numbers_of_each_sample() -> None:
+    """Torch's Subset has ``__getitems__`` whatever it is a subset of."""
+    whole, part = Reads(), Subset(Reads(), range(7))
+    by_3 = {pair for indices, drawn in batches(part, batch_size=3) for pair in zip(indices, drawn, strict=True)}
+
+    assert by_3 == {
+        pair for indices, drawn in batches(whole, batch_size=2) for pair in zip(indices, drawn, strict=True)
+    }
+    nested = Subset(Subset(ReadsBatches(), range(7)), range(7))
+    assert batches(nested, batch_size=3) == batches(ReadsBatches(), batch_size=3)
+
+
+def test_single_sample_is_a_batch_of_one() -> None:
+    data = SeededDataset(Reads(), list, seed=1)
+
+    assert data[(0, 4)] == data.__getitems__([(0, 4)]) and data[(0, 4)] != data[(1, 4)]
+    assert len(data) == 7
+
+
+def test_length_may_be_given_as_a_number() -> None:
+    sampler = ResumableSampler(5, shuffle=False, seed=0, rank=1, world_size=2)
+
+    assert list(sampler) == [(0, 1), (0, 3)] and len(sampler) == 2
+
+
+def test_loader_that_is_iterated_by_hand_sees_what_was_added() -> None:
+    data = list(range(4))
+    batches = loader(data, 2)
+    assert len(list(batches)) == 2
+    data += [4, 5]
+
+    assert torch.cat(list(batches)).tolist() == data
+
+
+def test_stopped_run_leaves_the_loader_at_its_first_sample() -> None:
+    trainer = Trainer(lambda engine, batch: engine.terminate())
+    data = loader(list(range(4)))
+    trainer.run(data)
+
+    assert torch.cat(list(data)).tolist() == [0, 1, 2, 3]

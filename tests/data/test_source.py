@@ -1,0 +1,306 @@
+"""The source that a Trainer iterates: its length, its position, the order of a user's own loader, its end."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
+
+from ignite_engine import Trainer, TrainingEvents, loader
+
+
+def keep_batch(engine: Engine, batch: Any) -> Any:
+    return batch
+
+
+def trainer_with_batches(accumulation_steps: int | None = None) -> tuple[Trainer, list[Any]]:
+    trainer, batches = Trainer(keep_batch, accumulation_steps), list[Any]()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: batches.append(trainer.state.batch))
+    return trainer, batches
+
+
+def save_everywhere(trainer: Trainer) -> list[tuple[int, dict[str, Any]]]:
+    """Gets the iteration and all that a checkpoint would hold, at each step boundary from now on."""
+    saved: list[tuple[int, dict[str, Any]]] = []
+
+    def save() -> None:
+        shared, local = trainer.registry.capture()
+        saved.append((trainer.state.iteration, copy.deepcopy({**shared, **local})))
+
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, save)
+    return saved
+
+
+class Growing(Dataset[int]):
+    """Its samples are their indices; there may be more of them later."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+# -- length -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [DataLoader, loader], ids=["plain", "ours"])
+@pytest.mark.parametrize(("count", "lengths"), [(9, [2, 3, 3]), (3, [2, 1, 1])], ids=["grows", "shrinks"])
+def test_length_is_read_again_at_each_pass(make: Any, count: int, lengths: list[int]) -> None:
+    dataset = Growing(6)
+    data = make(dataset, batch_size=3, shuffle=True)
+    trainer, batches = trainer_with_batches()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: setattr(dataset, "count", count))
+    seen = list[int]()
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(trainer.state.epoch_length))
+    trainer.run(data, max_epochs=3)
+
+    assert seen == lengths
+    passes = torch.cat(batches).split([6, count, count])
+    assert [sorted(each.tolist()) for each in passes] == [list(range(each)) for each in (6, count, count)]
+
+
+def test_growing_dataset_is_resumed_at_each_boundary() -> None:
+    def run(dataset: Growing, saved: Any = None) -> tuple[list[Any], Any]:
+        trainer, batches = trainer_with_batches()
+        trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: setattr(dataset, "count", 9))
+        if saved is not None:
+            trainer.registry.load(saved, source="memory")
+        boundaries = save_everywhere(trainer)
+        trainer.run(loader(dataset, 3, shuffle=True), max_epochs=2)
+        return [batch.tolist() for batch in batches], boundaries
+
+    whole, saved = run(Growing(6))
+    assert len(whole) == 5
+    for iteration, state in saved[:-1]:
+        rest, _ = run(Growing(6 if iteration < 2 else 9), state)  # it was saved after it had grown
+        assert rest == whole[iteration:], iteration
+
+
+def test_epoch_length_that_was_given_stays() -> None:
+    dataset = Growing(6)
+    trainer, batches = trainer_with_batches()
+    trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: setattr(dataset, "count", 12))
+    trainer.run(loader(dataset, 3), max_epochs=3, epoch_length=3)
+
+    assert trainer.state.epoch_length == 3 and len(batches) == 9
+
+
+# -- order of a user's own loader ------------------------------------------------------------------------------------
+
+
+class Shuffled(Sampler[int]):
+    """An order that is a function of the epoch, as that of DistributedSampler."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class ShuffledBatches(BatchSampler):
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler, 2, drop_last=False)
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Wrapped(Sampler[int]):
+    """A sampler in a sampler, as accelerate's and lightning's wrap the user's."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_epoch_reaches_the_batch_sampler_and_every_sampler_in_it(nested: bool, stateful: bool) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+    kind = StatefulDataLoader if stateful else DataLoader
+    sampler = Shuffled(6)
+    batch_sampler = ShuffledBatches(Wrapped(sampler) if nested else sampler)
+    trainer, batches = trainer_with_batches()
+    seen = list[tuple[int, int]]()
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append((batch_sampler.epoch, sampler.epoch)))
+    trainer.run(kind(Growing(6), batch_sampler=batch_sampler), max_epochs=3)
+
+    assert seen == [(0, 0), (1, 1), (2, 2)]
+    expected = Shuffled(6)
+    for number, samples in enumerate(torch.cat(batches).split(6)):
+        expected.set_epoch(number)
+        assert samples.tolist() == list(expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_generator_that_the_loader_shares_with_its_sampler_is_resumed(workers: int, steps: int | None) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def run(seed: int, saved: Any = None) -> tuple[list[Any], list[Any]]:
+        own = torch.Generator().manual_seed(seed)
+        data = StatefulDataLoader(TensorDataset(torch.arange(5)), 1, shuffle=True, generator=own, num_workers=workers)
+        trainer, batches = trainer_with_batches(steps)
+        if saved is not None:
+            trainer.registry.load(saved, source="memory")
+        boundaries = save_everywhere(trainer)
+        trainer.run(data, max_epochs=3)
+        assert trainer.reproducibility() == (
+            []
+            if not workers
+            else [
+                f"StatefulDataLoader does not save the random numbers of its {workers} workers: "
+                "samples that draw any differ"
+            ]
+        )
+        return batches, boundaries
+
+    whole, saved = run(1)
+    for iteration, state in saved[:-1]:
+        rest, _ = run(2, state)
+        assert str(rest) == str(whole[iteration:]), iteration
+
+
+# -- loaders that are not DataLoaders --------------------------------------------------------------------------------
+
+
+class Bare:
+    """Looks like a loader of single samples, and has nothing else of a DataLoader."""
+
+    batch_size = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(3))
+
+
+def test_loader_without_a_batch_sampler_is_reported_as_replayed() -> None:
+    trainer, batches = trainer_with_batches()
+    trainer.run(Bare(), max_epochs=1)
+
+    assert len(batches) == 3 and trainer.reproducibility() == ["Bare keeps no state: its batches are replayed"]
+
+
+class Empty:
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
+
+
+class EmptySized(Empty):
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    "data", [Empty(), EmptySized(), [], DataLoader(Growing(0))], ids=lambda data: type(data).__name__
+)
+@pytest.mark.parametrize("epoch_length", [None, 4])
+def test_data_without_a_batch_is_an_error_and_counts_nothing(data: Any, epoch_length: int | None) -> None:
+    trainer, batches = trainer_with_batches()
+    for _ in range(3):  # each restart is the first run again
+        with pytest.raises(ValueError, match=r"zero size|no batch"):
+            trainer.run(data, max_epochs=2, epoch_length=epoch_length)
+        assert (trainer.state.iteration, trainer.progress.epochs_completed, batches) == (0, 0, [])
+    trainer.run([1, 2], max_epochs=2)
+    assert batches == [1, 2, 1, 2]
+
+
+# -- position ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_other_shuffle_is_refused(shuffle: bool) -> None:
+    trainer, _ = trainer_with_batches()
+    saved = save_everywhere(trainer)
+    trainer.run(loader(Growing(6), 2, shuffle=shuffle), max_epochs=1)
+    other, _ = trainer_with_batches()
+    other.registry.load(saved[0][1], source="memory")
+
+    with pytest.raises(ValueError, match=rf"with shuffle {shuffle} in its data, now it is {not shuffle}"):
+        other.run(loader(Growing(6), 2, shuffle=not shuffle), max_epochs=1)
+
+
+def test_position_saved_without_shuffle_is_accepted() -> None:
+    trainer, batches = trainer_with_batches()
+    saved = save_everywhere(trainer)
+    trainer.run(loader(Growing(6), 2, shuffle=True), max_epochs=1)
+    state = saved[0][1]
+    del state["data"]["shuffle"]
+    other, rest = trainer_with_batches()
+    other.registry.load(state, source="memory")
+    other.run(loader(Growing(6), 2, shuffle=True), max_epochs=1)
+
+    assert str(rest) == str(batches[1:])
+
+
+# -- the end of a run ----------------------------------------------------------------------------------------------
+
+
+class Subclass(DataLoader[Any]): ...
+
+
+def stateful(*arguments: Any, **options: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(*arguments, **options)
+
+
+KINDS = {"ours": loader, "plain": DataLoader, "subclass": Subclass, "stateful": stateful}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["completes", "fails"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loader_workers_end_with_the_run(kind: str, fails: bool) -> None:
+    before = set(multiprocessing.active_children())
+    trainer, batches = trainer_with_batches()
+    if fails:
+        handler = trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: 1 / 0)
+    data = KINDS[kind](Growing(8), 2, num_workers=2)
+    error: BaseException | None = None
+    try:
+        trainer.run(data, max_iters=3)
+    except ZeroDivisionError as raised:
+        error = raised  # its traceback holds the frames that hold the iterator
+        handler.remove()
+    assert (error is not None) is fails
+
+    assert not set(multiprocessing.active_children()) - before
+    trainer.run(data, max_iters=6)
+    assert len(batches) >= 6
+    assert not set(multiprocessing.active_children()) - before
+
+
+def test_persistent_workers_outlive_the_run() -> None:
+    before = set(multiprocessing.active_children())
+    trainer, _ = trainer_with_batches()
+    data = loader(Growing(8), 2, num_workers=1, persistent_workers=True)
+    trainer.run(data, max_epochs=1)
+    (worker,) = set(multiprocessing.active_children()) - before
+    trainer.run(data, max_epochs=1)
+
+    assert set(multiprocessing.active_children()) - before == {worker}
+    del trainer, data
