@@ -6,6 +6,7 @@ in the same order.
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -54,6 +55,9 @@ def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
 def forget_groups() -> None:
     """Drop the groups, before the default group is destroyed."""
     _groups.clear()
+
+
+atexit.register(forget_groups)  # whoever launched this process: a group that outlives the interpreter aborts it
 
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:

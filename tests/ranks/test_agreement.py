@@ -12,7 +12,6 @@ from ignite.engine import Events
 from ignite_engine import create_evaluator
 from ignite_engine.handlers import Evaluation
 from ignite_engine.ranks import agreement
-from ignite_engine.ranks.launch import _rank_main
 from tests.builders import numbers_loader, trainer_of
 
 
@@ -83,11 +82,3 @@ def test_each_rank_keeps_its_result_and_that_of_rank_0_is_for_all(monkeypatch: p
 
     assert agreement.together(lambda: unpicklable) is unpicklable
     assert agreement.on_rank_0(lambda: "of rank 1") == "of rank 0"
-
-
-def test_a_rank_lets_go_of_its_groups_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups: dict[Any, Any] = {(1, "votes"): "a group"}
-    monkeypatch.setattr(agreement, "_groups", groups)
-    with pytest.raises(ZeroDivisionError):
-        _rank_main(0, lambda rank: 1 // rank, None)
-    assert groups == {}
