@@ -193,13 +193,14 @@ def test_rooms_of_the_package_stay_few() -> None:
     assert len(entries) <= 28
 
 
-def named_on_the_page() -> list[str]:
-    """Each ``module.py::name`` of the architecture page; modules of the core without ``ignite_engine/``."""
-    return sorted(set(re.findall(r"`([\w/]+\.py::[\w.]+)`", TABLE.read_text(encoding="utf-8"))))
+def named_on_pages() -> list[str]:
+    """Each ``module.py::name`` of the pages on architecture and loop; the core's without ``ignite_engine/``."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in (TABLE, TABLE.with_name("the_loop.md")))
+    return sorted(set(re.findall(r"`((?!tests/)[\w/]+\.py::[\w.]+)`", pages)))
 
 
-@pytest.mark.parametrize("named", named_on_the_page())
-def test_module_and_name_on_the_page_exist(named: str) -> None:
+@pytest.mark.parametrize("named", named_on_pages())
+def test_module_and_name_on_a_page_exist(named: str) -> None:
     path, name = named.split("::")
     module = importlib.import_module(f"ignite_engine.{path.removesuffix('.py').replace('/', '.')}")
 
