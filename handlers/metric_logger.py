@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from pathlib import Path
@@ -13,6 +15,9 @@ from ignite.engine import Events
 from ignite_engine import Phase, Trainer
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
 from ignite_engine.ranks import agreement
+
+Row = Mapping[str, Any]
+logger = logging.getLogger(__name__)
 
 
 class MetricLogger:
@@ -26,7 +31,8 @@ class MetricLogger:
 
     Between log points it keeps references to detached scalars: no host sync, no collective. At a log point they are
     stacked, read once and averaged over the ranks in one collective. A number that ``update`` returned is logged as
-    ``loss``.
+    ``loss``. The first loss that is not finite is a warning, at the log point after it, with its iteration; so is a run
+    that ends with one.
     """
 
     phase = Phase.MEASURE
@@ -45,7 +51,9 @@ class MetricLogger:
             self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))
         if console:
             self.sinks.append(ConsoleSink())
-        self._interval: list[Any] = []
+        self._interval: list[tuple[int, Row]] = []
+        self._not_finite_at: int | None = None
+        """The first iteration whose loss was not finite."""
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
         """Log at ``event``."""
@@ -59,50 +67,97 @@ class MetricLogger:
 
     def __call__(self, trainer: Trainer) -> None:
         """Write the interval's means into ``state.metrics`` and start the next interval."""
-        rows, self._interval = self._interval, []
-        if not rows:
+        interval, self._interval = self._interval, []
+        if not interval:
             return
-        means = _means(rows)
-        reduced = agreement.mean_floats(list(means.values()))
-        for key, value in zip(means, reduced, strict=True):
-            trainer.state.metrics[key] = value
+        means, first_bad = _means(interval)
+        rows = agreement.gather_floats([*means.values(), first_bad])
+        *columns, firsts = zip(*rows, strict=True)
+        for key, column in zip(means, columns, strict=True):
+            trainer.state.metrics[key] = sum(column) / len(rows)
+        self._note_loss(trainer.state.metrics.get("loss", 0.0), min(firsts))
 
     def state_dict(self) -> dict[str, Any]:
-        """The values of the interval so far."""
-        return {"interval": [dict(row) if isinstance(row, Mapping) else row for row in self._interval]}
+        """The values of the interval so far, and the first iteration whose loss was not finite."""
+        return {"interval": [list(row) for row in self._interval], "not_finite_at": self._not_finite_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._interval = list(state["interval"])
+        self._interval = [(iteration, row) for iteration, row in state["interval"]]
+        self._not_finite_at = state["not_finite_at"]
 
     def _start(self, trainer: Trainer) -> None:
         if trainer.starts_fresh(self.name):
-            self._interval = []
+            self._interval, self._not_finite_at = [], None
 
     def _collect(self, trainer: Trainer) -> None:
-        if trainer.state.output is not None:
-            self._interval.append(trainer.state.output)
+        if row := _scalars(trainer.state.output):
+            self._interval.append((trainer.state.iteration, row))
+
+    def _note_loss(self, loss: float, first_bad: float) -> None:
+        """Warn of the first loss that is not finite."""
+        if self._not_finite_at is None and first_bad < math.inf:
+            self._not_finite_at = int(first_bad)
+            if agreement.rank() == 0:
+                logger.warning(
+                    "The loss of iteration %d is %s, the first that is not finite; the run continues. "
+                    "Check the data of that iteration, the learning rate and the precision.",
+                    self._not_finite_at,
+                    loss,
+                )
 
     def _write_rest(self, trainer: Trainer) -> None:
         """Log the last, perhaps shorter interval of a completed run; a resumed run completes it otherwise."""
-        if trainer.state.status == "completed":
-            self(trainer)
+        if trainer.state.status != "completed":
+            return
+        self(trainer)
+        loss = trainer.state.metrics.get("loss", 0.0)
+        if self._not_finite_at is not None and not math.isfinite(loss) and agreement.rank() == 0:
+            logger.warning(
+                "The run has ended with a loss of %s, which was first not finite at iteration %d.",
+                loss,
+                self._not_finite_at,
+            )
 
     _collect.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before any handler of this event reads the mean
 
 
-def _means(rows: list[Any]) -> dict[str, float]:
-    named = [row if isinstance(row, Mapping) else {"loss": row} for row in rows]
+def _scalars(output: Any) -> Row:
+    """The numbers and tensors of one element in ``output`` by name, without graphs and larger tensors behind them."""
+    row: dict[str, Any] = {}
+    for name, value in output.items() if isinstance(output, Mapping) else (("loss", output),):
+        if isinstance(value, torch.Tensor):
+            if value.numel() == 1:
+                if value.requires_grad:
+                    value = value.detach()
+                # a view would keep the whole tensor until the next log point, and in checkpoints
+                row[name] = value if value.untyped_storage().nbytes() == value.itemsize else value.clone()
+        elif isinstance(value, Number):
+            row[name] = value
+    return row
+
+
+def _means(interval: Sequence[tuple[int, Row]]) -> tuple[dict[str, float], float]:
+    """Means over the interval by name, and the first iteration whose loss is not finite; infinity if all are."""
     means: dict[str, float] = {}
-    for key in dict.fromkeys(key for row in named for key in row):
-        values = [row[key] for row in named if key in row]
-        if isinstance(values[0], torch.Tensor):
-            first = values[0]
-            if all(v.shape == () and v.dtype is first.dtype and v.device == first.device for v in values):
-                means[key] = torch.stack(values).detach().double().mean().item()
-            elif values[0].numel() == 1:
-                means[key] = (
-                    torch.stack([v.detach().reshape(()).double().to(values[0].device) for v in values]).mean().item()
-                )
-        elif isinstance(values[0], Number):
-            means[key] = float(sum(values)) / len(values)
-    return means
+    first_bad = math.inf
+    for key in dict.fromkeys(key for _, row in interval for key in row):
+        iterations = [iteration for iteration, row in interval if key in row]
+        values = [row[key] for _, row in interval if key in row]
+        stacked = _stacked(values)
+        means[key] = stacked.mean().item()
+        if key == "loss" and not math.isfinite(means[key]):
+            bad = [at for at, value in zip(iterations, stacked.tolist(), strict=True) if not math.isfinite(value)]
+            first_bad = min(bad, default=math.inf)  # finite ones may have an infinite sum
+    return means, first_bad
+
+
+def _stacked(values: Sequence[Any]) -> torch.Tensor:
+    """Scalars as one tensor of doubles, on the device of the first."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        if all(isinstance(v, torch.Tensor) and v.shape == () and v.dtype is first.dtype for v in values) and all(
+            v.device == first.device for v in values
+        ):
+            return torch.stack(list(values)).double()
+        return torch.stack([torch.as_tensor(v).reshape(()).double().to(first.device) for v in values])
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)

@@ -7,6 +7,7 @@ never stops the training.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import math
@@ -105,6 +106,8 @@ class SinkState:
 
 
 def _remedy(error: Exception) -> str:
+    if isinstance(error, FileInUse):
+        return "give this run a directory of its own"
     if isinstance(error, ImportError):
         return f"install {(error.name or 'the missing package').partition('.')[0]}, or remove the sink"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -112,6 +115,13 @@ def _remedy(error: Exception) -> str:
     if isinstance(error, OSError):
         return "make the path writable, or remove the sink"
     return "fix the error, or remove the sink"
+
+
+class FileInUse(RuntimeError):
+    """Another process writes the file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} is being written by another process")
 
 
 class JSONLSink:
@@ -124,7 +134,11 @@ class JSONLSink:
         path: the file; its folder is created. Values written later for the newest iteration are added to its line.
         name: in checkpoints.
 
-    NaN and infinities, which JSON does not have, are written as strings.
+    NaN and infinities, which JSON does not have, are written as strings. A file that is deleted or replaced while the
+    run writes it is started again, with a warning. While it is open, no other process writes it.
+
+    Raises:
+        FileInUse: (when writing or loading) another process writes the file; from then on, this one never does.
     """
 
     def __init__(self, path: str | Path, *, name: str = "jsonl") -> None:
@@ -133,17 +147,26 @@ class JSONLSink:
         self._line: dict[str, Any] = {}
         self._line_start = 0
         self._line_complete = True
+        self._in_use = False
 
     def write(self, iteration: int, values: Values) -> None:
         """Write a line, or add to the newest one if it has the same iteration; rank 0 only."""
         if idist.get_rank() != 0:
             return
-        first_write = self._file is None and not self._line
-        if first_write or iteration < self._line.get("iteration", 0):
+        if self._file is not None and not self._is_still(self._file):
+            logger.warning(
+                "%s was deleted or replaced while the run was writing it: it continues in a new file, without the "
+                "lines before iteration %d.",
+                self.path,
+                iteration,
+            )
             self.close()
-            self._truncate_from(iteration)
-            self._line = {}
+            self._line, self._line_start = {}, 0
+        first_write = self._file is None and not self._line
         file = self._open()
+        if first_write or iteration < self._line.get("iteration", 0):
+            _truncate_from(file, iteration)
+            self._line = {}
         if self._line.get("iteration") != iteration:
             if self._line_complete:  # else the new line replaces the torn one
                 self._line_start = file.seek(0, os.SEEK_END)
@@ -176,23 +199,30 @@ class JSONLSink:
             self._file = None
 
     def _open(self) -> IO[bytes]:
+        if self._in_use:
+            raise FileInUse(self.path)
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch()
-            self._file = self.path.open("r+b")
+            file = self.path.open("r+b")
+            try:
+                # the process's own lock: with flock a loader worker that outlives a killed run would still hold it
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                file.close()
+                self._in_use = True
+                raise FileInUse(self.path) from None
+            except OSError:
+                pass  # a file system without locks
+            self._file = file
         return self._file
 
-    def _truncate_from(self, iteration: int) -> None:
-        """Remove the lines from ``iteration`` on, which this run writes again, and an incomplete last line."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb+") as file:
-            kept = 0
-            for line in file:
-                if not line.endswith(b"\n") or _iteration_of(line) >= iteration:
-                    break
-                kept += len(line)
-            file.truncate(kept)
+    def _is_still(self, file: IO[bytes]) -> bool:
+        """Whether ``file`` is what is at the path."""
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def _write_line(self, file: IO[bytes]) -> None:
         ordered: dict[str, Any] = {key: self._line[key] for key in ("iteration", "epoch") if key in self._line}
@@ -223,6 +253,16 @@ class ConsoleSink:
             for name, value in sorted(values.items(), key=_is_grouped)
         ]
         print(f"iteration {iteration}", *words, sep="  ", file=self.stream or sys.stdout, flush=True)
+
+
+def _truncate_from(file: IO[bytes], iteration: int) -> None:
+    """Remove the lines from ``iteration`` on, which this run writes again, and an incomplete last line."""
+    kept = file.seek(0)
+    for line in file:
+        if not line.endswith(b"\n") or _iteration_of(line) >= iteration:
+            break
+        kept += len(line)
+    file.truncate(kept)
 
 
 def _iteration_of(line: bytes) -> float:

@@ -28,9 +28,9 @@ from ignite_engine.handlers import (
     GracefulStop,
     LRSchedule,
     MetricLogger,
+    sinks,
     warmup_cosine,
 )
-from ignite_engine.handlers.sinks import JSONLSink
 from ignite_engine.run_directory import weights_sha256
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.step.precision import LossScaler
@@ -173,7 +173,7 @@ FORGOTTEN: dict[str, list[tuple[Any, str]]] = {
     "evaluation": [(Evaluation, "load_state_dict")],
     "best score": [(Checkpoint, "load_state_dict")],
     "interval of the log": [(MetricLogger, "load_state_dict")],
-    "log on disk": [(JSONLSink, "load_state_dict"), (JSONLSink, "_truncate_from")],
+    "log on disk": [(sinks.JSONLSink, "load_state_dict"), (sinks, "_truncate_from")],
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from ignite.engine import Engine, Events
 from torch import Tensor
 
@@ -200,3 +202,139 @@ def test_further_sinks_get_what_is_new() -> None:
     trainer.run(range(2))
 
     assert got == [(2, {"epoch": 1, "loss": 2.0})]
+
+
+# -- what is kept between log points ----------------------------------------------------------------------------------
+
+
+def bytes_kept(logger: MetricLogger) -> int:
+    """Of the storages that the interval so far keeps alive, as a checkpoint would hold them."""
+    tensors = [
+        value for _, row in logger.state_dict()["interval"] for value in row.values() if isinstance(value, Tensor)
+    ]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def test_update_may_return_views_and_whole_predictions_and_a_scalar_of_each_is_kept() -> None:
+    def update(engine: Engine, batch: int) -> Any:
+        logits = torch.full((100, 10), float(batch))
+        return {"loss": logits[0, 0], "predictions": logits, "word": "good", "none": None}
+
+    trainer, logger = Trainer(update), MetricLogger(console=False)
+    logger.attach(trainer, Events.EPOCH_COMPLETED)
+    kept = list[int]()
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: kept.append(bytes_kept(logger)))
+    state = trainer.run(range(4))
+
+    assert kept[:3] == [4, 8, 12] and state.metrics["loss"] == 1.5
+    assert "predictions" not in state.metrics
+
+
+def test_update_may_return_a_loss_with_its_graph_which_is_not_kept() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    trainer, logger = Trainer(lambda engine, batch: (weight * batch).sum()), MetricLogger(console=False)
+    logger.attach(trainer, Events.EPOCH_COMPLETED)
+    graphs = list[Any]()
+    trainer.add_event_handler(
+        TrainingEvents.RESUME_POINT,
+        lambda: graphs.extend(row["loss"].grad_fn for _, row in logger.state_dict()["interval"]),
+    )
+
+    assert trainer.run(range(4)).metrics["loss"] == 1.5
+    assert len(graphs) == 6 and set(graphs) == {None}
+
+
+def test_output_without_a_scalar_is_not_kept() -> None:
+    trainer, logger = Trainer(lambda engine, batch: (torch.ones(3), torch.ones(3))), MetricLogger(console=False)
+    logger.attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: kept.append(logger.state_dict()["interval"]))
+    kept = list[Any]()
+
+    assert trainer.run(range(4)).metrics == {} and kept == [[]]
+
+
+# -- values that are not finite ---------------------------------------------------------------------------------------
+
+
+def nonfinite_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "finite" in record.getMessage()]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_first_loss_that_is_not_finite_is_one_line_with_its_iteration(
+    bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = [1.0, 1.0, 1.0, 1.0, bad, 1.0, 1.0, bad, 1.0, 1.0]
+    trainer, at = counting([torch.tensor(value) for value in values]), list[tuple[int, int]]()
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    trainer.add_event_handler(
+        TrainingEvents.RESUME_POINT, lambda: at.append((trainer.state.iteration, len(nonfinite_lines(caplog))))
+    )
+    trainer.run(range(10))
+
+    assert (dict(at)[5], dict(at)[6]) == (0, 1), "read at a log point, not before"
+    assert nonfinite_lines(caplog) == [
+        f"The loss of iteration 5 is {bad}, the first that is not finite; the run continues. "
+        "Check the data of that iteration, the learning rate and the precision."
+    ]
+
+
+def test_run_that_ends_with_a_loss_that_is_not_finite_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = counting([1.0, math.nan, math.nan, math.nan])
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(range(4))
+
+    assert nonfinite_lines(caplog)[1:] == [
+        "The run has ended with a loss of nan, which was first not finite at iteration 2."
+    ]
+
+
+def test_resumed_run_does_not_repeat_the_line_and_ends_with_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for end in (4, 8):
+        trainer = counting([1.0, math.nan, 1.0, 1.0, 1.0, 1.0, math.nan, 1.0])
+        MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(range(8), max_iters=end)
+
+    assert nonfinite_lines(caplog) == [
+        "The loss of iteration 2 is nan, the first that is not finite; the run continues. "
+        "Check the data of that iteration, the learning rate and the precision.",
+        "The run has ended with a loss of nan, which was first not finite at iteration 2.",
+    ]
+
+
+def test_other_names_may_be_infinite_without_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The gradient norm is, wherever fp16 overflows and the step is skipped."""
+    trainer = counting([{"loss": 1.0, "grad_norm": math.inf}] * 4)
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(range(4))
+
+    assert nonfinite_lines(caplog) == []
+
+
+def _one_of_two_ranks(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    logging.basicConfig(filename=f"{folder}/{rank}.txt", format="%(message)s", force=True)
+    trainer = counting([1.0, 1.0, math.nan if rank == 1 else 1.0, 1.0])
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(range(4), max_epochs=1)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_on_two_ranks_rank_0_says_it_of_any_rank(tmp_path: Path) -> None:
+    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    said = [(tmp_path / f"{rank}.txt").read_text().splitlines() for rank in (0, 1)]
+
+    assert said == [
+        [
+            "The loss of iteration 3 is nan, the first that is not finite; the run continues. "
+            "Check the data of that iteration, the learning rate and the precision.",
+            "The run has ended with a loss of nan, which was first not finite at iteration 3.",
+        ],
+        [],
+    ]

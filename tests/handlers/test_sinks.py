@@ -6,6 +6,9 @@ import io
 import json
 import logging
 import resource
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -299,3 +302,78 @@ def test_describe_names_the_sinks() -> None:
     said = [line.strip() for line in trainer.describe().splitlines()]
 
     assert said.index("METRICS_READY") < said.index("JSONLSink.write") < said.index("ConsoleSink.write")
+
+
+# -- a file that is not ours any more ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["folder", "file", "replaced"])
+def test_deleted_file_is_started_again_with_one_line(by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    trainer = counting()
+    MetricLogger(tmp_path / "run", console=False).attach(trainer)
+
+    @trainer.on(Events.ITERATION_STARTED(once=3))
+    def delete() -> None:
+        if by == "folder":
+            shutil.rmtree(path.parent)
+        else:
+            path.unlink()
+        if by == "replaced":
+            path.write_text("")
+
+    trainer.run(range(4))
+
+    assert [line["iteration"] for line in lines(path)] == [3, 4]
+    assert warnings_of(caplog) == [
+        f"{path} was deleted or replaced while the run was writing it: it continues in a new file, without the lines "
+        "before iteration 3."
+    ]
+
+
+HOLDER = """
+import sys
+from ignite_engine.handlers import JSONLSink
+sink = JSONLSink(sys.argv[1])
+sink.write(1, {"a": 1.0})
+sink.write(2, {"a": 2.0})
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_file_that_another_process_writes_is_left_alone_with_one_line(
+    resumed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdin is not None
+        assert holder.stdout.readline() == "written\n"
+        content = path.read_bytes()
+        trainer = counting()
+        logger = MetricLogger(tmp_path, console=False)
+        logger.attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=3), holder.stdin.close)
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: holder.wait(60))
+        if resumed:
+            trainer.registry.objects["metric_logger/jsonl"].load_state_dict({"start": 0, "line": {"iteration": 1}})
+        state = trainer.run(range(4))
+
+    assert state.status == "completed" and path.read_bytes() == content, "not even when the other one has ended"
+    assert warnings_of(caplog) == [
+        f"The sink metric_logger/jsonl (JSONLSink) failed: FileInUse: {path} is being written by another process. "
+        "Training continues and later points are tried; give this run a directory of its own."
+    ]
+
+
+def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "written\n"
+        holder.kill()
+    JSONLSink(path).write(2, {"a": 3.0})
+
+    assert lines(path) == [{"iteration": 1, "a": 1.0}, {"iteration": 2, "a": 3.0}]
