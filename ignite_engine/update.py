@@ -220,13 +220,15 @@ class Update:
         self._has_gradients = True
 
     def _incoming(self, scale: float, loss: Tensor) -> Tensor:
-        """The gradient that backward starts from: the divisor costs no node of its own."""
+        """The gradient that backward starts from: that of ``scaler.scale(loss * scale)``, without its two nodes."""
+        if self.scaler is not None:
+            return self.scaler.scale(torch.ones((), device=loss.device)).to(loss.dtype) * scale
         factor = self._factors.get(scale)
         if factor is None or factor.dtype != loss.dtype or factor.device != loss.device:
             if len(self._factors) > 64:
                 self._factors.clear()
             factor = self._factors[scale] = torch.full((), scale, dtype=loss.dtype, device=loss.device)
-        return factor if self.scaler is None else self.scaler.scale(factor)
+        return factor
 
     def _clear_gradients(self) -> None:
         for optimizer in self.optimizers.values():
