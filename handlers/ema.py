@@ -68,7 +68,7 @@ class EMA:
                 "EMA needs to know the model: make the Trainer from an Update, or give your own update a 'model'."
             )
         self._model = unwrap(model)
-        trainer.register(self.name, self, shared=True)
+        trainer.register(self.name, self, shared=True, kind="average")
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._swap_in)

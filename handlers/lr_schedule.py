@@ -87,7 +87,8 @@ class LRSchedule:
             )
         self._prepare(trainer)
         if hasattr(trainer, "register"):
-            trainer.register(self.name, self, shared=True)  # before subscribing, which would register it as unshared
+            # before subscribing, which would register it as unshared
+            trainer.register(self.name, self, shared=True, kind="schedule")
         trainer.add_event_handler(Events.STARTED, self._prepare)
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._publish)

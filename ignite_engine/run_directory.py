@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import json
 import logging
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -23,7 +21,7 @@ from torch import nn
 
 from ignite_engine.checkpointing.digests import tensor_bytes
 from ignite_engine.checkpointing.environment import environment_values
-from ignite_engine.checkpointing.filesystem import replace_file
+from ignite_engine.checkpointing.filesystem import DirectoryInUse, held, replace_file
 from ignite_engine.checkpointing.manifest import json_number
 from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.states.model_and_optimizer import clean_name, unwrap
@@ -55,27 +53,17 @@ class RunDirectory:
     def held(self) -> Iterator[None]:
         """Create the folder and keep other processes from training in it.
 
-        The lock belongs to this process: the kernel frees it however the process ends, and a loader worker that
-        outlives it for a moment does not keep it (with ``flock`` it would).
-
         Raises:
             RunDirectoryInUse: another process holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "a+", encoding="utf-8") as file:
+        with contextlib.ExitStack() as stack:
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                file.seek(0)
-                holder = file.read().strip() or "another process"
+                stack.enter_context(held(self.path))
+            except DirectoryInUse as holder:
                 raise RunDirectoryInUse(
                     f"run.directory: {self.path} is in use by {holder}; wait until it has ended, or give another one."
                 ) from None
-            except OSError as error:
-                logger.warning("%s cannot be locked (%s): do not start a second run in it.", self.path, error.strerror)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}\n")
-            file.flush()
             yield
 
     def write_config(self, values: Mapping[str, Any]) -> list[str]:

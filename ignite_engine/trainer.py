@@ -60,7 +60,7 @@ class Trainer(Engine):
         self.progress = Progress(self.state, self.resume_state, accumulation_steps)
         self.requests = StopRequests()
         for name, part in self.progress.parts().items():
-            self.registry.register(name, part)
+            self.registry.register(name, part, kind={"trainer": "counters"}.get(name, name))
         for name, obj, shared in getattr(update, "stateful", lambda: ())():
             self.registry.register(name, obj, shared=shared)
         self._at_end: list[Callable[[Trainer], None]] = []
@@ -98,7 +98,8 @@ class Trainer(Engine):
         if (module := unshared_statistics(getattr(self.update, "model", None))) is not None:
             reasons.append(f"{module} keeps statistics of each rank's own, and those of rank 0 alone are saved")
         filters = self.registry.filters if only is None else [only]
-        return reasons + [reason for each in filters for reason in each.reasons(self.registry.capture)]
+        registry = self.registry
+        return reasons + [reason for each in filters for reason in each.reasons(registry.capture, registry.kinds)]
 
     exactness = reproducibility
     """The name of :meth:`reproducibility` in earlier versions."""

@@ -96,7 +96,7 @@ class Checkpoint:
         path = self._trainer.registry.resume(self.store, ignore=ignore, strict=self.options.strict)
         if path is not None:
             self._saver.resumed(self._trainer, path)
-            logger.info("Resumed from %s.", path)
+            logger.info("Resumed from %s at iteration %d.", path, self._trainer.state.iteration)
         return path
 
     def load(self, path: str | Path, plan: LoadPlan) -> LoadTable:
@@ -149,7 +149,6 @@ class Checkpoint:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
         if self.options.when_busy == "skip" and not self.options.background:
             logger.warning("when_busy='skip' has no effect without background=True: no save is ever busy.")
-        self._saver.start(trainer)
         if self._followed is not None:
             self._followed.begin(trainer)
         mine = trainer.reproducibility(self._saver.filter)
@@ -158,6 +157,7 @@ class Checkpoint:
             require_exact("This run", reasons)
         if reasons and agreement.rank() == 0:
             logger.warning("A run resumed from these checkpoints may have other bits: %s.", "; ".join(reasons))
+        self._saver.start(trainer)
         trainer.call_at_end(self._end)
 
     def _measure(self, trainer: Trainer) -> None:
@@ -189,11 +189,14 @@ class Checkpoint:
         saver.save(trainer, background=self.options.background and not state.last, metrics=metrics)
 
     def _end(self, trainer: Trainer) -> None:
-        self._saver.end(trainer)
-        if trainer.state.status == "failed" and agreement.world_size() == 1 and self.options.on_exception:
-            with trainer.progress.before_the_failure(trainer.update) as restartable:
-                if restartable and not self._saver.has_saved(trainer):
-                    self._saver.save(trainer, reasons=["saved after an exception, random numbers as it left them"])
+        try:
+            self._saver.end(trainer)
+            if trainer.state.status == "failed" and agreement.world_size() == 1 and self.options.on_exception:
+                with trainer.progress.before_the_failure(trainer.update) as restartable:
+                    if restartable and not self._saver.has_saved(trainer):
+                        self._saver.save(trainer, reasons=["saved after an exception, random numbers as it left them"])
+        finally:
+            self._saver.release()
 
 
 def _is_number(value: Any) -> bool:

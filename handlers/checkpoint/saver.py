@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ from ignite_engine.checkpointing import (
     SaveOptions,
     Snapshot,
     all_finite,
+    filesystem,
 )
 from ignite_engine.checkpointing.background import ChangedWhileCopied
 from ignite_engine.checkpointing.manifest import Facts
@@ -47,7 +49,7 @@ class Saver:
     """
 
     def __init__(self, directory: str | Path, options: SaveOptions) -> None:
-        self.store = CheckpointStore(directory)
+        self.store = CheckpointStore(Path(directory).absolute())
         self.options, self.filter = options, options.filter
         self.error: CheckpointError | None = None
         """Why the last save failed; None: it did not."""
@@ -57,6 +59,9 @@ class Saver:
         self._before_step: RemovableEventHandle | None = None
         self._snapshot = Snapshot()
         self._copies_late = True
+        self._continues = False
+        self._prune_failure = ""
+        self._lock = contextlib.ExitStack()
         self._saved_at: tuple[int, int] | None = None
         self._saving_at = -1
 
@@ -71,25 +76,54 @@ class Saver:
 
     def resumed(self, trainer: Trainer, path: Path) -> None:
         """The run was resumed from ``path``."""
+        self._continues = True
         self._saved_at, self.parent = _boundary_of(trainer), path.name
 
     def start(self, trainer: Trainer) -> None:
-        """A run starts: handle what another process may have left in the folder; a collective."""
+        """A run starts: check what it saves, take the folder, handle what is in it; a collective.
+
+        Raises:
+            CheckpointError: something registered cannot be saved, or another process saves in the folder.
+            StateMismatch: ``exclude`` has a pattern that matches nothing.
+        """
         if trainer.state.iteration == 0:
             self._saved_at = None
         if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
             self.store = CheckpointStore(self.store.directory, agreement.cpu_group("checkpoint"))
+        self.filter.check(trainer.registry.capture, trainer.registry.kinds)
+        agreement.agreed(lambda: self._check_registered(trainer))
+        agreement.agreed(lambda: self._take_folder() if agreement.rank() == 0 else None)
         self.store.sweep()
         if self._saved_at is not None:  # resumed: the process before may have been killed between a save and its prune
             self._prune()
-        self.filter.check(trainer.registry.capture)
-        agreement.agreed(lambda: self._check_registered(trainer))
+
+    def _take_folder(self) -> None:
+        """Keep other processes from saving there until the end of the run; log what a fresh run replaces."""
+        directory = self.store.directory
+        try:
+            self._lock.enter_context(filesystem.held(directory))
+        except filesystem.DirectoryInUse as holder:
+            raise CheckpointError(
+                f"{directory} is in use by {holder}, which saves its checkpoints there: wait until it has ended, or "
+                "give this run another directory."
+            ) from None
+        if not self._continues and (others := self.store.checkpoints()):
+            logger.warning(
+                "%s holds %d checkpoints of another run, which are deleted as this one saves its own; to continue from "
+                "%s, call checkpoint.resume() before run().",
+                *(directory, len(others), others[-1].path.name),
+            )
+        self._continues = True
+
+    def release(self) -> None:
+        """Let other processes save in the folder."""
+        self._lock.close()
 
     def _check_registered(self, trainer: Trainer) -> None:
         """Refuse what no checkpoint could hold before it is trained for."""
         own = {"data", "rng", "trainer"}  # the state of a loader may start its workers
         states = {name: obj.state_dict() for name, obj in trainer.registry.objects.items() if name not in own}
-        refuse_what_cannot_be_loaded(self.filter(states, getattr(trainer.registry, "kinds", {}))[0])
+        refuse_what_cannot_be_loaded(self.filter(states, trainer.registry.kinds)[0])
 
     def save(
         self,
@@ -144,7 +178,7 @@ class Saver:
 
     def _capture(self, trainer: Trainer, background: bool) -> _Captured:
         """What is saved: shared parts, this rank's own, and the manifest's facts; a copy for the background."""
-        kinds: Mapping[str, str] = getattr(trainer.registry, "kinds", {})
+        kinds = trainer.registry.kinds
         (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
         for parts in (shared, local):
             refuse_what_cannot_be_loaded(parts)
@@ -152,7 +186,7 @@ class Saver:
             **self.options.facts,
             "reproducibility": trainer.reproducibility(self.filter),
             "left_out": left_out | own,
-            "kinds": kinds,
+            "kinds": dict(kinds),
             "parent": self.parent,
         }
         if background:
@@ -192,7 +226,9 @@ class Saver:
         try:
             self.store.apply(self.options.retention)
         except CheckpointError as error:  # one too many is not a reason to stop
-            logger.warning("%s", error)
+            if str(error) != self._prune_failure:
+                logger.warning("%s", error)
+            self._prune_failure = str(error)
 
     def _before_change(self, trainer: Trainer) -> None:
         if self._saving is not None:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,7 +33,9 @@ from ignite_engine.checkpointing.manifest import (
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded, write_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import superseded
-from ignite_engine.errors import CheckpointError
+from ignite_engine.errors import CheckpointError, one_line
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,10 @@ class Commit:
         if committed == plain:
             return plain
         same = [each for each in names.scan(self._directory)[0] if each.iteration == self._iteration]
-        names.discard([each.path for each in superseded(same)])
+        try:
+            names.discard([each.path for each in superseded(same)])
+        except OSError as error:  # the new one is committed
+            logger.warning("A checkpoint that %s replaces cannot be deleted: %s.", committed, one_line(error))
         if plain.exists():  # a healthy one that a broken one does not replace, or one that cannot be read
             return committed
         filesystem.rename(committed, plain)

@@ -7,10 +7,13 @@ The order of these calls is the commit protocol, so they are in one place: a tes
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
+import logging
 import os
+import platform
 import secrets
 import stat
 from collections.abc import Callable, Iterator
@@ -21,6 +24,8 @@ from typing import IO, Any, cast
 # Large enough that the calls cost nothing, small enough that a piece is still in the cache when it is written after
 # it was hashed.
 PIECE_BYTES = 1 << 20
+LOCK_NAME = ".lock"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,13 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     synchronise_directory(path.parent)
 
 
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading, without a buffer; a symbolic link is refused with an ``OSError``."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "It is a symbolic link, which is not followed", str(path))
+    return open(path, "rb", buffering=0)
+
+
 def hash_file(file: IO[bytes]) -> FileRecord:
     """Size and hash of an open file from its start; leaves it at its end."""
     file.seek(0)
@@ -167,7 +179,13 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory with all in it; what another process removed meanwhile is not an error."""
+    """Remove a directory with all in it; what another process removed meanwhile is not an error.
+
+    Of a symbolic link the link itself is removed, never what it points to.
+    """
+    if path.is_symlink():
+        os.unlink(path)
+        return
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
     except FileNotFoundError:
@@ -189,7 +207,7 @@ def locked(path: Path) -> Iterator[bool]:
     The kernel releases it when its holder dies, however it died: a temporary directory whose lock is free has no
     writer any more, on this host or in another container.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,13 +219,60 @@ def locked(path: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
+class DirectoryInUse(RuntimeError):
+    """Another process holds the lock of a directory; the message is the process."""
+
+
+@contextlib.contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Keep other processes from holding a directory, which is made if it is missing.
+
+    The lock is the process's own: the kernel frees it however the process ends, and no loader worker that outlives it
+    for a moment keeps it, as would be so with ``flock``. A second holder in the same process is not refused. Where the
+    file system does not allow a lock, that is a warning.
+
+    Raises:
+        DirectoryInUse: another process holds it.
+    """
+    path = directory / LOCK_NAME
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(_locked_file(path))
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+            stack.callback(path.unlink, missing_ok=True)  # while it is still locked
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): do not start a second run in it.", directory, error.strerror)
+        yield
+
+
+@contextlib.contextmanager
+def _locked_file(path: Path) -> Iterator[IO[str]]:
+    while True:
+        with open(path, "a+", encoding="utf-8") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                file.seek(0)
+                raise DirectoryInUse(file.read().strip() or "another process") from None
+            # its last holder may have deleted it since it was opened
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield file
+                return
+
+
 Signature = tuple[int, int, int, int]
 
 
 def signature(path: Path) -> Signature | None:
-    """What changes when a regular file is written or replaced: inode, size, times in ns. None if there is no file."""
+    """What changes when a regular file is written or replaced: inode, size, times in ns.
+
+    None if there is no regular file; a symbolic link is none.
+    """
     try:
-        status = os.stat(path)
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not stat.S_ISREG(status.st_mode):

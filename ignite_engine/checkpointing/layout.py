@@ -10,7 +10,7 @@ from pathlib import Path
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing.manifest import read_manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo
-from ignite_engine.errors import CheckpointError
+from ignite_engine.errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +18,7 @@ SHARED_FILE = "shared.pt"
 _COMMITTED = re.compile(r"iteration_(\d{8,})(?:\.\d+)?")
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"
+_LEFTOVER = re.compile(rf"(?P<prefix>{re.escape(_TEMPORARY)}|{re.escape(_TRASH)}){_COMMITTED.pattern}-[0-9a-f]{{8}}")
 
 
 def rank_file(rank: int) -> str:
@@ -54,6 +55,9 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]
     except (FileNotFoundError, NotADirectoryError):
         return [], []
     for path in sorted(entries):
+        if path.is_symlink():  # what it points to may be another run's, and would be pruned with this one's
+            unreadable.append((path, "it is a symbolic link, which is neither read nor deleted"))
+            continue
         try:
             readable.append(CheckpointInfo(path, read_manifest(path)))
         except CheckpointError as error:
@@ -74,34 +78,58 @@ def free_name(directory: Path, iteration: int) -> Path:
 
 
 def discard(paths: list[Path]) -> None:
-    """Remove committed checkpoints: none is ever half removed under its own name, wherever the process is killed."""
+    """Remove committed checkpoints: none is ever half removed under its own name, wherever the process is killed.
+
+    Raises:
+        OSError: of the first one that could not be removed, after the others were.
+    """
     trash: list[Path] = []
+    errors: list[OSError] = []
     for path in paths:
-        trash.append(path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}"))
-        filesystem.rename(path, trash[-1])
-    for parent in {each.parent for each in paths}:
+        target = path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}")
+        try:
+            filesystem.rename(path, target)
+        except OSError as error:
+            errors.append(error)
+        else:
+            trash.append(target)
+    for parent in {each.parent for each in trash}:
         filesystem.synchronise_directory(parent)  # the new name is durable before the content goes
     for each in trash:
-        filesystem.remove_tree(each)
+        try:
+            filesystem.remove_tree(each)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Remove what dead writers and interrupted removals left; a temporary directory with a living writer stays."""
+    """Remove what dead writers and interrupted removals left.
+
+    A temporary directory with a living writer stays. What cannot be removed stays, too, with a warning. Of a symbolic
+    link the link is removed.
+    """
     removed: list[Path] = []
     if not directory.is_dir():
         return removed
     for path in sorted(directory.iterdir()):
-        if path.name.startswith(_TRASH):
-            filesystem.remove_tree(path)
-            removed.append(path)
-        elif path.name.startswith(_TEMPORARY):
-            try:
-                with filesystem.locked(path) as no_writer:
-                    if no_writer:
-                        filesystem.remove_tree(path)
-                        removed.append(path)
-                    else:
-                        logger.warning("%s was left: another process is writing it.", path)
-            except FileNotFoundError:
-                continue
+        found = _LEFTOVER.fullmatch(path.name)
+        if found is None:
+            continue
+        try:
+            if found["prefix"] == _TRASH or path.is_symlink() or _has_no_writer(path):
+                filesystem.remove_tree(path)
+                removed.append(path)
+            else:
+                logger.warning("%s was left: another process is writing it.", path)
+        except FileNotFoundError:  # another process was faster
+            continue
+        except OSError as error:
+            logger.warning("%s is a leftover that cannot be deleted: %s.", path, one_line(error))
     return removed
+
+
+def _has_no_writer(path: Path) -> bool:
+    with filesystem.locked(path) as free:
+        return free

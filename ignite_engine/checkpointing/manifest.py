@@ -7,14 +7,15 @@ import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
 
-from ignite_engine.checkpointing.filesystem import FileRecord
+from ignite_engine.checkpointing.filesystem import FileRecord, open_regular
 from ignite_engine.errors import CheckpointError, one_line
 
 FORMAT_VERSION = 2  # 1: no kinds, and `exactness` for `reproducibility`
@@ -34,6 +35,7 @@ class Facts(TypedDict, total=False):
     parent: str | None
     left_out: Mapping[str, Sequence[str]]
     kinds: Mapping[str, str]
+    best: Mapping[str, str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ class Manifest:
     """Names inside parts that a filter left out, by part; a part without names was left out whole."""
     kinds: dict[str, str] = field(default_factory=dict)
     """What each part is, as ``register(kind=...)`` said; a part that is not in it is guessed from its state."""
+    best: dict[str, str] | None = None
+    """The ``metric`` by which the run keeps its best ones, and its ``mode``, ``min`` or ``max``; None: by none."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -93,12 +97,13 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        content = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            content = json.loads(file.read())
     except FileNotFoundError:
         raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: it is not a committed checkpoint.") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
-    except ValueError as error:  # JSON and UTF-8 alike
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 alike
         raise CheckpointError(f"{path} is damaged: it is not JSON ({one_line(error)}).") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: it holds a {type(content).__name__}, not an object.")
@@ -132,13 +137,38 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
         values["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
         values["metrics"] = {name: float(value) for name, value in content["metrics"].items()}
         manifest = Manifest(**values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: {one_line(error)}.") from error
-    # a name such as ../../other must never lead out of the checkpoint
-    for name in manifest.files:
+    for name, hint in get_type_hints(Manifest).items():
+        if not _fits(getattr(manifest, name), hint):
+            raise CheckpointError(f"{path} is damaged: its {name} has a value of another type than it must have.")
+    if min(manifest.iteration, manifest.epoch, manifest.sequence, manifest.world_size) < 0:
+        raise CheckpointError(f"{path} is damaged: one of its counts is negative.")
+    if manifest.best is not None and set(manifest.best) != {"metric", "mode"}:
+        raise CheckpointError(f"{path} is damaged: its best is not a metric and a mode.")
+    for name in manifest.files:  # such as ../../other, which must never lead out of the checkpoint
         if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{path} is damaged: {name!r} is not the name of a file beside it.")
+    for name in chain(*manifest.parts.values(), manifest.left_out, manifest.kinds):
+        if not name.isprintable():  # each is a part of messages of one line
+            raise CheckpointError(f"{path} is damaged: {name!r} is not the name of a part.")
     return manifest
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type made of JSON's, dataclasses, lists, dicts and unions."""
+    inside = get_args(hint)
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) and _fits(value[key], inside[1]) for key in value)
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(each, inside[0]) for each in value)
+    if inside:
+        return any(_fits(value, each) for each in inside)
+    if hint is Any:
+        return True
+    if is_dataclass(hint):
+        return all(_fits(getattr(value, name), each) for name, each in get_type_hints(hint).items())
+    return type(value) is hint
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from ignite_engine.checkpointing.filesystem import FileRecord, hash_file, write_file
+from ignite_engine.checkpointing.filesystem import FileRecord, hash_file, open_regular, write_file
 from ignite_engine.checkpointing.nested import TooDeep, rebuilt, walk
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -144,7 +144,7 @@ def read_parts(path: Path, record: FileRecord, *, verified: bool = False, mmap: 
         CheckpointError: one line; the file is missing, damaged, or holds more than plain data (nothing was executed).
     """
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             if not verified and (problem := compare(path.name, hash_file(file), record)):
                 raise CheckpointError(f"{path.parent} is damaged: {problem}.")
             file.seek(0)

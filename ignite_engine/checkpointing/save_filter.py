@@ -57,22 +57,25 @@ class SaveFilter:
             kept[part] = state
         return kept, left_out
 
-    def check(self, capture: Capture) -> None:
+    def check(self, capture: Capture, kinds: Mapping[str, str] | None = None) -> None:
         """Refuse a pattern that matches nothing in the parts that ``capture`` gives.
 
         Raises:
             StateMismatch: names the pattern.
         """
         if self._exclude.texts:
-            parts = {part: state for each in capture() for part, state in each.items()}
+            parts, known = {part: state for each in capture() for part, state in each.items()}, kinds or {}
+            names = {part: part_names.named(state, known.get(part)) or () for part, state in parts.items()}
             try:
-                self._exclude.check({part: part_names.named(state) or () for part, state in parts.items()}, "this run")
+                self._exclude.check(names, "this run")
             except ValueError as error:
                 raise StateMismatch(str(error)) from error
 
-    def reasons(self, capture: Capture) -> list[str]:
+    def reasons(self, capture: Capture, kinds: Mapping[str, str] | None = None) -> list[str]:
         """What it leaves out of the parts that ``capture`` gives, as the reproducibility report says it."""
-        left_out = self({part: state for each in capture() for part, state in each.items()})[1] if self._active else {}
+        if not self._active:
+            return []
+        _, left_out = self({part: state for each in capture() for part, state in each.items()}, kinds)
         return [
             f"{part} is saved without {len(names)} names ({shortened(names)})" if names else f"{part} is not saved"
             for part, names in left_out.items()

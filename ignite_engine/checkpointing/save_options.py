@@ -106,4 +106,5 @@ class SaveOptions:
     @property
     def facts(self) -> Facts:
         """What each checkpoint's manifest says of it."""
-        return {"config": self.config, "labels": tuple(self.labels)}
+        best = None if self.best is None else {"metric": self.best, "mode": self.mode}
+        return {"config": self.config, "labels": tuple(self.labels), "best": best}

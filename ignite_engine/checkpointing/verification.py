@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, signature
+from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, open_regular, signature
 from ignite_engine.checkpointing.manifest import Manifest, read_manifest
 from ignite_engine.checkpointing.part_file import compare, plain_data_problem
 from ignite_engine.errors import CheckpointError, one_line
@@ -67,7 +67,7 @@ class Verification:
         if status is None:
             return f"{path.name} is missing"
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open_regular(path) as file:
                 problem = compare(path.name, hash_file(file), record) or plain_data_problem(path)
         except OSError as error:
             return f"{path.name} cannot be read: {one_line(error)}"

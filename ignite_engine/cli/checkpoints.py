@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     prune.add_argument("--keep-last", type=int, metavar="N", help="newest ones; default: 1")
     prune.add_argument("--keep-best", metavar="KEY", help="a metric's key, such as val/loss")
     prune.add_argument("--keep-best-count", type=int, default=1, metavar="N", help="best ones; default: 1")
-    prune.add_argument("--mode", choices=["min", "max"], default="min", help="which score is better; default: min")
+    prune.add_argument("--mode", choices=["min", "max"], help="which score is better; default: as in the run, else min")
     prune.add_argument("--keep-every", type=int, metavar="N", help="those whose iteration is a multiple of N")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
 
@@ -100,17 +100,15 @@ def _row(checkpoint: CheckpointInfo) -> tuple[str, ...]:
 def _verify(options: argparse.Namespace) -> int:
     where: Path = options.where
     if (where / MANIFEST_NAME).exists() or named_iteration(where) is not None:
-        store, paths = CheckpointStore(where.parent), [where]
+        found = {where: CheckpointStore(where.parent).verify(where)}
     else:
-        store = CheckpointStore(find_directory(where))
-        readable, unreadable = scan(store.directory)
-        paths = sorted([each.path for each in readable] + [path for path, _ in unreadable])
-    damaged = 0
-    for path in paths:
-        problems = store.verify(path)
-        damaged += bool(problems)
+        directory = find_directory(where)
+        readable, unreadable = scan(directory)
+        found = {path: [reason] for path, reason in unreadable}
+        found |= {each.path: CheckpointStore(directory).verify(each.path) for each in readable}
+    for path, problems in sorted(found.items()):
         print(f"{path.name}  {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
-    return int(damaged > 0)
+    return int(any(found.values()))
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -152,25 +150,39 @@ def _prune(options: argparse.Namespace) -> int:
     store = CheckpointStore(find_directory(options.where))
     if options.keep_last is None and options.keep_best is None and options.keep_every is None:
         raise CheckpointError("prune needs to know what to keep: give --keep-last, --keep-best or --keep-every.")
+    before = store.checkpoints()
+    if options.keep_best is not None and not any(options.keep_best in each.manifest.metrics for each in before):
+        known = sorted({key for each in before for key in each.manifest.metrics})
+        raise CheckpointError(f"no checkpoint has the metric {options.keep_best!r}; there are {shortened(known, 6)}.")
     try:
         retention = Retention(
             keep_last=1 if options.keep_last is None else options.keep_last,
             keep_best=options.keep_best_count,
             best=options.keep_best,
-            mode=options.mode,
+            mode=_mode(options, before),
             keep_every=options.keep_every,
         )
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    before = store.checkpoints()
-    if options.keep_best is not None and not any(options.keep_best in each.manifest.metrics for each in before):
-        known = sorted({key for each in before for key in each.manifest.metrics})
-        raise CheckpointError(f"no checkpoint has the metric {options.keep_best!r}; there are {shortened(known, 6)}.")
     gone = [each.path for each in store.to_delete(retention)] if options.dry_run else store.apply(retention)
     for path in gone:
         print(f"{path.name}  {'would be deleted' if options.dry_run else 'deleted'}")
     print(f"{len(before) - len(gone)} of {len(before)} {'would stay' if options.dry_run else 'stay'}")
     return 0
+
+
+def _mode(options: argparse.Namespace, checkpoints: Sequence[CheckpointInfo]) -> Any:
+    """Whether a small or a large score is better: as asked for, or as the newest manifest that knows it says."""
+    if options.mode is not None:
+        return options.mode
+    for manifest in (each.manifest for each in reversed(checkpoints)):
+        section = (manifest.config or {}).get("checkpoint")  # all that format version 1 says of it
+        of_config = (section.get("best"), section.get("mode")) if isinstance(section, dict) else ()
+        of_run = (manifest.best["metric"], manifest.best["mode"]) if manifest.best else ()
+        for known in (of_run, of_config):
+            if known in ((options.keep_best, "min"), (options.keep_best, "max")):
+                return known[1]
+    return "min"
 
 
 def _size(manifest: Manifest) -> str:

@@ -213,9 +213,8 @@ class Registry:
 
         def prepared() -> tuple[dict[str, Any], LoadTable]:
             found = read_source(chosen, rank)
-            return prepare(
-                plan, found.parts, self.objects, source=str(chosen), left_out=found.left_out, kinds=found.kinds
-            )
+            kinds = {**self.kinds, **found.kinds}
+            return prepare(plan, found.parts, self.objects, source=str(chosen), left_out=found.left_out, kinds=kinds)
 
         outcome: list[tuple[dict[str, Any], LoadTable]] = []
         agreement.agreed(lambda: outcome.append(prepared()))

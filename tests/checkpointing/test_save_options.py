@@ -29,7 +29,8 @@ def test_a_config_has_each_of_them_but_what_only_code_can_give() -> None:
 
 def test_labels_and_config_are_facts_of_the_manifest() -> None:
     options = SaveOptions(labels=(each for each in ("a", "b")), config={"seed": 3})
-    assert options.facts == options.facts == {"labels": ("a", "b"), "config": {"seed": 3}}
+    assert options.facts == options.facts == {"labels": ("a", "b"), "config": {"seed": 3}, "best": None}
+    assert SaveOptions(best="f1", mode="max").facts["best"] == {"metric": "f1", "mode": "max"}
 
 
 @pytest.mark.parametrize(

@@ -308,3 +308,41 @@ def test_as_a_program(run: Path) -> None:
     assert done.returncode == 1 and done.stdout.splitlines()[2].startswith("iteration_00000012  damaged: shared.pt")
     done = subprocess.run([*command, "list", "nowhere"], env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: nowhere does not exist")
+
+
+@pytest.mark.parametrize("known_by", ["manifest", "config"])
+def test_prune_knows_whether_a_large_score_is_better(tmp_path: Path, say: Say, known_by: str) -> None:
+    """That a run keeps its largest is in each manifest, and in the config of a recipe's run."""
+    facts: Any = {"best": {"metric": "val/loss", "mode": "max"}}
+    if known_by == "config":
+        facts = {"config": {"checkpoint": {"best": "val/loss", "mode": "max"}}}
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for iteration, score in ((4, 0.5), (8, 0.9), (12, 0.7)):
+        store.save({"model": {}}, {}, iteration=iteration, epoch=1, metrics={"val/loss": score}, **facts)
+    assert (
+        say("prune", tmp_path, "--keep-best", "val/loss", "--dry-run")[1][0] == "iteration_00000004  would be deleted"
+    )
+    assert say("prune", tmp_path, "--keep-best", "val/loss", "--mode", "min", "--dry-run")[1][0].startswith(
+        "iteration_00000008"
+    )
+    assert say("prune", tmp_path, "--keep-best", "val/loss")[0] == 0
+    assert names(tmp_path) == ["iteration_00000008", "iteration_00000012"]
+
+
+def test_a_run_keeps_its_mode_in_the_manifest(tmp_path: Path) -> None:
+    trained(tmp_path, best="val/loss", mode="max")
+    assert {str(each.manifest.best) for each in CheckpointStore(tmp_path / "checkpoints").checkpoints()} == {
+        "{'metric': 'val/loss', 'mode': 'max'}"
+    }
+
+
+def test_a_symbolic_link_among_checkpoints_is_named_and_left(run: Path, say: Say, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    trained(other)
+    link = run / "checkpoints" / "iteration_00000099"
+    link.symlink_to(other / "checkpoints" / "iteration_00000012")
+    code, lines = say("verify", run)
+    assert code == 1 and lines[-1].startswith("iteration_00000099  damaged: it is a symbolic link")
+    assert say("list", run)[1][-1].startswith("iteration_00000099  cannot be read: it is a symbolic link")
+    assert say("prune", run, "--keep-last", "1")[1][-1] == "1 of 3 stay"
+    assert link.is_symlink() and len(names(other)) == 3

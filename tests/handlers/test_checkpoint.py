@@ -296,7 +296,7 @@ def test_start_of_a_run_sweeps_what_a_killed_one_was_writing(tmp_path: Path, res
 
 
 def hidden(directory: Path) -> list[Path]:
-    return sorted(each for each in directory.iterdir() if each.name.startswith("."))
+    return sorted(each for each in directory.iterdir() if each.name.startswith((".tmp", ".trash")))
 
 
 def test_damaged_newest_one_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-KINDS = ("model", "optimizer", "schedule", "average", "metric", "counters", "data", "rng", "other")
+KINDS = ("model", "parameters", "optimizer", "schedule", "average", "metric", "counters", "data", "rng", "other")
 CATEGORIES = ("model", "optimizer", "schedule", "scaler", "data", "counters", "rng", "handlers")
 """The groups of parts that a plan can name."""
 
@@ -80,10 +80,10 @@ def form_of(state: Any, kind: str | None) -> _Form | None:
     """
     if not isinstance(state, Mapping):
         return None
-    if kind in _GUESSED | {"optimizer"} and {"state", "param_groups"} <= set(state):
+    if kind in (None, "optimizer") and {"state", "param_groups"} <= set(state):
         groups = state["param_groups"]
         return "optimizer" if all(isinstance(name, str) for group in groups for name in group["params"]) else None
-    if kind in _GUESSED | {"average"} and "updates" in state and "weights" in state:
+    if kind in (None, "average") and "updates" in state and "weights" in state:
         return "average" if state["weights"] == {} or _is_tensors(state["weights"]) else None
     return "tensors" if _is_tensors(state) else None
 
@@ -100,9 +100,6 @@ def guessed_kind(part: str, state: Any, obj: Any = None) -> str:
     if {"scheduler", "lrs"} <= keys or {"base_lrs", "last_epoch"} <= keys or hasattr(obj, "scheduler"):
         return "schedule"
     return "average" if form_of(state, "average") == "average" else "other"
-
-
-_GUESSED: frozenset[str | None] = frozenset({None, "other"})
 
 
 def _is_tensors(state: Any) -> bool:

@@ -66,8 +66,7 @@ class _Preparation:
         self._plan, self._here, self._source = plan, here, source
 
         def kind_of(part: str) -> str:
-            said = kinds.get(part, "other")
-            return part_names.guessed_kind(part, saved.get(part), here.get(part)) if said == "other" else said
+            return kinds.get(part) or part_names.guessed_kind(part, saved.get(part), here.get(part))
 
         self._kind = kind_of
         self._rename = _Renaming(plan.rename, source, kind_of)

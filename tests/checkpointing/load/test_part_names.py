@@ -12,6 +12,8 @@ from ignite_engine.checkpointing import CheckpointStore, LoadPlan, prepare, read
 from ignite_engine.checkpointing.export import weights_of
 from ignite_engine.checkpointing.load.part_names import category, guessed_kind, named, with_names
 from ignite_engine.errors import CheckpointError
+from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, warmup_cosine
+from tests.builders import numbers_loader, trainer_of
 
 WEIGHTS = {"a": torch.ones(2), "b": torch.zeros(1)}
 OPTIMIZER: dict[str, Any] = {"state": {"a": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["a", "b"]}]}
@@ -26,6 +28,8 @@ AVERAGE = {"updates": 3, "weights": {"a": torch.full((2,), 5.0)}}
         (AVERAGE, "average", ["a"]),
         (AVERAGE, None, ["a"]),
         (AVERAGE, "metric", None),
+        (AVERAGE, "other", None),
+        (OPTIMIZER, "other", None),
         (OPTIMIZER, "schedule", None),
         ({"last_epoch": 3}, "schedule", None),
         (7, None, None),
@@ -92,3 +96,22 @@ def test_what_a_part_is_is_kept_in_the_manifest_and_goes_before_its_looks(tmp_pa
     }
     with pytest.raises(ValueError, match="no average of that name"):
         prepare(LoadPlan(weights="meter"), source.parts, here, source="it", kinds=source.kinds)
+
+
+def test_a_run_says_what_each_of_its_parts_is(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    LRSchedule(warmup_cosine(trainer.update.optimizers["optimizer"], warmup=1, total=4)).attach(trainer)  # type: ignore[attr-defined]  # an Update
+    EMA(0.9).attach(trainer)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(trainer)
+    trainer.run(numbers_loader(), max_iters=2)
+    assert checkpoint.store.checkpoints()[-1].manifest.kinds == {
+        "trainer": "counters",
+        "data": "data",
+        "rng": "rng",
+        "model": "model",
+        "optimizer": "optimizer",
+        "lr_schedule": "schedule",
+        "ema": "average",
+        "checkpoint": "other",
+    }

@@ -1,0 +1,79 @@
+"""File operations: replaced whole, removed without following links, held by one process."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from ignite_engine.checkpointing import filesystem
+from ignite_engine.checkpointing.filesystem import DirectoryInUse, held, open_regular, remove_tree, replace_file
+from tests.checkpointing.file_faults import FileOperations, in_child
+
+
+def test_a_file_is_replaced_durably(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with FileOperations(tmp_path) as seen:
+        replace_file(path, lambda file: file.write(b"new"))
+    assert path.read_text() == "new"
+    assert [operation for operation, _ in seen.seen] == ["open", "write", "fsync", "rename", "open", "fsync"]
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("operation", ["open", "write", "fsync", "rename"])
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path, operation: str) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"), FileOperations(tmp_path, at=(operation, ""), action=full) as seen:
+        replace_file(path, lambda file: file.write(b"new"))
+    assert seen.acted == 1 and path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_of_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("kept")
+    (tmp_path / "link").symlink_to("kept")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("link", "loop", "missing"):
+        remove_tree(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["kept"] and (tmp_path / "kept" / "file").read_text() == "kept"
+
+
+def test_a_link_is_not_opened_and_has_no_signature(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    with open_regular(tmp_path / "file") as file:
+        assert file.read() == b"x"
+    with pytest.raises(OSError, match="symbolic link, which is not followed"):
+        open_regular(tmp_path / "link")
+    assert filesystem.signature(tmp_path / "file") and filesystem.signature(tmp_path / "link") is None
+
+
+def test_a_directory_is_held_by_one_process(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+
+    def try_to_hold() -> str:
+        try:
+            with held(folder):
+                return "held"
+        except DirectoryInUse as holder:
+            return str(holder)
+
+    with held(folder):
+        code, answer = in_child(try_to_hold)
+        assert code == 0 and answer.startswith(f"process {os.getpid()} on ")
+    assert in_child(try_to_hold) == (0, "held") and os.listdir(folder) == []
+
+
+def test_a_directory_that_cannot_be_locked_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with held(tmp_path / "file"):
+        pass
+    assert "cannot be locked (File exists): do not start a second run in it" in caplog.text

@@ -1,0 +1,172 @@
+"""The folder that a run saves in: taken, kept, and what is in its way."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ignite.engine import Events
+
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore
+from ignite_engine.handlers import Checkpoint
+from tests.builders import numbers_loader, trainer_of
+from tests.checkpointing.file_faults import FileOperations
+
+ROOT = Path(__file__).resolve().parents[3]
+EVERY = Events.ITERATION_COMPLETED(every=1)
+
+
+def iterations(directory: Path) -> list[int]:
+    return [each.iteration for each in CheckpointStore(directory).checkpoints()]
+
+
+def test_a_leftover_that_cannot_be_deleted_does_not_stop_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = tmp_path / ".trash-iteration_00000005-0123abcd"
+    stuck.mkdir()
+
+    def busy() -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    for _ in range(2):
+        trainer = trainer_of()
+        Checkpoint(tmp_path).attach(trainer)
+        with FileOperations(tmp_path, at=("rmdir", stuck.name.rsplit("-", 1)[0]), action=busy) as seen:
+            trainer.run(numbers_loader(), max_iters=4)
+        assert seen.acted == 1 and iterations(tmp_path) == [4]
+    assert caplog.text.count("cannot be deleted") == 2
+
+
+def test_a_checkpoint_that_cannot_be_pruned_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def refuse(old: Any, new: Any) -> None:
+        if Path(old).name == "iteration_00000001":
+            raise PermissionError(errno.EACCES, "Permission denied", str(old))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    trainer = trainer_of()
+    Checkpoint(tmp_path, keep_last=1).attach(trainer, EVERY)
+    trainer.run(numbers_loader(), max_iters=6)
+    assert iterations(tmp_path) == [1, 6] and caplog.text.count("Permission denied") == 1
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from ignite.engine import Events
+from ignite_engine.handlers import Checkpoint
+from tests.builders import numbers_loader, trainer_of
+trainer = trainer_of()
+Checkpoint(sys.argv[1]).attach(trainer, Events.ITERATION_COMPLETED(every=1))
+
+@trainer.on(Events.ITERATION_COMPLETED)
+def wait():
+    Path(sys.argv[1], "started").touch()
+    while not Path(sys.argv[1], "go").exists():
+        time.sleep(0.01)
+
+trainer.run(numbers_loader(), max_iters=3)
+"""
+
+
+def test_the_same_script_in_two_terminals_trains_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT) as first:
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            trainer = trainer_of()
+            Checkpoint(tmp_path).attach(trainer)
+            with pytest.raises(CheckpointError) as error:
+                trainer.run(numbers_loader(), max_iters=3)
+            assert str(error.value) == (
+                f"{tmp_path} is in use by process {first.pid} on {platform.node()}, which saves its checkpoints there: "
+                "wait until it has ended, or give this run another directory."
+            )
+            assert trainer.state.iteration == 0
+        finally:
+            (tmp_path / "go").touch()
+        assert first.wait(60) == 0
+    assert iterations(tmp_path) == [2, 3] and not (tmp_path / ".lock").exists()
+    trainer = trainer_of()
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(trainer)
+    assert checkpoint.resume() is not None
+    trainer.run(numbers_loader(), max_iters=4)
+    assert iterations(tmp_path) == [3, 4]
+
+
+def test_a_killed_run_does_not_keep_the_folder(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("process 1 on another machine\n")
+    trainer = trainer_of()
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.run(numbers_loader(), max_iters=2)
+    assert iterations(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_folder_is_released_when_the_run_ends(tmp_path: Path, fails: bool) -> None:
+    trainer, seen = trainer_of(), list[bool]()
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.add_event_handler(EVERY, lambda: seen.append((tmp_path / ".lock").exists()))
+    if fails:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        trainer.run(numbers_loader(), max_iters=2)
+    assert seen == [True, True] and not (tmp_path / ".lock").exists()
+
+
+def test_a_relative_directory_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    trainer = trainer_of()
+    Checkpoint("checkpoints").attach(trainer, EVERY)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: os.chdir(tmp_path / "elsewhere"))
+    trainer.run(numbers_loader(), max_iters=4)
+    assert iterations(tmp_path / "checkpoints") == [3, 4] and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_folder_that_is_deleted_under_the_run_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    trainer = trainer_of()
+    Checkpoint(folder).attach(trainer, EVERY)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: shutil.rmtree(tmp_path / "run"))
+    trainer.run(numbers_loader(), max_iters=4)
+    assert iterations(folder) == [3, 4]
+
+
+def test_a_fresh_start_beside_other_checkpoints_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(*, resume: bool, max_iters: int) -> list[str]:
+        caplog.clear()
+        trainer = trainer_of()
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer, EVERY)
+        with caplog.at_level(logging.INFO, "ignite_engine.handlers.checkpoint"):
+            if resume:
+                checkpoint.resume()
+            trainer.run(numbers_loader(), max_iters=max_iters)
+            trainer.run(numbers_loader(), max_iters=max_iters + 1)  # its own checkpoints are not another run's
+        return [each.getMessage() for each in caplog.records if "checkpoint" in each.name]
+
+    assert run(resume=False, max_iters=3) == []
+    assert run(resume=False, max_iters=1) == [
+        f"{tmp_path} holds 2 checkpoints of another run, which are deleted as this one saves its own; to continue from "
+        "iteration_00000004, call checkpoint.resume() before run()."
+    ]
+    assert run(resume=True, max_iters=3) == [f"Resumed from {tmp_path / 'iteration_00000002'} at iteration 2."]
