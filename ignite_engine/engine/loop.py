@@ -36,7 +36,7 @@ from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
 
 Pauses = Generator[None, None, None]
-"""Yields where ``interrupt()`` pauses the run, and goes on from there."""
+"""Yields where ``interrupt()`` pauses the run, and continues from there."""
 
 
 class _RunEnds(Exception):
