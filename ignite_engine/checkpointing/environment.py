@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,13 +24,14 @@ _DECIDING = {
 
 def environment_values(world_size: int) -> dict[str, Any]:
     """Command, machine, devices and torch; without the versions of other packages."""
+    machine = os.uname()  # the functions of `platform` start a process, which a save in a thread must not
     return {
         "command": sys.argv,
         "working_directory": str(Path.cwd()),
         "python": sys.version,
         "torch": str(torch.__version__),
-        "platform": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
+        "platform": f"{machine.sysname}-{machine.release}-{machine.machine}",
+        "processor": machine.machine,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),

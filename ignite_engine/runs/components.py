@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ignite_engine import schedules
-from ignite_engine.config import Config, ConfigWarning
+from ignite_engine.config import Config, ConfigError, ConfigWarning
 from ignite_engine.data import loader
-from ignite_engine.errors import did_you_mean
+from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.ranks import agreement
+from ignite_engine.run_directory import config_differences
 from ignite_engine.schedules import Schedule
 from ignite_engine.task import Task, TaskError, build_task, find_task
 
@@ -66,6 +67,21 @@ def set_up_torch(config: Config) -> None:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for determinism
         torch.use_deterministic_algorithms(True)
+
+
+def check_ranks_agree(config: Config) -> None:
+    """Refuse, on all ranks, a run whose ranks were started with other configs; a collective.
+
+    Raises:
+        ConfigError: the first rank that differs from rank 0, and the keys.
+    """
+    configs = agreement.gather_objects(config.to_dict())
+    for rank, other in enumerate(configs):
+        if differences := config_differences(configs[0], other):
+            raise ConfigError(
+                f"rank {rank} was started with another config than rank 0: {shortened(differences)}; "
+                "start all ranks with the same file and overrides."
+            )
 
 
 def agreed_task(config: Config) -> Task:
@@ -115,7 +131,9 @@ def check_fit(config: Config, task: Task) -> None:
         if metric is None or metric in known or task.handlers:  # a user's handler may write any key
             continue
         near = did_you_mean(metric, known)
-        if metric.partition("/")[0] not in task.val_sets or not near.startswith("; known"):
+        # one of Ignite's metrics may give several values, each with a name of its own
+        is_possible = metric.partition("/")[0] in task.val_sets and task.metrics
+        if not is_possible or not near.startswith("; known"):
             raise config.error(key, f"got {metric!r}, expected a metric of this run{near}")
 
 

@@ -23,6 +23,7 @@ from ignite_engine.run_directory import PhaseTimes, RunDirectory
 from ignite_engine.runs.components import (
     agreed_task,
     check_fit,
+    check_ranks_agree,
     data_loader,
     make_optimizer,
     make_schedule,
@@ -51,6 +52,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         ConfigError: the task cannot be found or built, or it and the config do not fit; raised on all ranks.
     """
     startup = PhaseTimes()
+    check_ranks_agree(config)
     set_up_torch(config)
     with startup("task"):
         seed_all(config.run.seed)

@@ -194,6 +194,11 @@ class OptimizerState:
         for name, values in state["state"].items():
             if name not in index_of and name in parameters:
                 self.optimizer.state[parameters[name]] = _copied(values, parameters[name].device)
+            elif name in parameters:
+                loaded = self.optimizer.state[parameters[name]]
+                for key, value in values.items():  # torch casts them to the parameter's type
+                    if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                        loaded[key] = value.to(loaded[key].device, copy=True)
 
     def _parameters(self) -> dict[str, Tensor]:
         """Everything that an optimizer may hold, by the name that it has in the state."""

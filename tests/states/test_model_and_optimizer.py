@@ -400,3 +400,35 @@ def test_another_loss_function_is_refused_in_one_line() -> None:
 
     with pytest.raises(StateMismatch, match=r"outside of the model .* \(loss_fn.weight is \(5,\), saved \(3,\)\)"):
         ParametersState(model, {}, loss_fn).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_optimizer_state_keeps_its_type_where_the_parameters_have_another(kind: type[torch.optim.Optimizer]) -> None:
+    """``mu_product`` and ``eta`` are fp32 beside bf16 weights; torch's own loading casts them."""
+
+    def stepped(steps: int, start: tuple[nn.Module, torch.optim.Optimizer] | None = None) -> Any:
+        model = linear(dtype=torch.bfloat16) if start is None else start[0]
+        optimizer = kind(model.parameters(), lr=0.1) if start is None else start[1]
+        for step in range(steps):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.01 * (step + 1))
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = stepped(5)
+    saved = copy.deepcopy(OptimizerState(optimizer, model).state_dict())
+    other = copy.deepcopy(model)
+    loaded = kind(other.parameters(), lr=0.1)
+    OptimizerState(loaded, other).load_state_dict(saved)
+    types = [[value.dtype for value in each.state.values()] for each in (_Flat(optimizer), _Flat(loaded))]
+
+    assert types[0] == types[1] and torch.float32 in types[0]
+    assert torch.equal(one(stepped(3, (other, loaded))[0]), one(stepped(3, (model, optimizer))[0]))
+
+
+class _Flat:
+    """The tensors of an optimizer's state in order."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        values = (value for each in optimizer.state.values() for value in each.values())
+        self.state = {index: value for index, value in enumerate(values) if isinstance(value, Tensor)}
