@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +15,11 @@ from torch import nn
 from ignite_engine import Task
 from ignite_engine.config import Config, ConfigError, config_from_dict
 from ignite_engine.ranks import agreement
+from ignite_engine.ranks.launch import free_port
 from ignite_engine.runs import components
 from tests.builders import Numbers, linear, mse
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def config(**sections: Any) -> Config:
@@ -67,11 +74,35 @@ def test_only_training_shuffles_and_drops_the_last_batch() -> None:
             "ema.evaluate: got 'vl', ",
         ),
         ({"checkpoint": {"best": "val/los"}}, {"val_sets": {"val": Numbers(2)}}, "did you mean 'val/loss'"),
+        ({"checkpoint": {"best": "val/accuracy"}}, {"val_sets": {"val": Numbers(2)}}, "known: loss, val/loss"),
     ],
 )
 def test_task_that_does_not_fit_is_one_line(sections: dict[str, Any], parts: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         components.check_fit(config(**sections), Task(linear(), mse, Numbers(10), **parts))
+
+
+@pytest.mark.distributed
+def test_other_config_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ignite_engine", "train", "configs/digits.yaml", "task=nowhere.py:build"]
+    command += [f"run.directory={tmp_path}/run", "--backend", "gloo"]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [*command, f"optimizer.lr=0.{rank + 1}"],
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+
+    expected = "error: rank 1 was started with another config than rank 0: optimizer.lr: 0.1 -> 0.2; start all ranks"
+    assert [rank.returncode for rank in ranks] == [2, 2], errors
+    assert [sum(line.startswith(expected) for line in each.splitlines()) for each in errors] == [1, 0]
+    assert not (tmp_path / "run").exists()
 
 
 def test_optimizer_has_the_tasks_groups_or_all_that_requires_gradients() -> None:
