@@ -28,6 +28,7 @@ from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
 from ignite_engine.errors import one_line
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
+from ignite_engine.state import Start
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.update import Update
 
@@ -59,7 +60,6 @@ class Saver:
         self._before_step: RemovableEventHandle | None = None
         self._snapshot = Snapshot()
         self._copies_late = True
-        self._continues = False
         self._prune_failure = ""
         self._lock = contextlib.ExitStack()
         self._saved_at: tuple[int, int] | None = None
@@ -76,7 +76,6 @@ class Saver:
 
     def resumed(self, trainer: Trainer, path: Path) -> None:
         """The run was resumed from ``path``."""
-        self._continues = True
         self._saved_at, self.parent = _boundary_of(trainer), path.name
 
     def start(self, trainer: Trainer) -> None:
@@ -86,18 +85,18 @@ class Saver:
             CheckpointError: something registered cannot be saved, or another process saves in the folder.
             StateMismatch: ``exclude`` has a pattern that matches nothing.
         """
-        if trainer.state.iteration == 0:
+        if trainer.state.start is Start.FRESH:
             self._saved_at = None
         if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
             self.store = CheckpointStore(self.store.directory, agreement.cpu_group("checkpoint"))
         self.filter.check(trainer.registry.capture, trainer.registry.kinds)
         agreement.agreed(lambda: self._check_registered(trainer))
-        agreement.agreed(lambda: self._take_folder() if agreement.rank() == 0 else None)
+        agreement.agreed(lambda: self._take_folder(trainer) if agreement.rank() == 0 else None)
         self.store.sweep()
         if self._saved_at is not None:  # resumed: the process before may have been killed between a save and its prune
             self._prune()
 
-    def _take_folder(self) -> None:
+    def _take_folder(self, trainer: Trainer) -> None:
         """Keep other processes from saving there until the end of the run; log what a fresh run replaces."""
         directory = self.store.directory
         try:
@@ -107,13 +106,12 @@ class Saver:
                 f"{directory} is in use by {holder}, which saves its checkpoints there: wait until it has ended, or "
                 "give this run another directory."
             ) from None
-        if not self._continues and (others := self.store.checkpoints()):
+        if trainer.state.start is Start.FRESH and (others := self.store.checkpoints()):
             logger.warning(
-                "%s holds %d checkpoints of another run, which are deleted as this one saves its own; to continue from "
-                "%s, call checkpoint.resume() before run().",
+                "%s holds %d checkpoints of an earlier run, which are deleted as this one saves its own; to continue "
+                "from %s, call checkpoint.resume() before run().",
                 *(directory, len(others), others[-1].path.name),
             )
-        self._continues = True
 
     def release(self) -> None:
         """Let other processes save in the folder."""

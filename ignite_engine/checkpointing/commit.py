@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -155,7 +156,7 @@ class Commit:
             names.discard([each.path for each in superseded(same)])
         except OSError as error:  # the new one is committed
             logger.warning("A checkpoint that %s replaces cannot be deleted: %s.", committed, one_line(error))
-        if plain.exists():  # a healthy one that a broken one does not replace, or one that cannot be read
+        if os.path.lexists(plain):  # a healthy one that a broken one does not replace, or one that cannot be read
             return committed
         filesystem.rename(committed, plain)
         filesystem.synchronise_directory(self._directory)

@@ -173,7 +173,7 @@ def synchronise_directory(path: Path) -> None:
 
 def rename(old: Path, new: Path) -> None:
     """Rename; the target must not exist (an empty directory would be replaced silently)."""
-    if new.exists():
+    if os.path.lexists(new):
         raise FileExistsError(17, "File exists", str(new))
     os.rename(old, new)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 from pathlib import Path
@@ -71,7 +72,7 @@ def free_name(directory: Path, iteration: int) -> Path:
     """The name of a checkpoint that is to be committed: a revision of it while the plain name is taken."""
     plain = directory / checkpoint_name(iteration)
     path, revision = plain, 0
-    while path.exists():
+    while os.path.lexists(path):  # a dangling link, too
         revision += 1
         path = plain.with_name(f"{plain.name}.{revision}")
     return path

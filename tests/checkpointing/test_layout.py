@@ -61,6 +61,26 @@ def test_a_checkpoint_that_is_a_symbolic_link_is_never_read_or_deleted(tmp_path:
     ]
 
 
+def test_a_dangling_link_in_the_place_of_a_checkpoint_is_left(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    (tmp_path / "iteration_00000100").symlink_to(tmp_path / "gone")
+    for _ in range(2):
+        path = save(store, 100)
+    assert path.name.startswith("iteration_00000100.") and len(store.checkpoints()) == 1
+    assert (tmp_path / "iteration_00000100").is_symlink() and store.verify(path) == []
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run").symlink_to("scratch")
+    store = CheckpointStore(tmp_path / "run")
+    for iteration in (100, 200):
+        save(store, iteration)
+    (tmp_path / "scratch" / ".tmp-iteration_00000300-0123abcd").mkdir()
+    assert len(store.sweep()) == 1 and len(store.apply(Retention(keep_last=1))) == 1
+    assert os.listdir(tmp_path / "scratch") == ["iteration_00000200"]
+
+
 @pytest.mark.parametrize("kind", [".tmp", ".trash"])
 def test_a_leftover_that_is_a_symbolic_link_is_unlinked(tmp_path: Path, other: Path, kind: str) -> None:
     before, store = content(other), CheckpointStore(tmp_path / "run")

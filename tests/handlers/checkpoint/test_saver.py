@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +162,29 @@ def test_a_fresh_start_beside_other_checkpoints_is_one_line(tmp_path: Path, capl
             if resume:
                 checkpoint.resume()
             trainer.run(numbers_loader(), max_iters=max_iters)
-            trainer.run(numbers_loader(), max_iters=max_iters + 1)  # its own checkpoints are not another run's
+            trainer.run(numbers_loader(), max_iters=max_iters + 1)  # its own checkpoints are not an earlier run's
         return [each.getMessage() for each in caplog.records if "checkpoint" in each.name]
 
     assert run(resume=False, max_iters=3) == []
     assert run(resume=False, max_iters=1) == [
-        f"{tmp_path} holds 2 checkpoints of another run, which are deleted as this one saves its own; to continue from "
-        "iteration_00000004, call checkpoint.resume() before run()."
+        f"{tmp_path} holds 2 checkpoints of an earlier run, which are deleted as this one saves its own; to continue "
+        "from iteration_00000004, call checkpoint.resume() before run()."
     ]
     assert run(resume=True, max_iters=3) == [f"Resumed from {tmp_path / 'iteration_00000002'} at iteration 2."]
+
+
+class Batches:
+    """A loader of the user's with the attributes of an unbatched DataLoader, but for the samplers."""
+
+    batch_size = None
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from numbers_loader(6)
+
+
+def test_a_loader_without_samplers_is_saved(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path).attach(trainer, EVERY)
+    trainer.run(Batches(), max_epochs=2)
+    assert iterations(tmp_path) == [5, 6]
+    assert "Batches keeps no state" in CheckpointStore(tmp_path).checkpoints()[-1].manifest.reproducibility[0]
