@@ -328,8 +328,7 @@ class Loop:
             self._publish()
             duration += time.time() - started
             state.times[Events.COMPLETED.name] = duration
-        if self.requests.vote_due:  # an evaluation was interrupted after the last boundary
-            self._agree(now=True)
+        self._agree(now=True)  # a stop that was requested after the last boundary, in an evaluation for instance
         self._log_time("Engine run finished.", duration)
 
     def _raise_unless_handled(self, error: BaseException) -> None:

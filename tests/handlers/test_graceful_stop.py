@@ -164,6 +164,31 @@ def test_sigterm_after_the_committed_save_is_ignored(tmp_path: Path) -> None:
     assert goodbye == ["said"] and iterations(tmp_path) == [2]
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        Events.EPOCH_COMPLETED(once=2),
+        TrainingEvents.RESUME_POINT(once=6),
+        TrainingEvents.CHECKPOINT_SAVED(once=1),
+        Events.COMPLETED,
+    ],
+    ids=["last epoch", "last boundary", "last save", "completed"],
+)
+def test_signal_at_the_end_of_the_run_is_not_lost(event: Any, tmp_path: Path) -> None:
+    trainer, signalled = stoppable(tmp_path), list[int]()
+
+    def interrupt() -> None:
+        signalled.append(trainer.state.iteration)
+        send(signal.SIGINT)
+
+    trainer.add_event_handler(event, interrupt)
+    with pytest.raises(Interrupted):
+        trainer.run(numbers_loader(), max_epochs=2)
+
+    assert (trainer.state.status, trainer.state.reason, signalled) == ("interrupted", "SIGINT", [6])
+    assert iterations(tmp_path) == [6]
+
+
 class Blocking:
     """Three batches, then one that comes after half a minute."""
 
