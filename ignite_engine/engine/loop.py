@@ -31,7 +31,7 @@ from ignite_engine.engine.start import is_done
 from ignite_engine.engine.stop_requests import BACKGROUND_DONE, SAVE, STOP, StopRequests
 from ignite_engine.errors import StopRequested
 from ignite_engine.events import TrainingEvents
-from ignite_engine.state import TrainingState
+from ignite_engine.state import Start, TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
 
@@ -93,12 +93,16 @@ class Loop:
         state, progress = self.state, self.progress
         state.times[Events.EPOCH_COMPLETED.name] = state.times[Events.COMPLETED.name] = 0.0
         self.requests.first_vote_after(state.iteration)
-        if self._done():  # a finished run that was started again; it may have ended within an epoch
-            state.epoch = progress.epochs_completed + int(progress.epoch_iteration > 0)
+        done, within = self._done(), int(progress.epoch_iteration > 0)
+        continues = state.start in (Start.RESUMED, Start.CONTINUED)
+        if continues:  # an evaluation that is done again here is logged with its epoch
+            state.epoch += within
         self._fire(Events.STARTED)
         self.registry.check_all_claimed()
         self.resume.restore_metrics()
         self._publish()
+        if continues and not done:
+            state.epoch -= within  # the loop counts it
         self._restore_rng()
         yield from self._pause_or_end()
 

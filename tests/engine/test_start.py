@@ -231,3 +231,21 @@ def test_finished_run_that_is_resumed_trains_nothing(tmp_path: Path) -> None:
     resumed.run(numbers_loader(), max_epochs=2)
 
     assert events == ["STARTED", "COMPLETED"] and resumed.state.epoch == 2
+
+
+def test_started_is_in_the_epoch_in_which_the_run_was_saved(tmp_path: Path) -> None:
+    """What is measured there, an evaluation that was interrupted, say, is logged with that epoch."""
+    for iterations, epoch in ((4, 1), (6, 1), (7, 2)):
+        folder = tmp_path / str(iterations)
+        trainer = trainer_of()
+        Checkpoint(folder).attach(trainer)
+        trainer.run(numbers_loader(12, 2), max_iters=iterations)
+        resumed, epochs = trainer_of(), list[int]()
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(resumed)
+        for event in (Events.STARTED, Events.EPOCH_STARTED):
+            resumed.add_event_handler(event, lambda engine, seen=epochs: seen.append(engine.state.epoch))
+        checkpoint.resume()
+        resumed.run(numbers_loader(12, 2), max_epochs=3)
+
+        assert epochs == [epoch, *range(epoch + (iterations == 6), 4)]
