@@ -1,33 +1,33 @@
-"""What a process runs with, and which of it decides the bits."""
+"""Which differences of two environments may change the bits of a run."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import pytest
 
 from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
 
 
-def test_no_process_is_started() -> None:
-    """It is asked in the thread of a background save, while the main thread may fork loader workers."""
-    script = """
-import subprocess
-from ignite_engine.checkpointing.environment import environment_values
-def refuse(*_, **__): raise AssertionError("a process was started")
-subprocess.Popen.__init__ = refuse
-assert environment_values(1)["platform"]
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-
-    assert done.returncode == 0, done.stderr
+def test_the_same_environment_gives_no_reason() -> None:
+    values = environment_values(2)
+    assert values["world_size"] == 2 and inexact_reasons(values, environment_values(2)) == []
 
 
-def test_another_number_of_ranks_or_threads_is_a_reason() -> None:
-    saved = environment_values(2)
-    now = environment_values(1) | {"threads": saved["threads"] + 1, "working_directory": "elsewhere"}
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"world_size": 4}, "ranks: 4 when it was saved, 2 now"),
+        ({"threads": 1000}, "threads: 1000 when it was saved"),
+        ({"devices": ["A", "B"]}, "devices: A, B when it was saved, none now"),
+        ({"cuda": "1.0"}, "CUDA: 1.0 when it was saved, none now"),
+    ],
+)
+def test_what_decides_the_bits_is_named(change: dict[str, object], reason: str) -> None:
+    now = environment_values(2) | {"devices": [], "cuda": None}
+    (found,) = inexact_reasons({**now, **change}, now)
+    assert found.startswith(reason)
 
-    assert inexact_reasons(saved, now) == [
-        "ranks: 2 when it was saved, 1 now",
-        f"threads: {saved['threads']} when it was saved, {saved['threads'] + 1} now",
-    ]
+
+def test_what_does_not_decide_or_was_not_recorded_is_ignored() -> None:
+    now = environment_values(1)
+    assert inexact_reasons({**now, "command": ["other"], "platform": "other", "cpus": 0}, now) == []
     assert inexact_reasons({}, now) == []

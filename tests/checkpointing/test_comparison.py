@@ -1,0 +1,52 @@
+"""What differs between two checkpoints."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ignite_engine.checkpointing.comparison import compare
+from ignite_engine.checkpointing.digests import digests, tensor_bytes
+
+
+def test_each_part_is_compared_leaf_by_leaf() -> None:
+    first: dict[str, dict[str, Any]] = {
+        "model": {"a": torch.zeros(2), "b": torch.ones(1), "gone": 1},
+        "data": {"batch": 3, "order": [1, 2]},
+    }
+    second = {
+        "model": {"a": torch.tensor([0.0, 0.5]), "b": torch.ones(1), "new": 1},
+        "data": {"batch": 4, "order": [1, 2]},
+    }
+    data, model = compare(first, second)
+    assert (model.part, model.equal, model.values) == ("model", 1, {"a": 0.5})
+    assert (model.only_first, model.only_second) == (["gone"], ["new"])
+    assert (data.equal, data.kinds) == (1, {"batch": "3 -> 4"}) and not data.same
+    assert str(model) == "1 equal; 1 differ: a by 0.5; 1 only in the first: gone; 1 only in the second: new"
+    assert all(part.same for part in compare(first, first))
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    (part,) = compare({"x": torch.tensor([0.0, math.nan])}, {"x": torch.tensor([-0.0, math.nan])})
+    assert part.values == {"": 0.0}
+    (part,) = compare({"x": torch.tensor([math.nan])}, {"x": torch.tensor([math.nan])})
+    assert part.same
+
+
+def test_another_shape_or_type_is_named() -> None:
+    (part,) = compare({"x": torch.zeros(2)}, {"x": torch.zeros(2, 1, dtype=torch.bfloat16)})
+    assert part.kinds == {"": "float32[2] -> bfloat16[2, 1]"}
+    (part,) = compare({}, {"x": {"a": 1}})
+    assert part.only_second == ["a"] and part.equal == 0
+
+
+def test_digests_depend_on_bytes_shape_and_type_but_not_on_strides() -> None:
+    whole = torch.randn(3, 4)
+    assert digests({"a": [whole, 1], "b": (1, 2), "c": {2, 1}}) == digests(
+        {"a": [whole.t().contiguous().t(), 1], "b": [1, 2], "c": {1, 2}}
+    )
+    assert list(digests({"a": [whole, 1], "b": (1, 2)})) == ["a.0", "a.1", "b"]
+    assert digests(whole) != digests(whole.reshape(4, 3)) and digests(whole) != digests(whole.double())
+    assert torch.equal(tensor_bytes(whole.t()), tensor_bytes(whole.t().contiguous()))
