@@ -16,6 +16,7 @@ from ignite.engine import Events
 from ignite_engine.checkpointing.digests import Pieces, digests
 from ignite_engine.events import TrainingEvents
 from ignite_engine.rng import capture
+from ignite_engine.state import Start
 from ignite_engine.trainer import Trainer
 from ignite_engine.verify.unsaved_state import unsaved_state
 
@@ -61,7 +62,7 @@ class StateRecorder:
             self._write(trainer, resumed=False)
 
     def _begin(self, trainer: Trainer) -> None:
-        if trainer.state.iteration:
+        if trainer.state.start is Start.RESUMED:
             self._write(trainer, resumed=True)
 
     def _stop_at_the_end(self, trainer: Trainer) -> None:
