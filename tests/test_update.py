@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import traceback
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -188,7 +190,7 @@ def bag_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return 50 * model(tokens).pow(2).mean()
 
 
-# index 4 stands twice in a sample and again in the other micro-batch
+# index 4 is twice in a sample and again in the other micro-batch
 TOKENS = [torch.tensor([[4, 4, 1], [2, 4, 3]]), torch.tensor([[4, 5, 5], [1, 1, 1]])]
 
 
@@ -502,6 +504,21 @@ def test_events_of_one_update_come_in_order() -> None:
 
     # STARTED sees the gradients unclipped, the end of the iteration sees them clipped
     assert fired == ["BACKWARD_COMPLETED", "BACKWARD_COMPLETED", True, "OPTIMIZER_STEP_COMPLETED", True]
+
+
+def test_the_way_to_the_optimizer_is_three_functions_long() -> None:
+    frames: list[str] = []
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            stack = [frame for frame in traceback.extract_stack() if f"{os.sep}ignite_engine{os.sep}" in frame.filename]
+            frames.extend(frame.name for frame in stack[[frame.name for frame in stack].index("__call__") :])
+            return super().step(closure)
+
+    model = linear()
+    Trainer(Update(model, Own(model.parameters(), lr=0.1), mse)).run(batches_of(Numbers(4), [4]))
+
+    assert frames == ["__call__", "_step", "step"]
 
 
 def test_update_works_in_a_plain_ignite_engine() -> None:

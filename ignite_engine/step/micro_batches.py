@@ -80,7 +80,7 @@ def micro_batch_scales(
         ``w_i * world_size / W``, W the weight over the group and all ranks; None where W is zero.
 
     Raises:
-        ValueError: a weight is negative or not finite.
+        ValueError: a weight is negative or not finite, or their sum is not.
     """
     count, ranks = len(micro_batches), agreement.world_size()
     if weight_fn is None:
@@ -91,6 +91,8 @@ def micro_batch_scales(
         if not 0.0 <= weight < float("inf"):
             raise ValueError(f"weight_fn must return a finite number of at least 0, got {weight}.")
     total = agreement.sum_float(sum(weights))
+    if total * ranks == float("inf"):  # the same on all ranks; each scale would be 0
+        raise ValueError(f"The weights of one update sum up to infinity, got {weights} here: return smaller ones.")
     return [weight * ranks / total for weight in weights] if total else None
 
 

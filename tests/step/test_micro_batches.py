@@ -40,6 +40,11 @@ def test_scales_of_equal_and_weighted_micro_batches() -> None:
     assert micro_batch_scales(["", ""], weight_fn=len) is None
 
 
+def test_weights_beyond_the_largest_number_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sum up to infinity, got \[1e\+308, 1e\+308\] here: return smaller ones"):
+        micro_batch_scales(["a", "b"], weight_fn=lambda batch: 1e308)
+
+
 class Wrapped(nn.Module):
     """Reduces like DDP, or like FSDP2, and writes down whether it would."""
 
