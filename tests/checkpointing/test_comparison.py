@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -12,18 +11,13 @@ from ignite_engine.checkpointing.digests import digests, tensor_bytes
 
 
 def test_each_part_is_compared_leaf_by_leaf() -> None:
-    first: dict[str, dict[str, Any]] = {
-        "model": {"a": torch.zeros(2), "b": torch.ones(1), "gone": 1},
-        "data": {"batch": 3, "order": [1, 2]},
-    }
-    second = {
-        "model": {"a": torch.tensor([0.0, 0.5]), "b": torch.ones(1), "new": 1},
-        "data": {"batch": 4, "order": [1, 2]},
-    }
-    data, model = compare(first, second)
+    data = {"batch": 3, "order": [1, 2]}
+    first = {"model": {"a": torch.zeros(2), "b": torch.ones(1), "gone": 1}, "data": data}
+    second = {"model": {"a": torch.tensor([0.0, 0.5]), "b": torch.ones(1), "new": 1}, "data": data | {"batch": 4}}
+    of_data, model = compare(first, second)
     assert (model.part, model.equal, model.values) == ("model", 1, {"a": 0.5})
     assert (model.only_first, model.only_second) == (["gone"], ["new"])
-    assert (data.equal, data.kinds) == (1, {"batch": "3 -> 4"}) and not data.same
+    assert (of_data.equal, of_data.kinds) == (1, {"batch": "3 -> 4"}) and not of_data.same
     assert str(model) == "1 equal; 1 differ: a by 0.5; 1 only in the first: gone; 1 only in the second: new"
     assert all(part.same for part in compare(first, first))
 
