@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ignite.metrics import Metric
 from torch import nn
 
 from ignite_engine.data.sampler import ResumableSampler
+from ignite_engine.data.source import generators_of
 from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.precision import autocast, check_precision
@@ -73,13 +74,15 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def whole_pass(data: Any) -> Iterator[None]:
-    """Iterate over a loader that training may be in the middle of: from its first batch, and restore its position."""
-    sampler = getattr(data, "sampler", None)
-    if not isinstance(sampler, ResumableSampler):
-        yield
-        return
-    before, sampler.start = (sampler.start, sampler.pass_number, sampler.length), None
-    try:
-        yield
-    finally:
-        sampler.start, sampler.pass_number, sampler.length = before
+    """Iterate over a loader that training may be in the middle of: from its first batch, and restore its position.
+
+    The generators of the loader and its samplers are restored, too: the order of the next pass is as without this one.
+    """
+    sampler, generators = getattr(data, "sampler", None), generators_of(data)
+    states = [generator.get_state() for generator in generators]
+    with sampler.by_hand() if isinstance(sampler, ResumableSampler) else nullcontext():
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from ignite_engine import StopRequested, Trainer
 from ignite_engine.data import resumable
 from ignite_engine.data.source import DataSource, length_of
-from ignite_engine.data.workers import begin_pass, end_workers, with_own_workers
+from ignite_engine.data.workers import begin_pass, end_workers, with_own_iterator
 from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress, OngoingProgress
 from ignite_engine.ranks import agreement
 
@@ -21,10 +21,10 @@ from ignite_engine.ranks import agreement
 def loader_of(data: Any) -> Any:
     """What is iterated in the place of ``data``, which training may be in the middle of; a collective.
 
-    A plain ``DataLoader`` is rebuilt as for training, sharded over the ranks; one with persistent workers gets workers
-    of its own.
+    A plain ``DataLoader`` is rebuilt as for training, sharded over the ranks; one with persistent workers or a state
+    gets an iterator of its own.
     """
-    return with_own_workers(resumable(data))
+    return with_own_iterator(resumable(data))
 
 
 def check_loader(name: str, data: Any) -> None:

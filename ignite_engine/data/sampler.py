@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
@@ -38,6 +39,15 @@ class ResumableSampler(Sampler[Key]):
     def data_length(self) -> int:
         """Samples in the data now, perhaps more than at the start of the pass."""
         return len(self._data)
+
+    @contextmanager
+    def by_hand(self) -> Iterator[None]:
+        """Iterate it by hand, from the first sample, in the middle of a pass that a source counts."""
+        before, self.start = (self.start, self.pass_number, self.length), None
+        try:
+            yield
+        finally:
+            self.start, self.pass_number, self.length = before
 
     def __iter__(self) -> Iterator[Key]:
         if self.start is None:

@@ -44,7 +44,7 @@ class Position:
     loader: Any = None
     """A state for the loader itself, with which the pass is opened; None: there is none, or the pass is open."""
     generators: Any = None
-    """The states of the loader's own random number generators (:func:`_generators`) that belong to it."""
+    """The states of the loader's own random number generators (:func:`generators_of`) that belong to it."""
 
 
 class DataSource:
@@ -196,7 +196,7 @@ class DataSource:
         self._exhausted = True
 
     def _restore_generators(self, states: Any) -> None:
-        for generator, state in zip(_generators(self.data), states or (), strict=False):
+        for generator, state in zip(generators_of(self.data), states or (), strict=False):
             generator.set_state(state)
 
     def _repeat_last(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
@@ -274,7 +274,7 @@ class DataSource:
         return state
 
     def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in _generators(self.data)]
+        return [generator.get_state() for generator in generators_of(self.data)]
 
     def _order(self, samples: int) -> dict[str, Any]:
         assert self.sampler is not None
@@ -315,7 +315,7 @@ def _orders(data: Any) -> list[Any]:
     return found
 
 
-def _generators(data: Any) -> list[torch.Generator]:
+def generators_of(data: Any) -> list[torch.Generator]:
     """The random number generators of a loader's own: its own and those of its samplers, without repetition."""
     own = (getattr(order, "generator", None) for order in _orders(data))
     return list(dict.fromkeys(each for each in own if isinstance(each, torch.Generator)))

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 
 class WorkerInit:
     """Loader workers leave stops to the training process: Ctrl-C, and SIGTERM of many launchers, go to the whole group.
@@ -67,12 +69,13 @@ def end_workers(iterator: Any, data: Any) -> None:
         data._iterator = None  # else the next pass would ask the dead workers
 
 
-def with_own_workers(data: Any) -> Any:
-    """``data``, or a shallow copy of a ``DataLoader`` whose workers persist, which shares none of its workers.
+def with_own_iterator(data: Any) -> Any:
+    """``data``, or a shallow copy of a ``DataLoader`` that keeps its iterator, which shares none of it.
 
-    Such a loader has one iterator: a second pass would end one that is under way.
+    Of a loader with persistent workers, or a state, a second pass would end one that is under way, or be the one whose
+    position is saved.
     """
-    if not getattr(data, "persistent_workers", False):
+    if not isinstance(data, DataLoader) or not (data.persistent_workers or hasattr(data, "state_dict")):
         return data
     data = copy.copy(data)
     data._iterator = None

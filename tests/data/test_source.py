@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Engine, Events
+from ignite.metrics import Average
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 
-from ignite_engine import Trainer, TrainingEvents, loader
+from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
+from ignite_engine.handlers import Evaluation
 
 
 def keep_batch(engine: Engine, batch: Any) -> Any:
@@ -255,6 +257,46 @@ def test_position_saved_without_shuffle_is_accepted() -> None:
     other.run(loader(Growing(6), 2, shuffle=True), max_epochs=1)
 
     assert str(rest) == str(batches[1:])
+
+
+# -- evaluation over the training data -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["stateful", "ours"])
+def test_evaluation_over_the_training_loader_leaves_no_trace(kind: str, workers: int, own_generator: bool) -> None:
+    """Within an epoch and at its end: the same batches as without it, and as in a resumed run."""
+
+    def run(evaluate: bool, saved: Any = None) -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(3)
+        options: dict[str, Any] = {"shuffle": True, "num_workers": workers}
+        if own_generator and kind == "stateful":
+            options["generator"] = torch.Generator().manual_seed(4)
+        data = KINDS[kind](Growing(6), 2, **options)
+        trainer, batches = trainer_with_batches()
+        sums = list[float]()
+        if evaluate:
+            evaluator = create_evaluator(
+                torch.nn.Linear(1, 1), lambda model, batch: float(batch.sum()), {"x": Average()}
+            )
+            Evaluation(evaluator, data).attach(trainer, Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED)
+            trainer.add_event_handler(
+                TrainingEvents.EVALUATION_COMPLETED, lambda: sums.append(trainer.state.metrics["val/x"])
+            )
+        if saved is not None:
+            trainer.registry.load(saved, source="memory")
+        boundaries = save_everywhere(trainer)
+        trainer.run(data, max_epochs=3)
+        assert set(sums) <= {5.0}  # of all batches each time
+        return [batch.tolist() for batch in batches], boundaries
+
+    plain, _ = run(evaluate=False)
+    whole, saved = run(evaluate=True)
+    assert whole == plain and len(whole) == 9
+    for iteration, state in saved[:-1]:
+        rest, _ = run(True, state)
+        assert rest == whole[iteration:], iteration
 
 
 # -- the end of a run ----------------------------------------------------------------------------------------------
