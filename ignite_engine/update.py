@@ -115,7 +115,8 @@ class Update:
         for name, optimizer in self.optimizers.items():
             label = name if name == "optimizer" else f"optimizer/{name}"
             yield label, OptimizerState(optimizer, self.model, outside), True
-        if outside.tensors():
+        outside.is_saved = bool(outside.tensors())
+        if outside.is_saved:
             yield "parameters", outside, True
         if self.scaler is not None:
             yield "scaler", self.scaler, True

@@ -82,6 +82,8 @@ class ParametersState:
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], loss_fn: Any = None) -> None:
         self.model, self.optimizers = model, optimizers
+        self.is_saved = True
+        """False: there were none when the parts of a checkpoint were registered."""
         owner = loss_fn if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__self__", None)
         self.loss_module = owner if isinstance(owner, nn.Module) and owner is not model else None
         self._seen: dict[str, Tensor] = {}
@@ -164,6 +166,11 @@ class OptimizerState:
             "frozen": self._frozen(),
             "built": {"kind": self._kind, "groups": self._built_groups, "frozen": self._built_frozen},
         }
+
+    def unsaved(self) -> list[str]:
+        """Names of parameters whose values are in no part: they came from outside of the model during the run."""
+        is_saved = self.outside is not None and self.outside.is_saved
+        return [name for name in self._names() if name.startswith(("unnamed.", "parameters/")) and not is_saved]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load by name. Options are those saved; a warning names those that the optimizer was built with otherwise.

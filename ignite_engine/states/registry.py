@@ -258,6 +258,8 @@ class Registry:
         for name, obj in self.objects.items():
             if isinstance(obj, MetricState) and (why := obj.unsupported_reason()) is not None:
                 found.append(f"{name} is not saved, as {why}, which is not plain data")
+            if isinstance(obj, OptimizerState) and (unsaved := obj.unsaved()):
+                found.append(f"{name} trains {shortened(unsaved)}, not the model's, without saving their values")
         return found
 
     def _holds_parameters(self) -> bool:

@@ -108,11 +108,10 @@ def draw(number: int) -> Case:
             drawn["grouping"] = "two optimizers"  # torch's scaler unscales it twice
     if drawn["trunk"] == "sparse embedding" and drawn["change"] in ("append", "clear and add", "replace"):
         drawn["change"] = "add group"
-    if (drawn["implementation"], drawn["optimizer"]) == ("fused", "momentum"):
-        if drawn["dtype"] == "bf16" or drawn["middle"] == "bf16 layer":
-            drawn["implementation"] = (
-                "foreach"  # torch 2.13 reads momentum that was never written, other bits each time
-            )
+    half = drawn["dtype"] == "bf16" or drawn["middle"] == "bf16 layer"
+    if half and (drawn["implementation"], drawn["optimizer"]) == ("fused", "momentum"):
+        # torch 2.13 reads momentum there that was never written: other bits each time
+        drawn["implementation"] = "foreach"
     count = random_.randint(3, 9)
     listened = [event.name for event in LISTENERS if random_.random() < 0.25]
     return Case(

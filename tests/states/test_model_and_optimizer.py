@@ -370,6 +370,17 @@ def test_parameters_that_the_model_does_not_hold_are_saved_and_resumed(
     assert not torch.equal(expected[0], torch.ones_like(expected[0]))
 
 
+def test_parameters_that_come_from_outside_during_the_run_are_reported() -> None:
+    trainer = trainer_of()
+    assert trainer.reproducibility() == []
+    update: Any = trainer.update
+    update.optimizers["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+    assert trainer.reproducibility() == [
+        "optimizer trains parameters/optimizer.1.0, not the model's, without saving their values"
+    ]
+
+
 def test_without_such_parameters_there_is_no_part_of_theirs() -> None:
     assert "parameters" not in trainer_of().registry.objects
     model = linear()
