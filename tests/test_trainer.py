@@ -250,6 +250,17 @@ def test_resumed_finished_run_only_completes(limit: dict[str, int]) -> None:
     assert torch.equal(weights(again), weights(whole))
 
 
+def test_resumed_finished_run_without_a_limit_trains_nothing() -> None:
+    whole = trainer_of()
+    saved = captures(whole)
+    whole.run(numbers_loader(6, 2), max_epochs=2)
+    again = restored(saved[6])
+    seen = events_of(again, (Events.ITERATION_STARTED,))
+    state = again.run(numbers_loader(6, 2))
+
+    assert seen == [] and (state.status, state.iteration, state.max_epochs) == ("completed", 6, 2)
+
+
 def test_finished_run_goes_on_where_more_is_asked() -> None:
     whole, first = trainer_of(), trainer_of()
     whole.run(numbers_loader(shuffle=True), max_epochs=4)
