@@ -178,8 +178,6 @@ class Saver:
         """What is saved: shared parts, this rank's own, and the manifest's facts; a copy for the background."""
         kinds = trainer.registry.kinds
         (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
-        for parts in (shared, local):
-            refuse_what_cannot_be_loaded(parts)
         facts: Facts = {
             **self.options.facts,
             "reproducibility": trainer.reproducibility(self.filter),
@@ -187,7 +185,9 @@ class Saver:
             "kinds": dict(kinds),
             "parent": self.parent,
         }
-        if background:
+        if background:  # in the foreground the store does it
+            for parts in (shared, local):
+                refuse_what_cannot_be_loaded(parts)
             shared, local = self._snapshot.take((shared, local), self._is_late(trainer))
         return shared, local, facts
 

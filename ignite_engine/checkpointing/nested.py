@@ -6,12 +6,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 MAX_DEPTH = 100
 Path = tuple[Any, ...]
 """The keys and indices that lead to a leaf; empty for a state that is one leaf."""
 
 _MAPPINGS = frozenset((dict, OrderedDict, Counter))
 _SEQUENCES = frozenset((list, tuple, set))
+_LEAVES = frozenset((type(None), bool, int, float, str, bytes, Tensor))
 
 
 class TooDeep(ValueError):
@@ -39,7 +42,10 @@ def _walk(value: Any, whole: Callable[[Any], bool], path: Path) -> Iterator[tupl
     if len(path) >= MAX_DEPTH:
         raise TooDeep(f"{dotted(path[:3])}... is nested more than {MAX_DEPTH} deep, or contains itself")
     for key, child in inside:
-        yield from _walk(child, whole, (*path, key))
+        if type(child) in _LEAVES:  # most of them: a generator for each would cost ten times as much
+            yield (*path, key), child
+        else:
+            yield from _walk(child, whole, (*path, key))
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]] | None:

@@ -21,6 +21,7 @@ _LEAVES = (
     torch.Size, torch.dtype, torch.device, Tensor, torch.nn.Parameter,
 )  # fmt: skip
 _LEAF_TYPES = frozenset(_LEAVES)
+_SCALARS = frozenset((type(None), bool, int, float, str))
 _MAPPINGS = frozenset((dict, OrderedDict, Counter))
 _SEQUENCES = frozenset((list, tuple, set))
 
@@ -38,6 +39,8 @@ def refuse_what_cannot_be_loaded(parts: Mapping[str, Any]) -> None:
             if not name.isprintable():
                 raise CheckpointError(f"A part of a checkpoint is named by printable text, got {name!r}.")
             for path, found in walk(value, whole=_is_foreign_container):
+                if type(found) in _SCALARS:
+                    continue
                 if problem := _problem(found):
                     inside = "".join(f"[{key!r}]" for key in path)
                     raise CheckpointError(f"{name}{inside} is {problem}")

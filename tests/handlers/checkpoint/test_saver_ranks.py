@@ -1,0 +1,106 @@
+"""Two ranks save together: what fails on one fails on both, and what one may do is decided for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ignite.engine import Events
+
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.checkpointing import CheckpointStore, filesystem
+from ignite_engine.handlers import Checkpoint
+from tests.builders import numbers_loader, trainer_of
+from tests.checkpointing.file_faults import start_child, wait_for
+
+Answers = dict[str, list[Any]]
+
+
+class Failing:
+    """A state that cannot be saved at one iteration."""
+
+    def __init__(self, trainer: Trainer, iteration: int, state: Callable[[], Any]) -> None:
+        self.trainer, self.iteration, self.state = trainer, iteration, state
+
+    def state_dict(self) -> Any:
+        return self.state() if self.trainer.state.iteration == self.iteration else {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def trained(folder: Path, *, iteration: int = -1, state: Callable[[], Any] = dict, **options: Any) -> Any:
+    """Events by iteration, the last error, and what is on disk after 4 iterations; or the error that ended the run."""
+    trainer, events = trainer_of(), list[Any]()
+    trainer.register("failing", Failing(trainer, iteration, state))
+    checkpoint = Checkpoint(folder, keep_last=9, **options)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=1))
+    for event in (TrainingEvents.CHECKPOINT_SAVED, TrainingEvents.CHECKPOINT_FAILED):
+        trainer.add_event_handler(event, lambda name: events.append([name, str(checkpoint.error)]), event.name)
+    try:
+        trainer.run(numbers_loader(), max_iters=4)
+    except Exception as error:
+        return [type(error).__name__, str(error), trainer.state.iteration]
+    return [events, [each.iteration for each in CheckpointStore(folder).checkpoints()]]
+
+
+def cases(folder: Path, rank: int) -> dict[str, Any]:
+    mine: dict[str, Callable[[], Any]] = {"raises": lambda: 1 // 0, "foreign": lambda: {"x": object()}}
+    answers: dict[str, Any] = {"same": trained(folder / "same")}
+    for name, state in mine.items():
+        for background in (False, True):
+            at = 2 if rank == 1 else -1
+            key = f"{name} {background}"
+            answers[key] = trained(folder / key, iteration=at, state=state, background=background)
+    answers["start"] = trained(folder / "start", iteration=0 if rank == 1 else -1, state=mine["foreign"])
+    dist.barrier()
+    answers["held"] = trained(folder / "held")
+    return answers
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    folder = tmp_path_factory.mktemp("runs")
+
+    def one_rank(rank: int) -> dict[str, Any]:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        )
+        answers = cases(folder, rank)
+        dist.destroy_process_group()
+        return answers
+
+    with filesystem.held(folder / "held"):
+        children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(2)]  # type: ignore[misc]  # binds it
+        results = [wait_for(child, timeout_s=180) for child in children]
+    assert [code for code, _ in results] == [0, 0]
+    return {name: [result[name] for _, result in results] for name in results[0][1]}
+
+
+def test_both_save_where_nothing_fails(two_ranks: Answers) -> None:
+    first, second = two_ranks["same"]
+    assert first == second and first[1] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("name", "line"), [("raises", "ZeroDivisionError"), ("foreign", "failing['x'] is a builtins")])
+def test_a_state_of_one_rank_that_cannot_be_saved_fails_the_save_of_both(
+    two_ranks: Answers, name: str, line: str, background: bool
+) -> None:
+    first, second = two_ranks[f"{name} {background}"]
+    assert first == second and first[1] == [1, 3, 4]
+    failed = [error for event, error in first[0] if event == "CHECKPOINT_FAILED"]
+    assert len(failed) == 1 and line in failed[0] and "\n" not in failed[0]
+
+
+def test_a_state_of_one_rank_that_cannot_be_saved_is_refused_at_the_start_on_both(two_ranks: Answers) -> None:
+    for kind, error, iteration in two_ranks["start"]:
+        assert (kind, iteration) == ("CheckpointError", 0) and error.startswith("failing['x'] is a builtins.object")
+
+
+def test_a_folder_in_use_is_refused_on_both(two_ranks: Answers) -> None:
+    for kind, error, iteration in two_ranks["held"]:
+        assert (kind, iteration) == ("CheckpointError", 0) and "is in use by process" in error
