@@ -165,7 +165,7 @@ class Judge:
             error = self._stop(plan, case, {**stop, "at": at}, seconds)
             if error is not None:
                 # a checkpoint's own conditions are checked where there is one, which the whole run has not
-                refused = not stopped and not _lines(case)
+                refused = not _lines(case)
                 return Verdict(REFUSED if refused else FAILED, error, _features(case, expected, total))
             if not _ended(case, "stopped"):
                 stopped += 1
