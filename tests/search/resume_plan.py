@@ -272,6 +272,8 @@ def settled(plan: Plan) -> Plan:
         plan["length"] = "epoch_length"
     if plan["data"].startswith(("list", "unknown", "endless", "iterable with")):
         plan["workers"] = "0"
+    if plan["data"] == "iterable with a state" and plan["evaluation data"] == "training":
+        plan["evaluation data"] = "own"  # it has one position for whoever iterates over it
     if plan["when_busy"] == "skip":
         plan["background"] = "yes"
     return plan
