@@ -274,6 +274,8 @@ def settled(plan: Plan) -> Plan:
         plan["workers"] = "0"
     if plan["data"] == "iterable with a state" and plan["evaluation data"] == "training":
         plan["evaluation data"] = "own"  # it has one position for whoever iterates over it
+    if plan["data"].startswith("IterableDataset") and plan["workers"] != "0":
+        plan["drop_last"] = "yes"  # a worker's last batch may be of one sample, which BatchNorm refuses
     if plan["when_busy"] == "skip":
         plan["background"] = "yes"
     return plan
