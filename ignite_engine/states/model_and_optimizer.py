@@ -223,12 +223,13 @@ class OptimizerState:
 
     def _groups(self) -> list[dict[str, Any]]:
         """The names of each group's parameters, and its options that are plain values."""
-        names = iter(self._names())
-        return [
-            {name: group[name] for name in self.optimizer.defaults if _is_plain(group.get(name, group))}
-            | {"params": [next(names) for _ in group["params"]]}
-            for group in self.optimizer.param_groups
-        ]
+        names, groups = iter(self._names()), []
+        for group in self.optimizer.param_groups:
+            # a scheduler of torch sets the rate as soon as it is made
+            options = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+            plain = {name: options[name] for name in self.optimizer.defaults if _is_plain(options.get(name, group))}
+            groups.append(plain | {"params": [next(names) for _ in group["params"]]})
+        return groups
 
     def _frozen(self) -> list[str]:
         return [name for name, parameter in self._parameters().items() if not parameter.requires_grad]

@@ -184,6 +184,14 @@ def test_options_that_were_changed_are_named_in_one_line(caplog: pytest.LogCaptu
     assert changed.param_groups[0]["lr"] == 0.01 and changed.param_groups[0]["betas"] == (0.9, 0.999)
 
 
+def test_rate_of_a_scheduler_is_not_an_option_that_was_changed(caplog: pytest.LogCaptureFixture) -> None:
+    model = linear()
+    torch.optim.lr_scheduler.LinearLR(first := torch.optim.SGD(model.parameters(), lr=0.1), start_factor=0.5)
+    torch.optim.lr_scheduler.LinearLR(second := torch.optim.SGD(model.parameters(), lr=0.1), start_factor=0.25)
+    OptimizerState(second, model).load_state_dict(OptimizerState(first, model).state_dict())
+    assert not caplog.records
+
+
 # -- groups that change during a run ----------------------------------------------------------------------------------
 
 
