@@ -84,12 +84,10 @@ class Update:
         self.scaler = loss_scaler(precision, self.device.type, grad_scaler)
         self.stepping = False
         """An optimizer's step has begun and not all have ended: the weights are of no iteration."""
-        self._has_gradients = False
+        self._is_checked = False
         self._wrapped = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
         # one context for good: making one costs more than entering it
         self._autocast = autocast(precision, self.device.type)
-        self._factors: dict[float, Tensor] = {}
-        self._scales: dict[tuple[int, int, int], list[float]] = {}
 
     def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
         """Do one update with ``batch``: a list of micro-batches where the engine groups them, else the loader's."""
@@ -98,7 +96,9 @@ class Update:
             _prepare_plain_engine(engine)
         grouped = getattr(engine, "accumulation_steps", None) is not None
         micro_batches = batch if grouped or isinstance(batch, Group) else (batch,)
-        scales = self._scales_of(micro_batches, state)
+        scales = micro_batch_scales(
+            micro_batches, padding=state.padding, group_total=state.group_total, weight_fn=self.weight_fn
+        )
         self._clear_gradients()
         if scales is None:
             return self._skip(engine, {"loss": torch.zeros((), device=self.device)})
@@ -122,20 +122,8 @@ class Update:
             yield "scaler", self.scaler, True
 
     def run_starts(self) -> None:
-        """A run starts: what depends on the number of ranks is computed again."""
-        self._scales.clear()
-        self.stepping = self._has_gradients = False
-
-    def _scales_of(self, micro_batches: Any, state: Any) -> list[float] | None:
-        key = len(micro_batches), state.padding, state.group_total
-        scales = self._scales.get(key)
-        if scales is None:
-            scales = micro_batch_scales(
-                micro_batches, padding=state.padding, group_total=state.group_total, weight_fn=self.weight_fn
-            )
-            if self.weight_fn is None and scales is not None:
-                self._scales[key] = scales
-        return scales
+        """A run starts, perhaps after one that failed within a step."""
+        self.stepping = self._is_checked = False
 
     def _accumulate(self, engine: Engine, micro_batches: Any, scales: list[float]) -> dict[str, Tensor]:
         """Forward and backward of each micro-batch; the weighted means of what they report."""
@@ -174,7 +162,7 @@ class Update:
             raise
 
     def _step(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
-        if not self._has_gradients:
+        if not self._is_checked:
             self._check_gradients()
         finite = self.scaler is None or self.scaler.unscale_all(self.optimizers.values())
         _fire(engine, TrainingEvents.OPTIMIZER_STEP_STARTED)
@@ -218,18 +206,13 @@ class Update:
             if len(idle) == len(self.optimizers):
                 raise ValueError(message)
             logger.warning("%s", message)  # it may be meant to begin later
-        self._has_gradients = True
+        self._is_checked = True
 
     def _incoming(self, scale: float, loss: Tensor) -> Tensor:
         """The gradient that backward starts from: that of ``scaler.scale(loss * scale)``, without its two nodes."""
-        if self.scaler is not None:
-            return self.scaler.scale(torch.ones((), device=loss.device)).to(loss.dtype) * scale
-        factor = self._factors.get(scale)
-        if factor is None or factor.dtype != loss.dtype or factor.device != loss.device:
-            if len(self._factors) > 64:
-                self._factors.clear()
-            factor = self._factors[scale] = torch.full((), scale, dtype=loss.dtype, device=loss.device)
-        return factor
+        if self.scaler is None:
+            return torch.full((), scale, dtype=loss.dtype, device=loss.device)
+        return self.scaler.scale(torch.ones((), device=loss.device)).to(loss.dtype) * scale
 
     def _clear_gradients(self) -> None:
         for optimizer in self.optimizers.values():
