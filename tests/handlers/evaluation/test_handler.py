@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ignite.engine import Engine, Events
 from ignite.metrics import Average, Loss
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
 
-from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
+from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.builders import Numbers, linear, numbers_loader, trainer_of, weights
 
@@ -326,101 +323,3 @@ def test_nothing_is_trained_between_an_interrupted_evaluation_and_the_save(event
     assert (trainer.state.status, trainer.state.saved_iteration, at) == ("interrupted", 6, [6])
     trainer, at = run(stop=False)
     assert (trainer.state.status, trainer.state.evaluations, at) == ("completed", 1, [6, 6])
-
-
-# -- the loader -------------------------------------------------------------------------------------------------------
-
-
-class Seen(Dataset[Any]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([float(index)])
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_training_loader_can_be_evaluated_in_the_middle_of_its_pass(workers: int) -> None:
-    """Workers that persist have one iterator: a second pass would end that of the training."""
-    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": True} if workers else {}
-    data, trained, evaluated = loader(Seen(), batch_size=4, **options), list[float](), list[float]()
-    trainer = Trainer(lambda engine, batch: trained.extend(batch.flatten().tolist()))
-    evaluator = create_evaluator(nn.Linear(1, 1), lambda model, batch: evaluated.extend(batch.flatten().tolist()))
-    Evaluation(evaluator, data).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    trainer.run(data, max_epochs=2)
-
-    assert trained == [*range(24)] * 2
-    assert evaluated == [*range(24)] * 6
-
-
-def test_plain_loader_is_rebuilt_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    trainer, indices = trainer_of(), list[float]()
-    evaluator = create_evaluator(model_of(trainer), lambda model, batch: indices.extend(batch.flatten().tolist()))
-    Evaluation(evaluator, DataLoader(Seen(), batch_size=4)).attach(trainer)
-    with caplog.at_level("INFO"):
-        trainer.run(numbers_loader(), max_epochs=2)
-
-    assert indices == [*range(24)] * 2
-    assert len([record for record in caplog.records if "DataLoader rebuilt" in record.getMessage()]) == 1
-
-
-def test_loader_without_a_batch_is_refused_before_training() -> None:
-    trainer = trainer_of()
-    Evaluation(evaluator_of(model_of(trainer)), DataLoader(Subset(Numbers(4), []), batch_size=2)).attach(trainer)
-    with pytest.raises(ValueError, match=r"^The evaluation of 'val' needs a batch on every rank, got 0 by rank: give"):
-        trainer.run(numbers_loader())
-    assert trainer.state.iteration == 0
-
-
-def test_data_without_a_length_and_without_a_batch_is_one_line() -> None:
-    trainer = trainer_of()
-    Evaluation(averaging(), Batches(0)).attach(trainer)
-    with pytest.raises(ValueError, match=r"^The evaluation of 'val' needs a batch on every rank, got 0 by rank: give"):
-        trainer.run(numbers_loader())
-
-
-# -- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def _one_of_two_ranks(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    report: dict[str, Any] = {}
-
-    trainer = Trainer(lambda engine, batch: None)
-    evaluator = create_evaluator(nn.Linear(1, 1), lambda model, batch: batch, {"mean": Average()})
-    mine = list[float]()
-    evaluator.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda: mine.extend(evaluator.state.output.flatten().tolist())
-    )
-    Evaluation(evaluator, DataLoader(Seen(), batch_size=4)).attach(trainer)
-    report["mean"] = trainer.run([0], max_epochs=1).metrics["val/mean"]
-    report["mine"] = mine
-
-    for name, data in (
-        ("sized", DataLoader(Subset(Seen(), range(4 * (1 - rank))), batch_size=2, sampler=range(4 * (1 - rank)))),
-        ("list", [torch.ones(1)] * (2 - 2 * rank)),
-        ("unsized", Batches(2 - 2 * rank)),
-    ):
-        trainer = Trainer(lambda engine, batch: None)
-        Evaluation(averaging(), data).attach(trainer)
-        try:
-            trainer.run([0, 1], max_epochs=1)
-        except ValueError as error:
-            report[name] = [trainer.state.iteration, str(error)]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.distributed
-def test_on_two_ranks_a_plain_loader_is_sharded_and_a_rank_without_a_batch_is_one_line_on_both(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
-    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-
-    assert [each["mean"] for each in reports] == [11.5, 11.5]
-    assert sorted(reports[0]["mine"] + reports[1]["mine"]) == [*range(24)], "each sample once"
-    for name, lengths, iteration in (("sized", "2, 0", 0), ("list", "2, 0", 2), ("unsized", "unknown, 0", 2)):
-        line = (
-            f"The evaluation of 'val' needs a batch on every rank, got {lengths} by rank: "
-            "use fewer ranks, a smaller batch_size or more data."
-        )
-        assert [each[name] for each in reports] == [[iteration, line]] * 2
