@@ -114,7 +114,7 @@ class Update:
         outside = ParametersState(self.model, self.optimizers, self.loss_fn)
         for name, optimizer in self.optimizers.items():
             label = name if name == "optimizer" else f"optimizer/{name}"
-            yield label, OptimizerState(optimizer, self.model, outside), True
+            yield label, OptimizerState(optimizer, self.model, outside, label), True
         outside.is_saved = bool(outside.tensors())
         if outside.is_saved:
             yield "parameters", outside, True

@@ -142,10 +142,13 @@ class OptimizerState:
 
     Args:
         outside: names the parameters that are not the model's.
+        part: its name in a checkpoint, for errors.
     """
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, outside: ParametersState | None = None) -> None:
-        self.optimizer, self.model, self.outside = optimizer, model, outside
+    def __init__(
+        self, optimizer: Optimizer, model: nn.Module, outside: ParametersState | None = None, part: str = "optimizer"
+    ) -> None:
+        self.optimizer, self.model, self.outside, self.part = optimizer, model, outside, part
         self._kind, self._built_groups, self._built_frozen = type(optimizer).__name__, self._groups(), self._frozen()
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,7 +253,7 @@ class OptimizerState:
         if kind != own:
             raise StateMismatch(
                 f"The optimizer is {own} and the saved one was {kind}: build that one, or leave it out with "
-                f"{leave_out('optimizer')}."
+                f"{leave_out(self.part)}."
             )
 
     def _refuse_groups(self, saved: list[list[str]]) -> None:
@@ -259,7 +262,7 @@ class OptimizerState:
         raise StateMismatch(
             f"The optimizer's {len(here)} parameter groups are not the {len(saved)} saved ones "
             f"(in one only: {different or 'none, they are grouped otherwise'}): build the same groups, "
-            f"or leave the optimizer out with {leave_out('optimizer')}."
+            f"or leave the optimizer out with {leave_out(self.part)}."
         )
 
     def _warn_of_options(self, built: list[dict[str, Any]]) -> None:
@@ -274,7 +277,7 @@ class OptimizerState:
                 "The optimizer was changed (%s): no effect on a resumed run, which restores the saved options; set "
                 "them after resume(), or leave the optimizer out with %s.",
                 ", ".join(changed),
-                leave_out("optimizer"),
+                leave_out(self.part),
             )
 
 

@@ -154,6 +154,17 @@ def test_optimizer_of_a_like_kind_is_refused(kind: str, other: str) -> None:
         OptimizerState(getattr(torch.optim, other)(model.parameters()), model).load_state_dict(saved)
 
 
+def test_errors_name_the_part_of_one_of_several_optimizers() -> None:
+    def parts(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
+        model = Parts()
+        both = {"body": kind(model.body.parameters()), "head": torch.optim.SGD(model.head.parameters())}  # type: ignore
+        return {name: obj for name, obj, _ in Update(model, both, mse).stateful()}
+
+    saved = parts(torch.optim.AdamW)["optimizer/body"].state_dict()
+    with pytest.raises(StateMismatch, match=r"leave it out with resume\(ignore=\['optimizer/body'\]\)"):
+        parts(torch.optim.Adam)["optimizer/body"].load_state_dict(saved)
+
+
 def test_kind_of_an_older_checkpoint_is_told_by_its_options() -> None:
     model = linear()
     saved = OptimizerState(torch.optim.AdamW(model.parameters()), model).state_dict()
