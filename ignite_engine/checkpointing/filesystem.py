@@ -242,10 +242,16 @@ def held(directory: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}\n")
             file.flush()
-            stack.callback(path.unlink, missing_ok=True)  # while it is still locked
+            stack.callback(_unlink_quietly, path)  # while it is still locked
         except OSError as error:
             logger.warning("%s cannot be locked (%s): do not start a second run in it.", directory, error.strerror)
         yield
+
+
+def _unlink_quietly(path: Path) -> None:
+    """An unlocked file that is left does no harm, and its folder may be read-only or gone by now."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 @contextlib.contextmanager

@@ -137,7 +137,7 @@ def wait_for(child: tuple[int, int], timeout_s: float = 60.0) -> tuple[int, Any]
     return os.waitstatus_to_exitcode(status), json.loads(text) if text else None
 
 
-_MS_RDONLY, _MS_REMOUNT, _MS_PRIVATE, _MS_REC, _CLONE_NEWNS = 1, 32, 1 << 18, 1 << 14, 0x00020000
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_PRIVATE, _MS_REC, _CLONE_NEWNS = 1, 32, 4096, 1 << 18, 1 << 14, 0x00020000
 
 
 def _checked(result: int) -> None:
@@ -154,15 +154,19 @@ def mount_small_file_system(path: Path, size_kib: int) -> None:
 
 
 def make_read_only(path: Path) -> None:
-    """Remount what ``mount_small_file_system`` mounted; holds for root too."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    _checked(libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", _MS_REMOUNT | _MS_RDONLY, None))
+    """Make a mounted directory read-only; holds for root too.
+
+    By a mount on top of it: the file system itself stays writable while a file in it, as a run's lock, is open.
+    """
+    libc, target = ctypes.CDLL(None, use_errno=True), os.fsencode(path)
+    _checked(libc.mount(target, target, None, _MS_BIND, None))
+    _checked(libc.mount(b"none", target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY, None))
 
 
 def make_writable(path: Path) -> None:
     """Undo ``make_read_only``."""
     libc = ctypes.CDLL(None, use_errno=True)
-    _checked(libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", _MS_REMOUNT, None))
+    _checked(libc.umount(os.fsencode(path)))
 
 
 def can_mount() -> bool:

@@ -77,3 +77,15 @@ def test_a_directory_that_cannot_be_locked_is_a_warning(tmp_path: Path, caplog: 
     with held(tmp_path / "file"):
         pass
     assert "cannot be locked (File exists): do not start a second run in it" in caplog.text
+
+
+def test_a_lock_that_cannot_be_deleted_is_left_and_harmless(tmp_path: Path) -> None:
+    def read_only() -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with FileOperations(tmp_path, at=("unlink", ".lock"), action=read_only) as seen, held(tmp_path):
+        pass
+    assert seen.acted == 1 and os.listdir(tmp_path) == [".lock"]
+    with held(tmp_path):
+        assert in_child(lambda: (tmp_path / ".lock").read_text())[1].startswith(f"process {os.getpid()}")
+    assert os.listdir(tmp_path) == []
