@@ -32,6 +32,8 @@ class ResumableSampler(Sampler[Key]):
         self.rank, self.world_size = rank, world_size
         self.pass_number = 0
         self.start: int | None = None
+        self.skipped = 0
+        """Samples at the start of the global order that are not dealt out: another number of ranks consumed them."""
         self.adopts_seed = False
         self.length = len(self._data)
         """Samples in the pass, over all ranks."""
@@ -43,11 +45,12 @@ class ResumableSampler(Sampler[Key]):
     @contextmanager
     def by_hand(self) -> Iterator[None]:
         """Iterate it by hand, from the first sample, in the middle of a pass that a source counts."""
-        before, self.start = (self.start, self.pass_number, self.length), None
+        before = self.start, self.pass_number, self.length, self.skipped
+        self.start, self.skipped = None, 0
         try:
             yield
         finally:
-            self.start, self.pass_number, self.length = before
+            self.start, self.pass_number, self.length, self.skipped = before
 
     def __iter__(self) -> Iterator[Key]:
         if self.start is None:
@@ -56,14 +59,14 @@ class ResumableSampler(Sampler[Key]):
         order: Iterable[int]
         if self.shuffle:
             generator = torch.Generator().manual_seed(rng.mix(self.seed, self.pass_number) >> 1)
-            shard = torch.randperm(self.length, generator=generator)[self.rank :: self.world_size]
+            shard = torch.randperm(self.length, generator=generator)[self.skipped + self.rank :: self.world_size]
             order = shard[start:].tolist()
         else:
-            order = range(self.rank + start * self.world_size, self.length, self.world_size)
+            order = range(self.skipped + self.rank + start * self.world_size, self.length, self.world_size)
         return zip(repeat(self.pass_number), order)
 
     def __len__(self) -> int:
-        return len(range(self.rank, self.length, self.world_size))
+        return len(range(self.skipped + self.rank, self.length, self.world_size))
 
 
 class SeededDataset(Dataset[Any]):

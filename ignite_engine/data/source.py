@@ -41,6 +41,8 @@ class Position:
     """The pass was at its end when the position was saved: ``batch`` is 0, and the pass yields nothing more."""
     between_passes: bool = False
     """The pass before has ended, and this one is not open yet."""
+    skipped: int = 0
+    """Samples at the start of the pass that another number of ranks consumed; batches are counted after them."""
     loader: Any = None
     """A state for the loader itself, with which the pass is opened; None: there is none, or the pass is open."""
     generators: Any = None
@@ -79,14 +81,14 @@ class DataSource:
             ValueError: a rank has no batch at all, or only some ranks know their length.
         """
         if self.sampler is not None:
-            self.sampler.length = self.sampler.data_length()
+            self.sampler.length, self.sampler.skipped = self.sampler.data_length(), self.position.skipped
         own = length_of(self.data)
         rows = agreement.gather_floats([-1.0 if own is None else float(own)])
         lengths = [int(row[0]) for row in rows]
         if len(rows) == 1 or max(lengths) < 0:
             self.lengths = None if own is None else [own]
             return
-        if min(lengths) < 1:
+        if min(lengths) < 1 and not self.position.skipped:
             raise ValueError(
                 f"Every rank needs at least one batch of data with a known length, got {lengths} by rank: "
                 "use fewer ranks, a smaller batch_size or more data."
@@ -219,6 +221,8 @@ class DataSource:
                 )
             return self._replayed
         assert self.data.batch_size is not None
+        if not len(self.data):  # of the rest of a pass this rank has none: any batch is as good
+            self.sampler.skipped = 0
         self.sampler.start = (len(self.data) - 1) * self.data.batch_size
         return next(iter(self.data))
 
@@ -241,19 +245,21 @@ class DataSource:
             end_workers(self._iterator, self.data)
         self._iterator = None
         if self.sampler is not None:
-            self.sampler.start = None
+            self.sampler.start, self.sampler.skipped = None, 0
 
     def next_pass(self) -> None:
         """Move to the first batch of the next pass."""
         at = self.position  # a loaded state that was not needed is that of the end of the pass
-        self.position = replace(at, pass_number=at.pass_number + 1, batch=0, ended=False, between_passes=True)
+        self.position = replace(
+            at, pass_number=at.pass_number + 1, batch=0, skipped=0, ended=False, between_passes=True
+        )
         self._exhausted = False
 
     @property
     def was_begun(self) -> bool:
         """The present pass was begun before the position was saved: what making its iterator draws was drawn then."""
         at = self.position
-        return at.batch > 0 or (at.loader is not None and not at.between_passes)
+        return at.batch > 0 or at.skipped > 0 or (at.loader is not None and not at.between_passes)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what must be the same for it to mean the same."""
@@ -261,10 +267,13 @@ class DataSource:
         ended = at.ended or exhausted or (self.batches is not None and at.batch >= self.batches)
         # batch 0 of the next pass; but the end of the one before has not been reported yet
         place = (at.pass_number + 1, 0) if ended else (at.pass_number, at.batch)
-        state: dict[str, Any] = {"pass": place[0], "batch": place[1], "ended": ended}
+        state: dict[str, Any] = {"pass": place[0], "batch": place[1], "ended": ended, "ranks": agreement.world_size()}
         if self.sampler is not None:
+            skipped = 0 if ended else at.skipped
             # a pass that is yet to start has what is there by then
-            return state | self._order(self.sampler.length if state["batch"] else self.sampler.data_length())
+            begun = state["batch"] or skipped
+            order = self._order(self.sampler.length if begun else self.sampler.data_length())
+            return state | order | {"skipped": skipped}
         if self.keeps_state:
             loaded = at.loader is not None
             own = at.loader if loaded else self.data.state_dict()
@@ -296,9 +305,20 @@ class DataSource:
                         f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "
                         f"equal, or leave the position out with {leave_out('data')}."
                     )
+        batch, skipped = state["batch"], state.get("skipped", 0)
+        ranks = agreement.world_size()
+        if batch and (before := state.get("ranks", ranks)) != ranks:
+            if self.sampler is not None and "seed" in state:
+                skipped, batch = min(skipped + batch * state["batch_size"] * before, state["samples"]), 0
+                outcome = f"{skipped} of {state['samples']} samples of this pass are consumed, the ranks share the rest"
+            else:
+                outcome = f"each continues at batch {batch} of its own, samples of this pass may come twice or never"
+            if agreement.rank() == 0:
+                logger.warning("The data position was saved on %d ranks, resumed on %d: %s.", before, ranks, outcome)
         self.position = Position(
             state["pass"] - int(state["ended"]),
-            state["batch"],
+            batch,
+            skipped=skipped,
             ended=state["ended"],
             between_passes=bool(state.get("between_passes")),
             loader=state.get("loader"),

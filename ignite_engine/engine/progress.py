@@ -109,6 +109,7 @@ class Progress:
             return repeat(None, self.state.epoch_length)
         if self.source.position.between_passes:
             self.source.agree_lengths()  # the data may have grown
+            self.state.padding = self.state.group_total = 0
             if self.whole_passes and self.source.iterations:
                 self.state.epoch_length = self.source.iterations
         if not self.source.was_begun:
@@ -193,15 +194,15 @@ class Progress:
         self._resume.counters = True
 
     def regroup(self) -> None:
-        """After a resume with another accumulation: where the epoch is follows from the data, in groups of today."""
+        """After a resume with another accumulation or number of ranks: how much of the epoch is left the data says."""
         source, same = self.source, self._saved_with == self.accumulation_steps
         self._saved_with = self.accumulation_steps
-        if same or source is None or source.iterations is None or self.state.epoch_length != source.iterations:
+        if source is None or (same and not source.position.skipped) or not self.whole_passes:
             return
-        assert source.batches is not None
+        assert source.batches is not None and self.state.epoch_length is not None
         left = 0 if source.position.ended else -(-(source.batches - source.position.batch) // source.steps)
         at_its_start = source.position.ended and self.epoch_iteration == 0
-        self.epoch_iteration = 0 if at_its_start else source.iterations - left
+        self.epoch_iteration = 0 if at_its_start else self.state.epoch_length - left
 
     def _data_state(self) -> dict[str, Any]:
         return {} if self.source is None else self.source.state_dict()

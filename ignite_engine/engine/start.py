@@ -69,12 +69,13 @@ def begin(
     start, max_epochs, max_iters = _decide(arguments, state, progress, resume)
     source = None if arguments.data is None else progress.new_source(arguments.data)
     epoch_length = _epoch_length(arguments, state, source, start, measured=progress.measured)
+    whole_passes = arguments.epoch_length is None and source is not None and epoch_length == source.iterations
     if source is not None:
         _place(source, start, arguments.data, progress, resume)
 
     # nothing below raises
     progress.measured = source is not None and epoch_length is None
-    progress.whole_passes = arguments.epoch_length is None and source is not None and epoch_length == source.iterations
+    progress.whole_passes = whole_passes
     progress.use(source, arguments.data)
     state.max_epochs, state.max_iters, state.epoch_length = max_epochs, max_iters, epoch_length
     state.dataloader = arguments.data
@@ -186,6 +187,8 @@ def _place(source: DataSource, start: Start, data: Any, progress: Progress, resu
     if start is Start.RESUMED:
         if resume.data:
             source.load_state_dict(resume.data)
+            if source.position.skipped:
+                source.agree_lengths()  # of the rest of the pass
     elif start is Start.CONTINUED and before is not None:
         if data is progress.user_data or source.data is before.data:
             source.load_state_dict(before.state_dict())

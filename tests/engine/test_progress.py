@@ -57,7 +57,7 @@ def test_position_in_the_epoch_follows_from_the_data_where_groups_have_another_s
     counters = progress.state_dict() | {"epoch_iteration": 2, "accumulation_steps": 2, "iteration": 2}
     progress.load_state_dict(counters)
     assert progress.source is not None
-    progress.source.position.batch = 4
+    progress.source.position.batch, progress.whole_passes = 4, True
     progress.regroup()
 
     assert progress.epoch_iteration == epoch_iteration

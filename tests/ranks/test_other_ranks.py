@@ -1,0 +1,93 @@
+"""A run that is resumed on another number of ranks sees each sample of the epoch once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ignite.engine import Events
+
+from ignite_engine import Trainer, loader
+from ignite_engine.handlers import Checkpoint
+
+SAMPLES = 29
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _train(folder: str, rank: int, number: int, steps: int | None, stop_at: int | None) -> None:
+    seen: list[Any] = []
+    logged = Lines()
+    logging.getLogger("ignite_engine.data.source").addHandler(logged)
+
+    def update(engine: Any, batch: Any) -> None:
+        group = list(batch) if steps else [batch]
+        real = group[: len(group) - engine.state.padding]
+        seen.extend((engine.state.epoch, int(sample)) for each in real for sample in each)
+
+    trainer = Trainer(update, steps)
+    checkpoint = Checkpoint(f"{folder}/checkpoints")
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+    if stop_at is not None:
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED,
+            lambda: trainer.request_stop("here") if trainer.state.iteration >= stop_at else None,
+        )
+    state = trainer.run(loader(torch.arange(SAMPLES), 2, shuffle=True), max_epochs=2)
+    torch.save({"seen": seen, "epoch": state.epoch, "logged": logged.lines}, f"{folder}/{number}.{rank}.pt")
+
+
+def _rank(rank: int, folder: str, number: int, ranks: int, steps: int | None, stop_at: int | None) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    store = f"file://{folder}/store{number}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    try:
+        _train(folder, rank, number, steps, stop_at)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_on(folder: Path, number: int, ranks: int, steps: int | None, stop_at: int | None) -> list[dict[str, Any]]:
+    if ranks == 1:
+        _train(str(folder), 0, number, steps, stop_at)
+    else:
+        mp.spawn(_rank, args=(str(folder), number, ranks, steps, stop_at), nprocs=ranks)
+    return [torch.load(folder / f"{number}.{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [(1, None, 3), (4, None, None)],
+        [(1, None, 14), (4, None, None)],  # one sample is left for four ranks
+        [(2, 2, 2), (1, 4, None)],
+        [(3, None, 2), (2, None, 4), (1, 2, None)],  # twice in one epoch
+    ],
+    ids=["1 to 4", "1 to 4 at the last batch", "2 to 1 in other groups", "3 to 2 to 1"],
+)
+def test_each_sample_of_the_epoch_is_seen_once(plan: list[tuple[int, int | None, int | None]], tmp_path: Path) -> None:
+    seen: list[Any] = []
+    last: dict[str, Any] = {}
+    for number, (ranks, steps, stop_at) in enumerate(plan):
+        for rank, last in enumerate(run_on(tmp_path, number, ranks, steps, stop_at)):
+            assert len(last["logged"]) == int(number > 0 and rank == 0)
+            seen += last["seen"]
+
+    assert sorted(seen) == [(epoch, sample) for epoch in (1, 2) for sample in range(SAMPLES)]
+    assert last["epoch"] == 2
