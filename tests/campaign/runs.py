@@ -11,6 +11,7 @@ from typing import Any
 
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.checkpointing.digests import digests
+from ignite_engine.checkpointing.filesystem import LOCK_NAME
 from tests.campaign.resuming import Difference
 from tests.faults.fork_server import ForkServer
 from tests.faults.processes import write_config_like
@@ -141,9 +142,9 @@ def newest_iteration(folder: Path) -> int | None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The entries of the folder of checkpoints."""
+    """The entries of the folder of checkpoints, but for the lock that a killed run leaves."""
     directory = folder / "run" / "checkpoints"
-    return sorted(each.name for each in directory.iterdir()) if directory.is_dir() else []
+    return sorted({each.name for each in directory.iterdir()} - {LOCK_NAME}) if directory.is_dir() else []
 
 
 def tail(folder: Path) -> str:
