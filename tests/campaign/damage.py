@@ -14,7 +14,7 @@ from ignite_engine.checkpointing import read_manifest
 from ignite_engine.checkpointing.filesystem import hash_file
 from tests.campaign.restarts import TRAIN
 from tests.campaign.resuming import Difference
-from tests.campaign.runs import Bench, Item, names_in, reference, resume_and_compare, tail, write_config
+from tests.campaign.runs import Bench, Item, committed_in, names_in, reference, resume_and_compare, tail, write_config
 from tests.checkpointing import test_damage
 
 
@@ -52,7 +52,7 @@ def _run(damage: Callable[[Path], object], count: int, bench: Bench) -> dict[str
     expected = reference(bench, "damage", **SECTIONS)
     folder = bench.folder / "run"
     config = _killed(bench, folder)
-    before = names_in(folder)
+    before = committed_in(folder)
     for name in before[-count:]:
         damage(folder / "run" / "checkpoints" / name)
     resume_and_compare(bench, config, expected)
@@ -87,6 +87,6 @@ def _killed(bench: Bench, folder: Path) -> Path:
     """The config of a run that was killed at iteration 14 and has two checkpoints."""
     config = write_config(folder, **SECTIONS)
     code = bench.servers[0].call(TRAIN, str(config), "kill", 14, output=folder / "output.txt")
-    if code != -signal.SIGKILL or names_in(folder) != ["iteration_00000009", "iteration_00000012"]:
+    if code != -signal.SIGKILL or committed_in(folder) != ["iteration_00000009", "iteration_00000012"]:
         raise Difference(f"not killed as intended: code {code}, {names_in(folder)}; {tail(folder)}")
     return config

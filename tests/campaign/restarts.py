@@ -17,6 +17,7 @@ from tests.campaign.resuming import Difference
 from tests.campaign.runs import (
     Bench,
     Item,
+    committed_in,
     names_in,
     newest_iteration,
     reference,
@@ -67,7 +68,7 @@ def _run(how: str, background: bool, bench: Bench) -> dict[str, Any]:
         code = bench.servers[number % 2].call(TRAIN, str(config), how, at, output=folder / "output.txt")
         if code != (-signal.SIGKILL if how == "kill" else 130):
             raise Difference(f"not ended at {at} by {how}: code {code}; {tail(folder)}")
-        committed = [name for name in names_in(folder) if name.startswith("iteration_")]
+        committed = committed_in(folder)
         # killed during a background save, it may not have committed the first or not have pruned the one before
         saving = background and how == "kill"
         if len(committed) > 1 + saving or (newest_iteration(folder) is None and not saving):

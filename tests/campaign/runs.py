@@ -147,6 +147,11 @@ def names_in(folder: Path) -> list[str]:
     return sorted({each.name for each in directory.iterdir()} - {LOCK_NAME}) if directory.is_dir() else []
 
 
+def committed_in(folder: Path) -> list[str]:
+    """The names of the committed checkpoints; a killed run also leaves its lock, and perhaps a temporary folder."""
+    return [name for name in names_in(folder) if name.startswith("iteration_")]
+
+
 def tail(folder: Path) -> str:
     """The last lines that the processes printed."""
     output = folder / "output.txt"
