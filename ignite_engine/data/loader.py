@@ -66,11 +66,14 @@ def loader(
     )
 
 
-def resumable(data: Any) -> Any:
+def resumable(data: Any, seed: int | None = None) -> Any:
     """``data``, or the same plain ``DataLoader`` rebuilt by :func:`loader`, sharded over the ranks.
 
     Only a ``DataLoader`` itself (no subclass) over map-style data with torch's sequential, random (without
     replacement) or distributed sampler is rebuilt; anything else is returned as it is.
+
+    Args:
+        seed: of a random order that has no generator of its own; None: the seed of the process.
     """
     if type(data) is not DataLoader or isinstance(data.dataset, IterableDataset) or data.batch_size is None:
         return data
@@ -78,16 +81,17 @@ def resumable(data: Any) -> Any:
     if isinstance(sampler, ResumableSampler) or not hasattr(data.dataset, "__len__") or not len(data.dataset):
         return data
     if type(sampler) is SequentialSampler:
-        shuffle, seed = False, 0
+        shuffle, own_seed = False, 0
     elif type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data.dataset):
         generator = data.generator or sampler.generator
-        own_seed = generator.initial_seed() if generator is not None else torch.initial_seed()
-        shuffle, seed = True, agreement.broadcast_int(rng.mix(own_seed) >> 1)
+        if generator is not None or seed is None:
+            seed = generator.initial_seed() if generator is not None else torch.initial_seed()
+        shuffle, own_seed = True, agreement.broadcast_int(rng.mix(seed) >> 1)
     elif type(sampler) is DistributedSampler and (sampler.num_replicas, sampler.rank) == (
         agreement.world_size(),
         agreement.rank(),
     ):
-        shuffle, seed = sampler.shuffle, sampler.seed
+        shuffle, own_seed = sampler.shuffle, sampler.seed
     else:
         return data
     options: dict[str, Any] = {"num_workers": data.num_workers}
@@ -95,12 +99,12 @@ def resumable(data: Any) -> Any:
         options["prefetch_factor"] = data.prefetch_factor
         options["persistent_workers"] = data.persistent_workers
         options["multiprocessing_context"] = data.multiprocessing_context
-    logger.info("DataLoader rebuilt to resume exactly: shuffle=%s, seed=%s, sharded over the ranks.", shuffle, seed)
+    logger.info("DataLoader rebuilt to resume exactly: shuffle=%s, seed=%s, sharded over the ranks.", shuffle, own_seed)
     rebuilt = loader(
         data.dataset,
         data.batch_size,
         shuffle=shuffle,
-        seed=seed,
+        seed=own_seed,
         drop_last=data.drop_last,
         collate_fn=data.collate_fn,
         worker_init_fn=data.worker_init_fn,
@@ -108,6 +112,6 @@ def resumable(data: Any) -> Any:
         pin_memory=data.pin_memory,
         **options,
     )
-    # a random sampler's seed is this process's own: a resumed run goes on with the saved one
+    # a random sampler's seed is this process's own: a resumed run continues with the saved one
     rebuilt.sampler.adopts_seed = type(sampler) is RandomSampler  # type: ignore[attr-defined]  # our sampler
     return rebuilt

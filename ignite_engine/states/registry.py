@@ -28,7 +28,7 @@ from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import StateMismatch, leave_out, shortened
 from ignite_engine.ranks import agreement
 from ignite_engine.states.metrics import MetricState
-from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState
 from ignite_engine.states.resume_state import ResumeState
 
 logger = logging.getLogger(__name__)
@@ -292,5 +292,6 @@ _KINDS: dict[type, str] = {
     OptimizerState: "optimizer",
     Optimizer: "optimizer",
     MetricState: "metric",
+    ParametersState: "parameters",
 }
 _WITH_PARAMETERS = ("model", "parameters")

@@ -113,3 +113,15 @@ def test_on_two_ranks_a_plain_loader_is_sharded_and_a_rank_without_a_batch_is_on
             "use fewer ranks, a smaller batch_size or more data."
         )
         assert [each[name] for each in reports] == [[iteration, line]] * 2
+
+
+def test_order_of_a_shuffled_evaluation_does_not_depend_on_the_process() -> None:
+    def evaluated(seed: int) -> list[float]:
+        seen, trainer = list[float](), trainer_of()
+        torch.manual_seed(seed)
+        evaluator = create_evaluator(nn.Linear(1, 1), lambda model, batch: seen.extend(batch.flatten().tolist()))
+        Evaluation(evaluator, DataLoader(Seen(), 4, shuffle=True)).attach(trainer)
+        trainer.run(numbers_loader(), max_epochs=1)
+        return seen
+
+    assert evaluated(1) == evaluated(2) and sorted(evaluated(1)) == [float(each) for each in range(24)]
