@@ -5,7 +5,7 @@ from ignite_engine.errors import Interrupted, StopRequested
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.runs.load_model import load_model
-from ignite_engine.state import TrainingState
+from ignite_engine.state import Start, TrainingState
 from ignite_engine.step.micro_batches import Group, accumulation_steps_for, gradient_sync
 from ignite_engine.task import Task
 from ignite_engine.trainer import Trainer, create_evaluator
@@ -16,6 +16,7 @@ __all__ = [
     "Interrupted",
     "Parallel",
     "Phase",
+    "Start",
     "StopRequested",
     "Task",
     "Trainer",
