@@ -20,8 +20,6 @@ class StopRequests:
         """This rank has requested something since the last vote."""
         self.stop: tuple[str, int | None] | None = None
         """Reason and signal of the requested stop; after the vote those of the first rank that requested one."""
-        self.vote_due = False
-        """All ranks vote at the next step boundary, or at the end of the run if there is none before."""
         self.waiting_for_data = False
         """The main thread is inside the loader's ``next``: the one place where a signal may raise StopRequested."""
         self._save = self._background_done = False
@@ -30,7 +28,7 @@ class StopRequests:
     def reset(self) -> None:
         """A run begins: drop what an earlier one was asked for."""
         self.single_process = agreement.world_size() == 1
-        self.stop, self.pending, self.vote_due = None, False, False
+        self.stop, self.pending = None, False
         self._save = self._background_done = False
 
     def first_vote_after(self, iteration: int) -> None:
@@ -59,7 +57,6 @@ class StopRequests:
 
     def vote_now(self) -> None:
         """Vote at the next step boundary even if it is not its turn; every rank calls it at the same place."""
-        self.vote_due = True
         self._vote.vote_now()
 
     def agree(self, iteration: int, *, now: bool) -> int:
@@ -68,7 +65,7 @@ class StopRequests:
         Args:
             now: vote at this iteration even if it is not its turn; every rank must say the same.
         """
-        self.pending = self.vote_due = False
+        self.pending = False
         wanted = (
             (STOP if self.stop else 0) | (SAVE if self._save else 0) | (BACKGROUND_DONE if self._background_done else 0)
         )

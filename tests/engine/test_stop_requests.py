@@ -29,5 +29,5 @@ def test_what_could_not_be_done_is_requested_again() -> None:
     requests = StopRequests()
     requests.request_again(SAVE)
 
-    assert requests.pending and requests.vote_due
-    assert requests.agree(1, now=True) == SAVE and not requests.vote_due
+    assert requests.pending
+    assert requests.agree(1, now=False) == SAVE
