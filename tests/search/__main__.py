@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, help="how many")
     parser.add_argument("--minutes", type=float, help="how long, for each judge")
     parser.add_argument("--case", type=int, help="run this case alone, as a failure names it")
-    parser.add_argument("--simplify", action="store_true", help="of a --case: make plain all that need not be drawn")
+    parser.add_argument("--simplify", action="store_true", help="of a resume --case: make plain what need not be drawn")
     parser.add_argument("--jobs", type=int, default=2, help="processes of the resume judge at a time, default 2")
     options = parser.parse_args()
     seed, cases, minutes = options.seed, options.cases, options.minutes
@@ -28,13 +28,15 @@ def main() -> int:
         seed, cases, minutes = options.case, 1, None
     elif cases is None and minutes is None:
         parser.error("give --cases, --minutes or --case.")
+    if options.simplify and options.case is None:
+        parser.error("--simplify needs a --case.")
     seed = int(time.time()) % 100_000 * 1_000_000 if seed is None else seed
     failed = False
     for name in JUDGES if options.judge == "all" else [options.judge]:
         judge = importlib.import_module(JUDGES[name])
         if options.case is not None and hasattr(judge, "show"):
             print(judge.show(seed), flush=True)
-        if options.simplify:
+        if options.simplify and hasattr(judge, "simplified"):
             print(judge.simplified(seed), flush=True)
             continue
         result = judge.run(seed, cases, minutes, **({"jobs": options.jobs} if name == "resume" else {}))
