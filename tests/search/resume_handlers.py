@@ -20,7 +20,7 @@ from ignite.handlers.state_param_scheduler import ExpStateScheduler, LambdaState
 from ignite.metrics import Accuracy, Average, RunningAverage
 from torch.optim.swa_utils import AveragedModel
 
-from ignite_engine import Trainer, TrainingEvents
+from ignite_engine import Phase, Trainer, TrainingEvents
 from ignite_engine.handlers import (
     LRSchedule,
     constant,
@@ -37,8 +37,17 @@ Note = Callable[[str], None]
 State = Callable[[], Any]
 
 
+def _early(handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Run before the evaluation of the same event: one that is interrupted runs again on the weights as they are then,
+    with what later handlers of the event made of them, as docs/checkpoints.md says."""
+    handler.phase = Phase.PREPARE  # type: ignore[attr-defined]  # read by the Trainer
+    return handler
+
+
 class Decay:
     """A user's handler with a state: the more it has seen, the more it shrinks the weights."""
+
+    phase = Phase.PREPARE
 
     def __init__(self, model: Net, note: Note) -> None:
         self.model, self.note, self.seen, self.mean = model, note, 0, torch.zeros(())
@@ -81,7 +90,7 @@ def attach_users(plan: Plan, trainer: Trainer, model: Net, note: Note, states: d
 
     def on(name: str, event: Any, action: Callable[[Any], None]) -> None:
         if name in names:
-            trainer.add_event_handler(event, lambda engine: (note(f"handlers: {name}"), action(engine)))
+            trainer.add_event_handler(event, _early(lambda engine: (note(f"handlers: {name}"), action(engine))))
 
     @torch.no_grad()
     def scale(tensor: Any, factor: float) -> None:
@@ -213,8 +222,11 @@ def attach_ignite(
         shrinking: Any = ExpStateScheduler(1.0, 0.9, "shrink")
         if "LambdaStateScheduler" in names:
             shrinking = LambdaStateScheduler(lambda index: 0.9**index, "shrink")
+        shrinking.phase = Phase.PREPARE  # before the handler below, which reads it
         shrinking.attach(trainer, Events.ITERATION_COMPLETED)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: _scaled(model, engine.state.shrink))
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, _early(lambda engine: _scaled(model, engine.state.shrink))
+        )
     if "EarlyStopping" in names and evaluator is not None:
         stopping = EarlyStopping(2, lambda engine: -engine.state.metrics["loss"], trainer, min_delta=0.01)
         evaluator.add_event_handler(Events.COMPLETED, stopping)

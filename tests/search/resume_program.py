@@ -31,7 +31,8 @@ from tests.search.resume_plan import Plan, features_of
 REFUSED, RAISED, PLANNED = 3, 4, 5
 STUCK_S = 10.0
 """After so long a process writes down where it is."""
-IGNITES = ("running_loss", "average_loss", "halves")
+IGNITES = ("average_loss", "halves")
+"""Metrics that Ignite computes at an epoch's end."""
 
 
 class PlannedError(Exception):
@@ -252,7 +253,10 @@ class Program:
                     journal.note(feature)
         output: dict[str, Tensor] = state.output  # type: ignore[assignment]  # an Update's
         rates = [float(group["lr"]).hex() for each in self.optimizers.values() for group in each.param_groups]
-        values = " ".join(f"{name} {float(value).hex()}" for name, value in sorted(output.items()))
+        own = {
+            name: value for name, value in state.metrics.items() if name == "running_loss"
+        }  # Ignite's, each iteration
+        values = " ".join(f"{name} {float(value).hex()}" for name, value in sorted({**output, **own}.items()))
         journal.line(f"iteration {state.iteration} epoch {state.epoch}\t{values} lr {' '.join(rates)}")
         steps = trainer.accumulation_steps
         if steps is not None and isinstance(state.batch, list) and len(state.batch) < steps:

@@ -36,6 +36,8 @@ RUN = "tests.search.resume_program:run"
 FAILED = "failed"
 NOT_STOPPED = "not stopped"
 ANNOUNCED, ANNOUNCED_EQUAL = "announced, other bits", "announced, same bits"
+TERMINATED = "trained on after terminate()"
+"""A handler ended the run, and nothing in its last checkpoint says so: a documented limit."""
 NO_FUNCTION = "no function of its seed"
 """Two whole runs differ from each other: nothing can be said about the resumed one."""
 TIMEOUT_S = 15.0
@@ -180,6 +182,8 @@ class Judge:
         difference = _difference(whole, case, expected)
         if difference is None:
             verdict.outcome = ANNOUNCED_EQUAL if announced else PASSED if stopped else NOT_STOPPED
+        elif _resumed_after_terminate(whole, case, total):
+            verdict.outcome = TERMINATED
         elif announced:
             verdict.outcome, verdict.reason = ANNOUNCED, difference
         else:
@@ -231,6 +235,13 @@ def _ended(folder: Path, role: str) -> bool:
     """The run came to its own end before its stop."""
     path = folder / f"{role}_end.json"
     return path.exists() and json.loads(path.read_text())["status.0"] != "'interrupted'"
+
+
+def _resumed_after_terminate(whole: Path, case: Path, total: int) -> bool:
+    """The whole run was ended by ``terminate()``, and a process resumed from the checkpoint of that end."""
+    end = json.loads((whole / "whole_end.json").read_text())
+    notes = [note for role in ("stopped", "resumed") for note in _notes(case, role, "resumed from ")]
+    return end["status.1"] == "'terminate'" and any(int(note.split()[-1]) >= total for note in notes)
 
 
 def _lines(folder: Path) -> dict[str, list[str]]:
