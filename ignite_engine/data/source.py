@@ -324,6 +324,7 @@ class DataSource:
             loader=state.get("loader"),
             generators=state.get("generators"),
         )
+        self._restore_generators(self.position.generators)  # an evaluation may draw from them before the pass is opened
 
 
 def _orders(data: Any) -> list[Any]:

@@ -347,3 +347,23 @@ def test_persistent_workers_outlive_the_run() -> None:
 
     assert set(multiprocessing.active_children()) - before == {worker}
     del trainer, data
+
+
+def test_generators_of_the_loader_are_loaded_with_the_position() -> None:
+    """An evaluation over the same loader at STARTED draws from them before the pass is opened."""
+
+    def source() -> DataSource:
+        torch.manual_seed(0)
+        return DataSource(KINDS["stateful"](Growing(6), 2, shuffle=True), None)
+
+    saved, loaded = source(), source()
+    next(iter(saved))
+    saved.position.batch = 1
+    loaded.load_state_dict(saved.state_dict())
+    pairs = zip(generators_of(saved.data), generators_of(loaded.data), strict=True)
+
+    assert all(torch.equal(one.get_state(), other.get_state()) for one, other in pairs)
+    assert not all(
+        torch.equal(one.get_state(), other.get_state())
+        for one, other in zip(generators_of(saved.data), generators_of(source().data), strict=True)
+    )
