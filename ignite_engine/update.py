@@ -81,13 +81,16 @@ class Update:
         self.loss_fn, self.weight_fn = loss_fn, weight_fn
         self.precision, self.clip_norm, self.log_grad_norm = check_precision(precision), clip_norm, log_grad_norm
         self.device = device_of(model)
+        self._on_host = self.device.type == "cpu"
         self.scaler = loss_scaler(precision, self.device.type, grad_scaler)
         self.stepping = False
         """An optimizer's step has begun and not all have ended: the weights are of no iteration."""
-        self._is_checked = False
+        self._has_gradients = False
         self._wrapped = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
         # one context for good: making one costs more than entering it
         self._autocast = autocast(precision, self.device.type)
+        self._factors: dict[float, Tensor] = {}
+        self._scales: dict[tuple[int, int, int], list[float]] = {}
 
     def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
         """Do one update with ``batch``: a list of micro-batches where the engine groups them, else the loader's."""
@@ -96,9 +99,7 @@ class Update:
             _prepare_plain_engine(engine)
         grouped = getattr(engine, "accumulation_steps", None) is not None
         micro_batches = batch if grouped or isinstance(batch, Group) else (batch,)
-        scales = micro_batch_scales(
-            micro_batches, padding=state.padding, group_total=state.group_total, weight_fn=self.weight_fn
-        )
+        scales = self._scales_of(micro_batches, state)
         self._clear_gradients()
         if scales is None:
             return self._skip(engine, {"loss": torch.zeros((), device=self.device)})
@@ -122,8 +123,20 @@ class Update:
             yield "scaler", self.scaler, True
 
     def run_starts(self) -> None:
-        """A run starts, perhaps after one that failed within a step."""
-        self.stepping = self._is_checked = False
+        """A run starts: what depends on the number of ranks is computed again."""
+        self._scales.clear()
+        self.stepping = self._has_gradients = False
+
+    def _scales_of(self, micro_batches: Any, state: Any) -> list[float] | None:
+        key = len(micro_batches), state.padding, state.group_total
+        scales = self._scales.get(key)
+        if scales is None:
+            scales = micro_batch_scales(
+                micro_batches, padding=state.padding, group_total=state.group_total, weight_fn=self.weight_fn
+            )
+            if self.weight_fn is None and scales is not None:
+                self._scales[key] = scales
+        return scales
 
     def _accumulate(self, engine: Engine, micro_batches: Any, scales: list[float]) -> dict[str, Tensor]:
         """Forward and backward of each micro-batch; the weighted means of what they report."""
@@ -132,7 +145,8 @@ class Update:
             check_accumulates(self.model)
         losses: list[Tensor] = []
         extras: list[Mapping[str, Tensor]] = []
-        for batch in to_device(micro_batches, self.device):
+        handlers = engine._event_handlers  # between two steps of the optimizer each further call costs microseconds
+        for batch in micro_batches if self._on_host else to_device(micro_batches, self.device):
             scale = scales[len(losses)]
             if self._wrapped:
                 with gradient_sync(self.model, last=len(losses) == len(scales) - 1):
@@ -140,7 +154,8 @@ class Update:
             else:
                 losses.append(self._backward(batch, scale, extras))
             state.micro_batches += 1
-            _fire(engine, TrainingEvents.BACKWARD_COMPLETED)
+            if handlers.get(TrainingEvents.BACKWARD_COMPLETED):
+                engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
         output = {"loss": weighted(losses, scales)}
         return output if not extras else output | weighted_by_name(extras, scales)
 
@@ -162,10 +177,12 @@ class Update:
             raise
 
     def _step(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
-        if not self._is_checked:
+        if not self._has_gradients:
             self._check_gradients()
         finite = self.scaler is None or self.scaler.unscale_all(self.optimizers.values())
-        _fire(engine, TrainingEvents.OPTIMIZER_STEP_STARTED)
+        handlers = engine._event_handlers
+        if handlers.get(TrainingEvents.OPTIMIZER_STEP_STARTED):
+            engine.fire_event(TrainingEvents.OPTIMIZER_STEP_STARTED)
         if self.clip_norm is not None:
             output["grad_norm"] = clip_gradients(self._parameters(), self.clip_norm)
         elif self.log_grad_norm:
@@ -181,13 +198,15 @@ class Update:
             return self._skip(engine, output)
         state: Any = engine.state
         state.optimizer_steps += 1
-        _fire(engine, TrainingEvents.OPTIMIZER_STEP_COMPLETED)
+        if handlers.get(TrainingEvents.OPTIMIZER_STEP_COMPLETED):
+            engine.fire_event(TrainingEvents.OPTIMIZER_STEP_COMPLETED)
         return output
 
     def _skip(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
         state: Any = engine.state
         state.skipped_steps += 1
-        _fire(engine, TrainingEvents.OPTIMIZER_STEP_SKIPPED)
+        if engine._event_handlers.get(TrainingEvents.OPTIMIZER_STEP_SKIPPED):
+            engine.fire_event(TrainingEvents.OPTIMIZER_STEP_SKIPPED)
         return output
 
     def _check_gradients(self) -> None:
@@ -206,13 +225,18 @@ class Update:
             if len(idle) == len(self.optimizers):
                 raise ValueError(message)
             logger.warning("%s", message)  # it may be meant to begin later
-        self._is_checked = True
+        self._has_gradients = True
 
     def _incoming(self, scale: float, loss: Tensor) -> Tensor:
         """The gradient that backward starts from: that of ``scaler.scale(loss * scale)``, without its two nodes."""
-        if self.scaler is None:
-            return torch.full((), scale, dtype=loss.dtype, device=loss.device)
-        return self.scaler.scale(torch.ones((), device=loss.device)).to(loss.dtype) * scale
+        if self.scaler is not None:
+            return self.scaler.scale(torch.ones((), device=loss.device)).to(loss.dtype) * scale
+        factor = self._factors.get(scale)
+        if factor is None or factor.dtype != loss.dtype or factor.device != loss.device:
+            if len(self._factors) > 64:
+                self._factors.clear()
+            factor = self._factors[scale] = torch.full((), scale, dtype=loss.dtype, device=loss.device)
+        return factor
 
     def _clear_gradients(self) -> None:
         for optimizer in self.optimizers.values():
@@ -224,12 +248,6 @@ class Update:
         """Each parameter of the optimizers once, in their order."""
         groups = (group for optimizer in self.optimizers.values() for group in optimizer.param_groups)
         return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
-
-
-def _fire(engine: Engine, event: TrainingEvents) -> None:
-    """Fire an event that has listeners; a plain Ignite engine cannot be asked, and fires each."""
-    if not hasattr(engine, "has_listeners") or engine.has_listeners(event):
-        engine.fire_event(event)
 
 
 def _prepare_plain_engine(engine: Engine) -> None:

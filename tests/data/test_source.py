@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
+from ignite_engine.data.source import DataSource, generators_of
 from ignite_engine.handlers import Evaluation
 
 
