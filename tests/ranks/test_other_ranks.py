@@ -43,10 +43,12 @@ def _train(folder: str, rank: int, number: int, steps: int | None, stop_at: int 
     checkpoint.attach(trainer)
     checkpoint.resume()
     if stop_at is not None:
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED,
-            lambda: trainer.request_stop("here") if trainer.state.iteration >= stop_at else None,
-        )
+
+        @trainer.on(Events.ITERATION_COMPLETED(once=stop_at))
+        def stop() -> None:
+            trainer.request_stop("here")
+            trainer.vote_at_next_boundary()  # at this very iteration, however fast the machine is
+
     state = trainer.run(loader(torch.arange(SAMPLES), 2, shuffle=True), max_epochs=2)
     torch.save({"seen": seen, "epoch": state.epoch, "logged": logged.lines}, f"{folder}/{number}.{rank}.pt")
 
