@@ -10,6 +10,7 @@ from ignite.engine import Engine, Events
 
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks.agreement import gather_floats
+from ignite_engine.ranks.mesh import by_data_rank
 
 
 class Throughput:
@@ -58,7 +59,7 @@ class Throughput:
 
     def __call__(self, trainer: Engine) -> None:
         sums = (self._steps, self._total_s, self._wait_s, self._compute_s, self._step_s, self._samples, self._tokens)
-        rows = gather_floats([float(value) for value in sums])
+        rows = by_data_rank(gather_floats([float(value) for value in sums]))
         self._reset()
         steps, total, wait, compute, step, samples, tokens = (sum(column) for column in zip(*rows))
         slowest = max(row[1] for row in rows)

@@ -4,6 +4,7 @@ from ignite_engine.data import loader
 from ignite_engine.errors import Interrupted, StopRequested
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks.launch import Parallel
+from ignite_engine.ranks.mesh import data_rank, data_size, use_mesh
 from ignite_engine.runs.load_model import load_model
 from ignite_engine.state import Start, TrainingState
 from ignite_engine.step.micro_batches import Group, accumulation_steps_for, gradient_sync
@@ -25,8 +26,11 @@ __all__ = [
     "Update",
     "accumulation_steps_for",
     "create_evaluator",
+    "data_rank",
+    "data_size",
     "gradient_sync",
     "load_model",
     "loader",
+    "use_mesh",
 ]
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ignite_engine import rng
 from ignite_engine.data.sampler import ResumableSampler, SeededDataset
 from ignite_engine.data.workers import WorkerInit
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, mesh
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def loader(
 
     Args:
         dataset: map-style (``__len__`` and ``__getitem__``).
-        batch_size: samples per batch and rank; the last batch may be smaller.
+        batch_size: samples per batch and data-parallel rank; the last batch may be smaller.
         shuffle: a new order each epoch, a function of (seed, epoch).
         seed: the same on every rank.
         dataloader_options: further arguments of ``DataLoader`` (``num_workers``, ``collate_fn``, ``pin_memory``, ...).
@@ -49,9 +49,7 @@ def loader(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
     if not len(dataset):
         raise ValueError("The dataset is empty: it must hold at least one sample.")
-    sampler = ResumableSampler(
-        dataset, shuffle=shuffle, seed=seed, rank=agreement.rank(), world_size=agreement.world_size()
-    )
+    sampler = ResumableSampler(dataset, shuffle=shuffle, seed=seed, rank=mesh.data_rank(), world_size=mesh.data_size())
     collate_fn = dataloader_options.pop("collate_fn", None) or default_collate
     init = dataloader_options.pop("worker_init_fn", None)
     return DataLoader(
@@ -88,8 +86,8 @@ def resumable(data: Any, seed: int | None = None) -> Any:
             seed = generator.initial_seed() if generator is not None else torch.initial_seed()
         shuffle, own_seed = True, agreement.broadcast_int(rng.mix(seed) >> 1)
     elif type(sampler) is DistributedSampler and (sampler.num_replicas, sampler.rank) == (
-        agreement.world_size(),
-        agreement.rank(),
+        mesh.data_size(),
+        mesh.data_rank(),
     ):
         shuffle, own_seed = sampler.shuffle, sampler.seed
     else:

@@ -15,7 +15,7 @@ from ignite_engine import rng
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import StateMismatch, leave_out
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class DataSource:
         if self.sampler is not None:
             self.sampler.length, self.sampler.skipped = self.sampler.data_length(), self.position.skipped
         own = length_of(self.data)
-        rows = agreement.gather_floats([-1.0 if own is None else float(own)])
+        rows = mesh.by_data_rank(agreement.gather_floats([-1.0 if own is None else float(own)]))
         lengths = [int(row[0]) for row in rows]
         if len(rows) == 1 or max(lengths) < 0:
             self.lengths = None if own is None else [own]
@@ -227,10 +227,10 @@ class DataSource:
         return next(iter(self.data))
 
     def padded(self, count: int) -> tuple[int, int]:
-        """Of the next ``count`` batches: how many repeat the last, and how many do not, over all ranks."""
+        """Of the next ``count`` batches: how many repeat the last, and how many do not, over all data ranks."""
         assert self.lengths is not None
         real = [max(0, min(count, length - self.position.batch)) for length in self.lengths]
-        return count - real[agreement.rank()], sum(real)
+        return count - real[mesh.data_rank()], sum(real)
 
     def abandon(self) -> None:
         """End the workers of the present pass at once: they may be busy for long with what is no longer wanted."""
@@ -267,7 +267,7 @@ class DataSource:
         ended = at.ended or exhausted or (self.batches is not None and at.batch >= self.batches)
         # batch 0 of the next pass; but the end of the one before has not been reported yet
         place = (at.pass_number + 1, 0) if ended else (at.pass_number, at.batch)
-        state: dict[str, Any] = {"pass": place[0], "batch": place[1], "ended": ended, "ranks": agreement.world_size()}
+        state: dict[str, Any] = {"pass": place[0], "batch": place[1], "ended": ended, "ranks": mesh.data_size()}
         if self.sampler is not None:
             skipped = 0 if ended else at.skipped
             # a pass that is yet to start has what is there by then
@@ -306,7 +306,7 @@ class DataSource:
                         f"equal, or leave the position out with {leave_out('data')}."
                     )
         batch, skipped = state["batch"], state.get("skipped", 0)
-        ranks = agreement.world_size()
+        ranks = mesh.data_size()
         if batch and (before := state.get("ranks", ranks)) != ranks:
             if self.sampler is not None and "seed" in state:
                 skipped, batch = min(skipped + batch * state["batch_size"] * before, state["samples"]), 0

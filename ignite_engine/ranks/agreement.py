@@ -76,11 +76,6 @@ def mean_floats(values: Sequence[float]) -> list[float]:
     return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
-def sum_float(value: float) -> float:
-    """Sum over ranks, in rank order, so that every rank has the same bits."""
-    return sum(row[0] for row in gather_floats([value]))
-
-
 def broadcast_int(value: int) -> int:
     """Rank 0's ``value``, exactly up to 63 bits (idist.broadcast sends numbers through float32)."""
     if world_size() == 1:

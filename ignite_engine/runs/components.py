@@ -20,7 +20,7 @@ from ignite_engine import schedules
 from ignite_engine.config import Config, ConfigError, ConfigWarning
 from ignite_engine.data import loader
 from ignite_engine.errors import did_you_mean, shortened
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, mesh
 from ignite_engine.run_directory import config_differences
 from ignite_engine.schedules import Schedule
 from ignite_engine.task import Task, TaskError, build_task, find_task
@@ -42,7 +42,7 @@ def total_updates(config: Config, samples: int) -> int:
         ConfigError: an epoch has no update.
     """
     data = config.data
-    shard = -(-samples // agreement.world_size())
+    shard = -(-samples // mesh.data_size())
     batches = shard // data.batch_size if data.drop_last else -(-shard // data.batch_size)
     if not batches:
         raise config.error(
@@ -108,8 +108,8 @@ def check_fit(config: Config, task: Task) -> None:
             raise config.error(
                 "task", f"the data '{name}' is a {type(data).__name__}, expected __len__ and __getitem__."
             )
-        if size < agreement.world_size():
-            raise config.error("task", f"the data '{name}' has {size} samples for {agreement.world_size()} ranks.")
+        if size < mesh.data_size():
+            raise config.error("task", f"the data '{name}' has {size} samples for {mesh.data_size()} ranks.")
     both = set(task.val_sets) & set(task.test_sets)
     if both:
         raise config.error(

@@ -18,7 +18,7 @@ from ignite_engine import handlers
 from ignite_engine.checkpointing import CheckpointError, LoadPlan, SaveOptions
 from ignite_engine.config import Config, Every
 from ignite_engine.evaluator import create_evaluator
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import mesh
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
 from ignite_engine.runs.components import (
     agreed_task,
@@ -60,7 +60,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         check_fit(config, task)
     with startup("model"):
         model = on_device(config, task.model)
-        seed_all(config.run.seed + agreement.rank())
+        seed_all(config.run.seed + mesh.data_rank())
     with startup("data"):
         train_loader = data_loader(config, task, task.train_set, training=True)
         total = total_updates(config, len(task.train_set))  # type: ignore[arg-type]  # loader() has checked

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, mesh
 
 WeightFn = Callable[[Any], float]
 
@@ -73,16 +73,16 @@ def micro_batch_scales(
     Args:
         micro_batches: of this rank, as the loader gave them (``weight_fn`` sees them on the host).
         padding: how many at the end repeat an earlier one and weigh nothing.
-        group_total: micro-batches with weight over all ranks, where known; 0: as many on every rank as here.
+        group_total: micro-batches with weight over all data-parallel ranks, where known; 0: as many on each as here.
         weight_fn: the weight of one micro-batch, e.g. its number of tokens; with it this is a collective.
 
     Returns:
-        ``w_i * world_size / W``, W the weight over the group and all ranks; None where W is zero.
+        ``w_i * data_size / W``, W the weight over the group and all data-parallel ranks; None where W is zero.
 
     Raises:
         ValueError: a weight is negative or not finite, or their sum is not.
     """
-    count, ranks = len(micro_batches), agreement.world_size()
+    count, ranks = len(micro_batches), mesh.data_size()
     if weight_fn is None:
         each = ranks / (group_total or (count - padding) * ranks or 1)
         return [each] * (count - padding) + [0.0] * padding
@@ -90,7 +90,7 @@ def micro_batch_scales(
     for weight in weights:
         if not 0.0 <= weight < float("inf"):
             raise ValueError(f"weight_fn must return a finite number of at least 0, got {weight}.")
-    total = agreement.sum_float(sum(weights))
+    total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
     if total * ranks == float("inf"):  # the same on all ranks; each scale would be 0
         raise ValueError(f"The weights of one update sum up to infinity, got {weights} here: return smaller ones.")
     return [weight * ranks / total for weight in weights] if total else None
