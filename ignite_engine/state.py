@@ -27,6 +27,11 @@ class Start(Enum):
     """Iterations are counted on, but data starts with a new pass: the run before was terminated, or the counters were
     set by hand."""
 
+    @property
+    def continues(self) -> bool:
+        """Whether the data continues where the run before has left it."""
+        return self in (Start.RESUMED, Start.CONTINUED)
+
 
 class Metrics(dict[str, Any]):
     """``state.metrics``: a dict that remembers which values are new since they were last published.

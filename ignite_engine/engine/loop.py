@@ -31,7 +31,7 @@ from ignite_engine.engine.start import is_done
 from ignite_engine.engine.stop_requests import BACKGROUND_DONE, SAVE, STOP, StopRequests
 from ignite_engine.errors import StopRequested
 from ignite_engine.events import TrainingEvents
-from ignite_engine.state import Start, TrainingState
+from ignite_engine.state import TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
 
@@ -72,7 +72,10 @@ class Loop:
         try:
             try:
                 yield from self._start()
+                if self._within_epoch():
+                    yield from self._epoch(begun=True)
                 while not self._done() and not engine.should_terminate:
+                    self.state.epoch += 1
                     yield from self._epoch()
             except _RunEnds:
                 self._boundary_before_the_end()
@@ -90,31 +93,35 @@ class Loop:
         engine._dataloader_iter = None
 
     def _start(self) -> Pauses:
-        state, progress = self.state, self.progress
+        engine, state = self.engine, self.state
         state.times[Events.EPOCH_COMPLETED.name] = state.times[Events.COMPLETED.name] = 0.0
         self.requests.first_vote_after(state.iteration)
-        done, within = self._done(), int(progress.epoch_iteration > 0)
-        continues = state.start in (Start.RESUMED, Start.CONTINUED)
-        if continues:  # an evaluation that is done again here is logged with its epoch
-            state.epoch += within
         self._fire(Events.STARTED)
         self.registry.check_all_claimed()
         self.resume.restore_metrics()
-        self._publish()
-        if continues and not done:
-            state.epoch -= within  # the loop counts it
+        within = self._within_epoch()
+        # an evaluation that is done again here publishes and ends what it would have in the uninterrupted run
+        if not within or not (self._epoch_is_full() or engine.should_terminate_single_epoch):
+            self._publish()  # else the end of the epoch does
         self._restore_rng()
+        if within and not engine.should_terminate:
+            return  # `_epoch` pauses or ends
+        if state.start.continues:
+            engine.should_terminate_single_epoch = False  # at the end of an epoch there is no rest of it
         yield from self._pause_or_end()
 
-    def _epoch(self) -> Pauses:
+    def _epoch(self, *, begun: bool = False) -> Pauses:
+        """An epoch, or the rest of the one within which the run begins."""
         engine, state, progress, started = self.engine, self.state, self.progress, time.time()
-        state.epoch += 1
         self._fire(Events.EPOCH_STARTED)
         self._take_the_rest_of_what_was_loaded()
-        yield from self._pause_or_end()
+        if not begun:
+            yield from self._pause_or_end()
         if engine._dataloader_iter is None:
             engine._dataloader_iter = progress.open_pass()
         try:
+            if begun:
+                yield from self._pause_or_end()
             while not self._epoch_is_full():  # a resumed epoch may be, but for its EPOCH_COMPLETED
                 state.batch = None
                 if state.dataloader is not None and self._fire(Events.GET_BATCH_STARTED):
@@ -258,6 +265,13 @@ class Loop:
     def _done(self) -> bool:
         return is_done(self.state, self.state.epoch)
 
+    def _within_epoch(self) -> bool:
+        """Whether the run begins within an epoch, which it completes first, if only by its EPOCH_COMPLETED."""
+        state, progress = self.state, self.progress
+        if not state.start.continues or progress.epoch_iteration == 0:
+            return False
+        return self._epoch_is_full() or not is_done(state, progress.epochs_completed)
+
     def _epoch_is_full(self) -> bool:
         """Whether the epoch has all its iterations; a pass over data of unknown length ends with the data."""
         length = self.state.epoch_length
@@ -309,8 +323,6 @@ class Loop:
         """``terminate()`` outside an iteration: the boundary before it was not known to be the last."""
         state, progress = self.state, self.progress
         if not state.last and progress.at_boundary:
-            # a resumed run that ends before it trains is in the epoch in which it was saved
-            state.epoch = max(state.epoch, progress.epochs_completed + int(progress.epoch_iteration > 0))
             self._boundary(last=True)
 
     def _publish(self) -> None:

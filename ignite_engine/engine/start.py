@@ -79,6 +79,7 @@ def begin(
     progress.use(source, arguments.data)
     state.max_epochs, state.max_iters, state.epoch_length = max_epochs, max_iters, epoch_length
     state.dataloader = arguments.data
+    progress.at_boundary = True
     if start is Start.FRESH:
         if progress.ending is Ending.FAILED:
             state.metrics.clear()
@@ -94,8 +95,8 @@ def begin(
         if start is Start.CONTINUED:
             registry.keep_metrics()
             resume.rng = rng.capture()  # handlers of STARTED may draw
-        state.epoch = progress.epochs_completed
         progress.regroup()
+        state.epoch = progress.epochs_completed + int(progress.epoch_iteration > 0)  # that in which it was left
     state.start = start
     return start
 

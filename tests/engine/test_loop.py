@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.metrics import Average
 
-from ignite_engine import Trainer, TrainingEvents, Update
-from ignite_engine.handlers import Checkpoint
-from tests.builders import linear, mse, numbers_loader, trainer_of
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
+from ignite_engine.handlers import Checkpoint, Evaluation
+from tests.builders import events_of, linear, mse, numbers_loader, trainer_of, weights
 
 DATA = [1, 2, 3]
 
@@ -122,3 +123,50 @@ def test_boundary_of_an_epochs_last_iteration_is_after_the_epoch() -> None:
     trainer.run(DATA, max_epochs=2)
 
     assert seen == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2)]
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_iters": 6}], ids=["2 epochs", "6 iterations"])
+@pytest.mark.parametrize("asked_at", [TrainingEvents.EVALUATION_COMPLETED, TrainingEvents.METRICS_READY])
+@pytest.mark.parametrize("asked", ["nothing", "finish", "terminate_epoch"])
+@pytest.mark.parametrize(
+    "evaluated_at", [Events.ITERATION_COMPLETED(once=4), Events.ITERATION_COMPLETED(once=6), Events.EPOCH_COMPLETED]
+)
+def test_what_a_repeated_evaluation_asks_for_happens_as_in_the_whole_run(
+    tmp_path: Path, evaluated_at: Any, asked: str, asked_at: Any, limits: dict[str, int]
+) -> None:
+    """An epoch whose iterations are all done gets its EPOCH_COMPLETED, unless the whole run would not have fired it."""
+
+    def run(folder: Path, stop: bool) -> tuple[Trainer, list[tuple[str, int, int]]]:
+        trainer = trainer_of()
+
+        def predict(model: Any, batch: Any) -> Any:
+            if stop:
+                trainer.request_stop("enough")
+            return batch
+
+        def ask() -> None:
+            if trainer.state.evaluations == 1 and asked != "nothing":
+                _ = trainer.finish("asked") if asked == "finish" else trainer.terminate_epoch()
+
+        evaluator = create_evaluator(trainer.update.model, predict, {"mean": Average()})  # type: ignore[attr-defined]  # an Update
+        Evaluation(evaluator, [torch.tensor([1.0])] * 3).attach(trainer, evaluated_at)
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        trainer.add_event_handler(asked_at, ask)
+        checkpoint.resume()
+        seen = events_of(trainer, (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, TrainingEvents.METRICS_READY))
+        seen_last = events_of(trainer, (Events.TERMINATE_SINGLE_EPOCH, Events.TERMINATE, Events.COMPLETED))
+        trainer.run(numbers_loader(), **limits)
+        return trainer, seen if stop else seen + seen_last
+
+    whole, expected = run(tmp_path / "whole", stop=False)
+    stopped, before = run(tmp_path / "cut", stop=True)
+    assert (stopped.state.status, stopped.state.evaluations) == ("interrupted", 0)
+    resumed, after = run(tmp_path / "cut", stop=False)
+
+    assert before + after == expected
+    position, expected_position = resumed.progress.state_dict(), whole.progress.state_dict()
+    assert position | {"checkpoints": 0} == expected_position | {"checkpoints": 0}
+    assert torch.equal(weights(resumed), weights(whole))
+    for name in ("status", "reason", "epoch", "metrics"):
+        assert getattr(resumed.state, name) == getattr(whole.state, name), name

@@ -131,6 +131,19 @@ def test_run_after_an_exception_starts_over(error: type[BaseException]) -> None:
     assert batches[5:] == DATA * 3 and position(trainer) == (9, 3)
 
 
+def test_run_after_a_failure_in_an_update_begins_at_a_step_boundary() -> None:
+    """A stop that cuts off its first evaluation ends it there."""
+    trainer = Trainer(lambda engine, batch: 1 / (engine.state.iteration - 2))
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(DATA)
+    boundaries: list[int] = []
+    trainer.add_event_handler(Events.STARTED, trainer.terminate)
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: boundaries.append(trainer.state.iteration))
+    trainer.run(DATA)
+
+    assert boundaries == [0]
+
+
 def test_resumed_run_starts_at_the_checkpoint_and_once_more_after_a_failure_before_its_first_batch(
     tmp_path: Path,
 ) -> None:
