@@ -19,6 +19,7 @@ from ignite_engine.errors import Interrupted
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
+from ignite_engine.ranks.ddp_buckets import settle_buckets, unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import unshared_statistics
 from ignite_engine.state import Start, TrainingState
 from ignite_engine.states.registry import Registry, Stateful
@@ -97,6 +98,7 @@ class Trainer(Engine):
             reasons.append(source.inexact)
         if (module := unshared_statistics(getattr(self.update, "model", None))) is not None:
             reasons.append(f"{module} keeps statistics of each rank's own, and those of rank 0 alone are saved")
+        reasons += [reason for model in self._models() if (reason := unsettled_buckets(model)) is not None]
         filters = self.registry.filters if only is None else [only]
         registry = self.registry
         return reasons + [reason for each in filters for reason in each.reasons(registry.capture, registry.kinds)]
@@ -230,10 +232,17 @@ class Trainer(Engine):
         self.requests.reset()
         if hasattr(self.update, "run_starts"):
             self.update.run_starts()
+        for model in self._models():
+            settle_buckets(model)
         if isinstance(model := getattr(self.update, "model", None), nn.Module):
             model.train()
         parts = (self.update, state, self.progress, self.requests, self.registry, self.resume_state)
         self._internal_run_generator = Loop(self, *parts).run()  # type: ignore[assignment]  # Ignite's yields its state
+
+    def _models(self) -> list[Any]:
+        """The models of the update and of the registry, wrapped as they are, without repetition."""
+        models = [getattr(each, "model", each) for each in (self.update, *self.registry.objects.values())]
+        return list({id(model): model for model in models if isinstance(model, nn.Module)}.values())
 
     def _note_ending(self) -> None:
         state, progress = self.state, self.progress

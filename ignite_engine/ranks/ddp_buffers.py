@@ -17,7 +17,7 @@ def share_buffers(model: object) -> None:
     So an evaluation uses on each rank what a checkpoint made at the same step boundary holds. A model without DDP, or
     whose DDP does not broadcast buffers, is left unchanged.
     """
-    wrapped = _data_parallel(model)
+    wrapped = data_parallel(model)
     if wrapped is None or not wrapped.broadcast_buffers:
         return
     group = wrapped.process_group
@@ -34,7 +34,7 @@ def share_buffers(model: object) -> None:
 
 def unshared_statistics(model: object) -> str | None:
     """Name of a module whose running statistics always differ between ranks; None: there is none."""
-    wrapped = _data_parallel(model)
+    wrapped = data_parallel(model)
     if agreement.world_size() == 1 or not isinstance(model, nn.Module) or (wrapped and wrapped.broadcast_buffers):
         return None
     for name, module in model.named_modules():
@@ -44,7 +44,7 @@ def unshared_statistics(model: object) -> str | None:
     return None
 
 
-def _data_parallel(model: object) -> DistributedDataParallel | None:
+def data_parallel(model: object) -> DistributedDataParallel | None:
     """The DDP in a model, also in a compiled one."""
     while isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel):
         model = getattr(model, "_orig_mod", None)

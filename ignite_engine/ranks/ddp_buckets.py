@@ -1,0 +1,82 @@
+"""The layout in which DDP reduces gradients, the same in a resumed run as in the uninterrupted one.
+
+A sum over three ranks or more is rounded in an order that depends on where in a bucket an element is. DDP reduces its
+first step in one bucket and rebuilds the buckets after it, so the first step of a resumed run would have other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine.ranks.ddp_buffers import data_parallel
+
+_settled: WeakSet[DistributedDataParallel] = WeakSet()
+
+
+def settle_buckets(model: object) -> None:
+    """Let DDP rebuild its buckets before its first step, in the order of the parameters; a collective, once a DDP.
+
+    One reduction of zeros; no gradient is left behind and no hook of the module is called. Two ranks, whose sums have
+    no order, and a DDP that never rebuilds (``find_unused_parameters``) need none.
+    """
+    wrapped = data_parallel(model)
+    if wrapped is None or wrapped in _settled or _keeps_its_buckets(wrapped) or wrapped.static_graph:
+        return
+    _settled.add(wrapped)
+    module = wrapped.module
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    before = [each.grad for each in parameters]
+    wrapped.module = _Zeros(module, parameters)
+    try:
+        with torch.enable_grad():
+            wrapped.forward().backward()  # the next forward rebuilds
+    finally:
+        wrapped.module = module
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def unsettled_buckets(model: object) -> str | None:
+    """Why a resumed run's first step is summed in another order than in the uninterrupted run; None: it is not."""
+    wrapped = data_parallel(model)
+    if wrapped is None or _keeps_its_buckets(wrapped) or not wrapped.static_graph:
+        return None
+    return "DDP with static_graph rebuilds its buckets after the first step: that of a resumed run is summed otherwise"
+
+
+def _keeps_its_buckets(wrapped: DistributedDataParallel) -> bool:
+    unused = wrapped.find_unused_parameters and not wrapped.static_graph
+    return unused or dist.get_world_size(wrapped.process_group) < 3
+
+
+class _Zeros(nn.Module):
+    """In the place of ``module``: a loss of zero in which every parameter has a part.
+
+    Backward reaches the last parameter first, as it does in most models.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._parameters_of = parameters
+        self._sparse = [
+            each.weight for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+        ]
+        self.named_buffers = module.named_buffers  # type: ignore[method-assign]  # which DDP shares before each forward
+
+    def forward(self) -> Tensor:
+        total = torch.zeros((), device=self._parameters_of[0].device)
+        for parameter in self._parameters_of:
+            if any(parameter is each for each in self._sparse):
+                first = torch.zeros(1, dtype=torch.long, device=parameter.device)
+                part = nn.functional.embedding(first, parameter, sparse=True)
+            else:
+                part = parameter.reshape(-1)[:1]
+            part = part.abs() if part.is_complex() else part
+            total = total.to(parameter.device) + part.sum() * 0
+        return total

@@ -1,0 +1,116 @@
+"""A run resumed on three ranks: DDP sums gradients in the order of the uninterrupted run, from the first step on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Trainer, Update, loader
+from ignite_engine.handlers import Checkpoint
+from ignite_engine.ranks import ddp_buckets
+from tests.builders import Numbers, mse, one
+
+pytestmark = pytest.mark.distributed
+
+CASES: dict[str, dict[str, Any]] = {
+    "by default": {},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "small buckets": {"bucket_cap_mb": 0.001},
+    "unused parameters": {"find_unused_parameters": True},
+    "own update": {},
+    "static graph": {"static_graph": True},
+    "not settled": {},
+}
+
+
+def _trainer(case: str) -> Trainer:
+    torch.manual_seed(4)
+    layers = [nn.Linear(3, 50), nn.Tanh(), nn.BatchNorm1d(50), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)]
+    model = nn.Sequential(*layers)
+    wrapped = DistributedDataParallel(model, **CASES[case])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if case != "own update":
+        return Trainer(Update(wrapped, optimizer, mse))
+
+    def update(engine: Any, batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = mse(wrapped, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    trainer = Trainer(update)
+    trainer.register("model", wrapped, shared=True)
+    trainer.register("optimizer", optimizer, shared=True)
+    return trainer
+
+
+def _weights(case: str, folder: Path, *, stop: bool) -> tuple[Tensor, list[str]]:
+    trainer = _trainer(case)
+    if stop:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: trainer.request_stop("test"))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.vote_at_next_boundary)
+    checkpoint = Checkpoint(folder)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100))
+    checkpoint.resume()
+    trainer.run(loader(Numbers(42), 2), max_epochs=1)
+    model = trainer.registry.objects["model"]
+    return one(getattr(model, "model", model)), trainer.reproducibility()
+
+
+def _one_of_three_ranks(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    found = {}
+    for case in CASES:
+        if case == "not settled":
+            ddp_buckets._settled.add = lambda wrapped: None  # type: ignore[method-assign]
+            ddp_buckets._keeps_its_buckets = lambda wrapped: True  # type: ignore[assignment]
+        whole, report = _weights(case, folder / case / "whole", stop=False)
+        _weights(case, folder / case / "resumed", stop=True)
+        resumed, _ = _weights(case, folder / case / "resumed", stop=False)
+        found[case] = (torch.equal(whole, resumed), report)
+    if rank == 0:
+        torch.save(found, folder / "found")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, list[str]]]:
+    folder = tmp_path_factory.mktemp("buckets")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    mp.spawn(_one_of_three_ranks, (folder,), nprocs=3)
+    result: dict[str, tuple[bool, list[str]]] = torch.load(folder / "found")
+    return result
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("static graph", "not settled")])
+def test_resumed_on_three_ranks_to_the_same_bits(found: dict[str, tuple[bool, list[str]]], case: str) -> None:
+    same, report = found[case]
+    assert same and report == []
+
+
+def test_static_graph_is_said_to_be_inexact(found: dict[str, tuple[bool, list[str]]]) -> None:
+    _, report = found["static graph"]
+    assert len(report) == 1 and "static_graph" in report[0]
+
+
+def test_bits_differ_where_ddp_settles_them_later(found: dict[str, tuple[bool, list[str]]]) -> None:
+    assert not found["not settled"][0]
+
+
+def test_sparse_and_complex_parameters_have_a_part_of_their_layout() -> None:
+    embedding, spectrum = nn.Embedding(4, 2, sparse=True), nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    parameters = [embedding.weight, spectrum, nn.Parameter(torch.ones(()))]
+    ddp_buckets._Zeros(embedding, parameters)().backward()
+    assert embedding.weight.grad is not None and embedding.weight.grad.is_sparse
+    assert spectrum.grad is not None and not spectrum.grad.any()
