@@ -96,7 +96,9 @@ class Checkpoint:
         path = self._trainer.registry.resume(self.store, ignore=ignore, strict=self.options.strict)
         if path is not None:
             self._saver.resumed(self._trainer, path)
-            logger.info("Resumed from %s at iteration %d.", path, self._trainer.state.iteration)
+            # a script that sets up no logging shows warnings alone
+            level = logging.WARNING if agreement.rank() == 0 else logging.INFO
+            logger.log(level, "Resumed from %s at iteration %d.", path, self._trainer.state.iteration)
         return path
 
     def load(self, path: str | Path, plan: LoadPlan) -> LoadTable:

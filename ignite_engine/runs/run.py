@@ -101,14 +101,15 @@ class Run:
                 if rank == 0:
                     self._begin_directory()
             with self.startup("resume"):
-                resumed = self._begin()
+                try:
+                    resumed = self._begin()
+                finally:
+                    self._log_differences(resumed)
                 for name in self.log_states:
                     trainer.resume_state.unclaimed.pop(name, None)
                 if resumed is None and rank == 0:
                     self._set_old_metrics_aside()
             self.began_at = trainer.state.iteration
-            if resumed is not None:
-                self._warn_of_kept_settings()
             self.startup.log()
             if self.began_at:
                 self._metrics_before = self.directory.read_summary().get("metrics", {})
@@ -250,19 +251,14 @@ class Run:
 
     def _begin_directory(self) -> None:
         self._differences = self.directory.write_config(self.config)
-        for line in self._differences:
-            logger.info("Config differs from the run's last start: %s", line)
         self.directory.write_environment(agreement.world_size())
 
-    def _warn_of_kept_settings(self) -> None:
-        """The optimizer's settings come from the checkpoint: a change of them in the config has no effect."""
-        kept = [line.partition(":")[0] for line in self._differences if line.startswith("optimizer.")]
-        if kept and "optimizer" not in self.ignore:
-            logger.warning(
-                "%s: no effect on a resumed run, which restores its optimizer as it was saved; to change it, start "
-                "another run with checkpoint.load.path and checkpoint.load.plan=fine_tune.",
-                ", ".join(kept),
-            )
+    def _log_differences(self, resumed: Path | None) -> None:
+        """A changed setting of an optimizer that was resumed is not among them: that it has no effect is said there."""
+        said = resumed is not None and "optimizer" not in self.ignore
+        for line in self._differences:
+            if not (said and line.startswith("optimizer.")):
+                logger.info("Config differs from the run's last start: %s", line)
 
     def _log_outcome(self, summary: Mapping[str, Any]) -> None:
         """One line: how the run ended, and for a stop where the same command resumes."""

@@ -203,17 +203,24 @@ def test_folder_that_is_deleted_under_the_run_is_whole_at_its_end(
     assert [each for each in caplog.messages if each.startswith(str(run.directory.path))] == [expected]
 
 
-def test_changed_optimizer_setting_without_effect_is_logged(
+def test_changed_setting_of_the_optimizer_is_one_line(
     build: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     first = build().train()
-    changed = {"optimizer": {"lr": 0.9}}
-    expected_line = "optimizer.lr: no effect on a resumed run"
-    assert build(changed).train()["weights_sha256"] == first["weights_sha256"]
-    assert [each for each in caplog.messages if each.startswith(expected_line)]
-    caplog.clear()
-    build({**changed, "run": {"max_iterations": 11}, "checkpoint": {"ignore": ["optimizer"]}}).train()
-    assert not [each for each in caplog.messages if each.startswith(expected_line)]
+    changed, both = {"optimizer": {"lr": 0.9}}, {"optimizer": {"lr": 0.9, "betas": [0.8, 0.9]}}
+
+    def lines(sections: Any) -> list[str]:
+        caplog.clear()
+        assert (build(sections).train()["weights_sha256"] == first["weights_sha256"]) is ("run" not in sections)
+        return [each for each in caplog.messages if "lr" in each or "betas" in each]
+
+    (line,) = lines(changed)
+    assert line.startswith("The optimizer was changed (lr 0.001 to 0.9): no effect on a resumed run, which restores")
+    (line,) = lines(both)
+    assert "betas (0.9, 0.999) to (0.8, 0.9)" in line
+    longer = {**changed, "run": {"max_iterations": 11}, "checkpoint": {"ignore": ["optimizer"]}}
+    assert lines(longer) == ["Config differs from the run's last start: optimizer.betas: [0.8, 0.9] -> not set"]
 
 
 def test_section_that_went_is_left_out_of_what_is_resumed(build: Callable[..., Run]) -> None:

@@ -152,7 +152,11 @@ def test_a_folder_that_is_deleted_under_the_run_is_made_again(tmp_path: Path) ->
     assert iterations(folder) == [3, 4]
 
 
-def test_a_fresh_start_beside_other_checkpoints_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_is_one_line_and_so_is_a_fresh_start_beside_other_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As warnings: a script that sets up no logging shows nothing else."""
+
     def run(*, resume: bool, max_iters: int) -> list[str]:
         caplog.clear()
         trainer = trainer_of()
@@ -163,6 +167,7 @@ def test_a_fresh_start_beside_other_checkpoints_is_one_line(tmp_path: Path, capl
                 checkpoint.resume()
             trainer.run(numbers_loader(), max_iters=max_iters)
             trainer.run(numbers_loader(), max_iters=max_iters + 1)  # its own checkpoints are not an earlier run's
+        assert {each.levelname for each in caplog.records if "checkpoint" in each.name} <= {"WARNING"}
         return [each.getMessage() for each in caplog.records if "checkpoint" in each.name]
 
     assert run(resume=False, max_iters=3) == []
