@@ -31,8 +31,9 @@ class MetricLogger:
 
     Between log points it keeps references to detached scalars: no host sync, no collective. At a log point they are
     stacked, read once and averaged over the ranks in one collective. A number that ``update`` returned is logged as
-    ``loss``. The first loss that is not finite is a warning, at the log point after it, with its iteration; so is a run
-    that ends with one.
+    ``loss``. The first loss that is not finite is a warning, at the log point after it, with its iteration and rank;
+    so is the first such ``grad_norm`` of an Update without a loss scaler, and a run that ends with such a loss. What a
+    non-finite policy leaves out is in no mean.
     """
 
     phase = Phase.MEASURE
@@ -71,11 +72,16 @@ class MetricLogger:
         if not interval:
             return
         means, first_bad = _means(interval)
-        rows = agreement.gather_floats([*means.values(), first_bad])
-        *columns, firsts = zip(*rows, strict=True)
+        rows = agreement.gather_floats([*means.values(), *first_bad])
+        *columns, losses, norms = zip(*rows, strict=True)
         for key, column in zip(means, columns, strict=True):
             trainer.state.metrics[key] = sum(column) / len(rows)
-        self._note_loss(trainer.state.metrics.get("loss", 0.0), min(firsts))
+        if getattr(trainer.update, "scaler", trainer) is not None:
+            norms = (math.inf,)  # fp16 overflows and skips the step
+        if min(norms) < min(losses):
+            self._note_first(trainer, "gradient norm", trainer.state.metrics["grad_norm"], norms)
+        else:
+            self._note_first(trainer, "loss", trainer.state.metrics.get("loss", 0.0), losses)
 
     def state_dict(self) -> dict[str, Any]:
         """The values of the interval so far, and the first iteration whose loss was not finite."""
@@ -88,21 +94,26 @@ class MetricLogger:
     def _start(self, trainer: Trainer) -> None:
         if trainer.starts_fresh(self.name):
             self._interval, self._not_finite_at = [], None
+        trainer.state.not_finite_at = self._not_finite_at
 
     def _collect(self, trainer: Trainer) -> None:
+        policy = getattr(trainer.update, "non_finite", None)
+        if policy is not None and policy.leaves_out(trainer.state.iteration):
+            return
         if row := _scalars(trainer.state.output):
             self._interval.append((trainer.state.iteration, row))
 
-    def _note_loss(self, loss: float, first_bad: float) -> None:
-        """Warn of the first loss that is not finite."""
-        if self._not_finite_at is None and first_bad < math.inf:
-            self._not_finite_at = int(first_bad)
+    def _note_first(self, trainer: Trainer, name: str, value: float, firsts: Sequence[float]) -> None:
+        """Warn of the first value that is not finite; ``firsts`` are the iterations by rank."""
+        first = min(firsts)
+        if self._not_finite_at is None and first < math.inf:
+            self._not_finite_at = trainer.state.not_finite_at = int(first)
+            ranks = [rank for rank, each in enumerate(firsts) if each == first]
             if agreement.rank() == 0:
                 logger.warning(
-                    "The loss of iteration %d is %s, the first that is not finite; the run continues. "
+                    "The %s of iteration %d is %s%s, the first that is not finite; the run continues. "
                     "Check the data of that iteration, the learning rate and the precision.",
-                    self._not_finite_at,
-                    loss,
+                    *(name, self._not_finite_at, value, agreement.on_ranks(ranks)),
                 )
 
     def _write_rest(self, trainer: Trainer) -> None:
@@ -136,19 +147,19 @@ def _scalars(output: Any) -> Row:
     return row
 
 
-def _means(interval: Sequence[tuple[int, Row]]) -> tuple[dict[str, float], float]:
-    """Means over the interval by name, and the first iteration whose loss is not finite; infinity if all are."""
+def _means(interval: Sequence[tuple[int, Row]]) -> tuple[dict[str, float], tuple[float, float]]:
+    """Means by name, and the first iterations whose loss and whose gradient norm are not finite, or infinity."""
     means: dict[str, float] = {}
-    first_bad = math.inf
+    firsts = {"loss": math.inf, "grad_norm": math.inf}
     for key in dict.fromkeys(key for _, row in interval for key in row):
         iterations = [iteration for iteration, row in interval if key in row]
         values = [row[key] for _, row in interval if key in row]
         stacked = _stacked(values)
         means[key] = stacked.mean().item()
-        if key == "loss" and not math.isfinite(means[key]):
+        if key in firsts and not math.isfinite(means[key]):
             bad = [at for at, value in zip(iterations, stacked.tolist(), strict=True) if not math.isfinite(value)]
-            first_bad = min(bad, default=math.inf)  # finite ones may have an infinite sum
-    return means, first_bad
+            firsts[key] = min(bad, default=math.inf)  # finite ones may have an infinite sum
+    return means, (firsts["loss"], firsts["grad_norm"])
 
 
 def _stacked(values: Sequence[Any]) -> torch.Tensor:

@@ -24,6 +24,14 @@ class NotExact(ValueError):
     """A run that was to be resumable bit for bit is not; the message is one line and says which parts and why."""
 
 
+class NotFinite(ArithmeticError):
+    """A loss or gradient is not finite and the run ends by its policy; one line, the same on all ranks."""
+
+
+class RollBack(NotFinite):
+    """The run goes back to its last healthy checkpoint; ``Trainer.run()`` catches it."""
+
+
 def leave_out(*parts: str) -> str:
     """How to resume without a part that does not fit."""
     return f"resume(ignore={list(parts)}), or checkpoint.ignore in a config"

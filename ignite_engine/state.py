@@ -128,6 +128,9 @@ class TrainingState(State):
     """All ranks have agreed to save at this step boundary (SIGUSR1). Writer: Trainer."""
     background_done: bool
     """On some rank background work has ended: all ranks collect theirs at this step boundary. Writer: Trainer."""
+    not_finite_at: int | None
+    """First iteration reported because its loss or gradients were not finite. Writers: MetricLogger, non-finite policy.
+    """
     saved_iteration: int | None
     """Iteration of the checkpoint committed last. Writer: Checkpoint."""
     save_seconds: float
@@ -146,6 +149,7 @@ class TrainingState(State):
         self.start = Start.FRESH
         self.reason = None
         self.stopping = self.last = self.save_requested = self.background_done = False
+        self.not_finite_at = None
         self.saved_iteration = None
         self.save_seconds = 0.0
         self.evaluating = None

@@ -234,6 +234,8 @@ class Trainer(Engine):
             self.update.run_starts()
         for model in self._models():
             settle_buckets(model)
+        if (policy := getattr(self.update, "non_finite", None)) is not None and self.starts_fresh("non_finite"):
+            policy.journal.clear()
         if isinstance(model := getattr(self.update, "model", None), nn.Module):
             model.train()
         parts = (self.update, state, self.progress, self.requests, self.registry, self.resume_state)
@@ -246,6 +248,8 @@ class Trainer(Engine):
 
     def _note_ending(self) -> None:
         state, progress = self.state, self.progress
+        if hasattr(self.update, "run_ended"):
+            self.update.run_ended(self)
         progress.close()
         ended = state.status == "interrupted" or start.is_done(state, progress.epochs_completed)
         progress.ending = Ending.AT_BOUNDARY if ended else Ending.TERMINATED

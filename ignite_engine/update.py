@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
 from ignite_engine.step.losses import scalar, unusable_result, weighted, weighted_by_name
 from ignite_engine.step.micro_batches import Group, WeightFn, check_accumulates, gradient_sync, micro_batch_scales
+from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_of_first
 from ignite_engine.step.optimizer_step import needs_closure, step
 from ignite_engine.step.precision import autocast, check_precision, loss_scaler
 
@@ -44,6 +46,10 @@ class Update:
             Under DDP and FSDP2 gradients must be finite for one that weighs 0, too: the peers wait for them.
         grad_scaler: torch's GradScaler arguments, for fp16 only.
         log_grad_norm: report ``grad_norm`` also where nothing is clipped.
+        non_finite: what all ranks do where a loss or the gradient norm is not finite on any of them: ``skip`` the
+            step, or ``stop`` the run before the weights change (:class:`NotFinite`); reads one value a step. None:
+            nothing, with one warning at the first, by MetricLogger or at the end of the run.
+        max_skips: iterations that ``skip`` leaves out in a run at most; one more ends it.
 
     ``state.output`` becomes a dict of detached device scalars: ``loss``, this rank's weighted sum, scaled so that
     its mean over ranks is the weighted mean of the whole group (on one process it is that mean); ``grad_norm``,
@@ -52,6 +58,7 @@ class Update:
     Raises:
         ValueError: an argument is out of range, or DDP with ``static_graph`` is asked to accumulate.
         TypeError, ValueError: loss_fn returns what cannot be trained on.
+        NotFinite: by ``non_finite``; the same on all ranks.
     """
 
     def __init__(
@@ -65,6 +72,8 @@ class Update:
         weight_fn: WeightFn | None = None,
         grad_scaler: Mapping[str, Any] | None = None,
         log_grad_norm: bool = False,
+        non_finite: str | None = None,
+        max_skips: int = 10,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, or None for no clipping, got {clip_norm}.")
@@ -83,6 +92,8 @@ class Update:
         self.device = device_of(model)
         self._on_host = self.device.type == "cpu"
         self.scaler = loss_scaler(precision, self.device.type, grad_scaler)
+        self.non_finite = None if non_finite is None else NonFinitePolicy(non_finite, max_skips)
+        self._losses = FirstNonFinite()
         self.stepping = False
         """An optimizer's step has begun and not all have ended: the weights are of no iteration."""
         self._has_gradients = False
@@ -98,6 +109,10 @@ class Update:
         if not hasattr(state, "padding"):
             _prepare_plain_engine(engine)
         grouped = getattr(engine, "accumulation_steps", None) is not None
+        if self.non_finite is not None:
+            if self.non_finite.leaves_out(state.iteration):
+                return self._skip(engine, {"loss": torch.full((), math.nan, device=self.device)})
+            self.non_finite.keep(self.model.buffers())
         micro_batches = batch if grouped or isinstance(batch, Group) else (batch,)
         scales = self._scales_of(micro_batches, state)
         self._clear_gradients()
@@ -121,11 +136,20 @@ class Update:
             yield "parameters", outside, True
         if self.scaler is not None:
             yield "scaler", self.scaler, True
+        if self.non_finite is not None:
+            yield "non_finite", self.non_finite, True
 
     def run_starts(self) -> None:
         """A run starts: what depends on the number of ranks is computed again."""
         self._scales.clear()
         self.stepping = self._has_gradients = False
+        self._losses.clear()
+
+    def run_ended(self, engine: Engine) -> None:
+        """A run has ended without an error: one warning if it went wrong and nobody has said so; a collective."""
+        state: Any = engine.state
+        if state.not_finite_at is None:
+            warn_of_first(self._losses, self._parameters(), state.iteration)
 
     def _scales_of(self, micro_batches: Any, state: Any) -> list[float] | None:
         key = len(micro_batches), state.padding, state.group_total
@@ -183,10 +207,16 @@ class Update:
         handlers = engine._event_handlers
         if handlers.get(TrainingEvents.OPTIMIZER_STEP_STARTED):
             engine.fire_event(TrainingEvents.OPTIMIZER_STEP_STARTED)
+        norm = None
         if self.clip_norm is not None:
-            output["grad_norm"] = clip_gradients(self._parameters(), self.clip_norm)
-        elif self.log_grad_norm:
-            output["grad_norm"] = gradient_norm([p.grad for p in self._parameters() if p.grad is not None])
+            norm = output["grad_norm"] = clip_gradients(self._parameters(), self.clip_norm)
+        elif self.log_grad_norm or (self.non_finite is not None and self.scaler is None):
+            norm = gradient_norm([p.grad for p in self._parameters() if p.grad is not None])
+            if self.log_grad_norm:
+                output["grad_norm"] = norm
+        if self.non_finite is not None and not self._is_finite(engine, output["loss"], norm):
+            return self._skip(engine, output)
+        self._losses.add(engine.state.iteration, output["loss"])
         if finite:
             self.stepping = True
             for optimizer in self.optimizers.values():
@@ -201,6 +231,17 @@ class Update:
         if handlers.get(TrainingEvents.OPTIMIZER_STEP_COMPLETED):
             engine.fire_event(TrainingEvents.OPTIMIZER_STEP_COMPLETED)
         return output
+
+    def _is_finite(self, engine: Engine, loss: Tensor, norm: Tensor | None) -> bool:
+        """Whether this step is taken by the policy of values that are not finite; a collective."""
+        assert self.non_finite is not None
+        norm = norm if self.scaler is None else None  # an overflow is the scaler's to skip
+        if self.non_finite.is_finite(loss, norm):
+            return True
+        if self.scaler is not None:
+            self.scaler.discard()
+        self.non_finite.act(engine, loss, norm)
+        return False
 
     def _skip(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
         state: Any = engine.state

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from enum import Enum
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any
 
 from ignite_engine import rng
@@ -130,6 +131,15 @@ class Progress:
         self._batches = len(group) if type(group) is Group else 1
         if self.source is not None and self.source.uneven:
             self.state.padding, self.state.group_total = self.source.padded(self._batches)
+
+    def samples_of_group(self) -> list[int] | None:
+        """Dataset indices of this rank's group that was fetched last; None if the data is not a ``loader()``'s."""
+        source = self.source
+        if source is None or source.sampler is None:
+            return None
+        size, order = source.data.batch_size, copy(source.sampler)
+        order.start = source.position.batch * size
+        return [index for _, index in islice(order, self._batches * size)]
 
     def group_consumed(self) -> None:
         self.at_boundary = True

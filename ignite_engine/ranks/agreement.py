@@ -30,6 +30,15 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def on_ranks(ranks: Sequence[int]) -> str:
+    """For messages: `` on rank 1``, `` on ranks 0, 2``, `` on every rank``; nothing on one process."""
+    if world_size() == 1:
+        return ""
+    if len(ranks) == world_size():
+        return " on every rank"
+    return f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 _groups: dict[tuple[int, str], dist.ProcessGroup] = {}
 
 

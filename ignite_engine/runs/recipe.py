@@ -75,6 +75,8 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             weight_fn=task.weight_fn,
             grad_scaler=config.update.grad_scaler if config.update.precision == "fp16" else None,
             log_grad_norm=config.update.log_grad_norm,
+            non_finite=config.update.non_finite,
+            max_skips=config.update.max_skips,
         )
         trainer = Trainer(update, accumulation_steps=config.update.accumulation_steps)
         schedule = make_schedule(config, optimizer, total)

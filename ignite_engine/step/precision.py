@@ -57,6 +57,12 @@ class LossScaler(GradScaler):
             self._unscaled = False
             self.update()
 
+    def discard(self) -> None:
+        """Forget what :meth:`unscale_all` found: the step is left out as if it had never been, the scale stays."""
+        if self._unscaled:
+            self._unscaled = False
+            self.update(self.get_scale())
+
 
 class _JointOptimizer:
     """Several optimizers as the one that torch's scaler asks for; its step is called where all is finite."""

@@ -332,7 +332,7 @@ def test_on_two_ranks_rank_0_says_it_of_any_rank(tmp_path: Path) -> None:
 
     assert said == [
         [
-            "The loss of iteration 3 is nan, the first that is not finite; the run continues. "
+            "The loss of iteration 3 is nan on rank 1, the first that is not finite; the run continues. "
             "Check the data of that iteration, the learning rate and the precision.",
             "The run has ended with a loss of nan, which was first not finite at iteration 3.",
         ],

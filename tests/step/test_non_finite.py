@@ -1,0 +1,329 @@
+"""Losses and gradients that are not finite: the first is reported, and by policy all ranks skip or stop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Trainer, Update, loader
+from ignite_engine.errors import NotFinite
+from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger, warmup_linear
+from tests.builders import Numbers, linear, mse, one
+
+BAD = 9
+"""The first sample of iteration 3 on one rank with batches of 2 in groups of 2 (samples 8 to 11)."""
+
+
+class Planted(Numbers):
+    """Samples of which some are NaN, or have another target that plants something in the loss."""
+
+    def __init__(self, count: int = 24, bad: tuple[int, ...] = (BAD,), value: float = math.nan) -> None:
+        super().__init__(count)
+        for index in bad:
+            self.inputs[index] = value
+
+
+class Diverging(torch.autograd.Function):
+    """The identity, whose gradient is not finite: the loss is."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # torch's is untyped
+        return gradient * math.inf
+
+
+def planted_loss(model: nn.Module, batch: Any) -> Tensor:
+    """NaN inputs as they are; inputs of 1e3 give a finite loss with infinite gradients, of -1e3 a NaN without any."""
+    inputs, targets = batch
+    kind = inputs.detach().flatten()
+    if (kind == 1e3).any():
+        return Diverging.apply(mse(model, (inputs / 1e3, targets)))  # type: ignore[no-any-return, no-untyped-call]
+    if (kind == -1e3).any():
+        return mse(model, (inputs / 1e3, targets)) * 0.0 + torch.full((), math.nan)
+    return mse(model, batch)
+
+
+def trainer_with(policy: str | None, model: nn.Module | None = None, **options: Any) -> Trainer:
+    model = linear() if model is None else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    trainer = Trainer(Update(model, optimizer, planted_loss, non_finite=policy, **options), 2)
+    LRSchedule(warmup_linear(optimizer, warmup=2, total=20)).attach(trainer)
+    return trainer
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    return lambda: [each.getMessage() for each in caplog.records if "iteration" in each.getMessage()]
+
+
+# -- without a policy -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logger", [True, False])
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (math.nan, "The loss of iteration 3 "),
+        (1e3, "The loss of iteration 4 "),  # what the gradients of 3 have left
+        (-1e3, "The loss of iteration 3 "),
+    ],
+)
+def test_first_is_always_one_line(value: float, line: str, logger: bool, said: Callable[[], list[str]]) -> None:
+    trainer = trainer_with(None)
+    if logger:
+        MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=4))
+    trainer.run(loader(Planted(value=value), 2))
+
+    assert trainer.state.status == "completed" and trainer.state.not_finite_at is (int(line[-2]) if logger else None)
+    (first, *end) = said()
+    assert first.startswith(line) and len(end) == int(logger and value != -1e3), said()
+
+
+def test_gradients_of_the_last_update_are_noticed_too(said: Callable[[], list[str]]) -> None:
+    trainer_with(None).run(loader(Planted(12, value=1e3), 2))
+    assert said() == [
+        "The weights are not finite at the end of the run, iteration 3, though every loss was: the gradients of the "
+        "last update were not, or the step was too large."
+    ]
+
+
+def test_gradient_norm_that_is_logged_names_its_own_iteration(said: Callable[[], list[str]]) -> None:
+    trainer = trainer_with(None, clip_norm=1.0)
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=6))
+    trainer.run(loader(Planted(value=1e3), 2))
+    assert said()[0].startswith("The gradient norm of iteration 3 is nan, the first that is not finite; the run")
+
+
+def test_healthy_run_says_nothing(said: Callable[[], list[str]]) -> None:
+    trainer_with(None).run(loader(Numbers(24), 2), max_epochs=2)
+    assert said() == []
+
+
+# -- skip -------------------------------------------------------------------------------------------------------------
+
+
+def by_hand(data: Numbers, model: nn.Module, without: tuple[int, ...], epochs: int = 1) -> Tensor:
+    """Groups of two batches of two, and no step in the iterations ``without``."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    schedule, iteration, steps = warmup_linear(optimizer, warmup=2, total=20), 0, 0
+    for _ in range(epochs):
+        for start in range(0, len(data), 4):
+            iteration += 1
+            optimizer.zero_grad()
+            for first in (start, start + 2):
+                batch = data.inputs[first : first + 2], data.targets[first : first + 2]
+                (planted_loss(model, batch) * 0.5).backward()
+            if iteration in without:
+                continue
+            optimizer.param_groups[0]["lr"] = schedule.lrs_at(steps)[0]
+            optimizer.step()
+            steps += 1
+    return one(model)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e3, -1e3])
+def test_skip_is_the_loop_that_leaves_the_step_out(value: float, said: Callable[[], list[str]]) -> None:
+    data, trainer = Planted(value=value), trainer_with("skip")
+    ema = EMA(0.5)
+    ema.attach(trainer)
+    logger = MetricLogger(console=False)
+    logger.attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    means: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=3), lambda: means.append(trainer.state.metrics["loss"]))
+    trainer.run(loader(data, 2), max_epochs=2)
+    state = trainer.state
+
+    assert torch.equal(one(trainer.update.model), by_hand(data, linear(), (3, 9), 2))  # type: ignore[attr-defined]
+    assert (state.iteration, state.optimizer_steps, state.skipped_steps, ema.updates) == (12, 10, 2, 10)
+    assert len(means) == 4 and all(map(math.isfinite, means))
+    what = "gradient norm" if value == 1e3 else "loss"
+    assert [line[: len(f"The {what} of iteration 3")] for line in said()] == [
+        f"The {what} of iteration 3",
+        f"The {what} of iteration 9",
+    ]
+    assert said()[1].endswith(": its step is skipped (2 of at most 10).")
+    journal = trainer.update.non_finite.state_dict()["journal"]  # type: ignore[attr-defined]  # an Update
+    assert [(entry["iteration"], entry["epoch"], entry["samples"]) for entry in journal] == [
+        (3, 1, [[8, 9, 10, 11]]),
+        (9, 2, [[8, 9, 10, 11]]),
+    ]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_policy_changes_no_bit_of_a_finite_run(precision: str) -> None:
+    ends = []
+    for policy in (None, "skip"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+        torch.manual_seed(3)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        trainer = trainer_with(policy, model, precision=precision)
+        trainer.run(loader(Numbers(24), 2), max_epochs=2)
+        ends.append((one(model).clone(), trainer.state.optimizer_steps))
+    assert torch.equal(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1] > 6
+
+
+def test_overflow_of_the_scaler_is_not_of_the_policy(said: Callable[[], list[str]]) -> None:
+    options = {"precision": "fp16", "grad_scaler": {"init_scale": 2.0**8, "growth_interval": 100}}
+    trainer = trainer_with("skip", max_skips=1, **options)
+    trainer.run(loader(Planted(value=1e3), 2))
+    scaler = trainer.update.scaler  # type: ignore[attr-defined]
+    assert (trainer.state.skipped_steps, scaler.get_scale(), said()) == (1, 2.0**7, [])
+
+    trainer = trainer_with("skip", max_skips=1, **options)
+    trainer.run(loader(Planted(value=math.nan), 2))
+    scaler = trainer.update.scaler  # type: ignore[attr-defined]
+    assert (trainer.state.skipped_steps, scaler.get_scale(), len(said())) == (1, 2.0**8, 1)
+
+
+def test_batch_statistics_of_a_skipped_step_are_undone() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    seen: list[Tensor] = []
+    trainer = trainer_with("skip", model)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(model[1].running_mean.clone()))  # type: ignore[operator, union-attr]
+    trainer.run(loader(Planted(), 2))
+
+    assert torch.equal(seen[1], seen[2]) and not torch.equal(seen[2], seen[3]) and seen[5].isfinite().all()
+
+
+def test_too_many_end_the_run_and_the_count_is_resumed(tmp_path: Path) -> None:
+    def attempt(max_epochs: int) -> Trainer:
+        trainer = trainer_with("skip", max_skips=2)
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(loader(Planted(), 2), max_epochs=max_epochs)
+        return trainer
+
+    assert attempt(2).state.skipped_steps == 2
+    with pytest.raises(
+        NotFinite,
+        match=r"The loss of iteration 15 is nan, and 2 iterations were left out already \(max_skips=2\): the run ends "
+        r"before the weights change\. Check the data",
+    ):
+        attempt(3)
+
+
+# -- stop -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e3, -1e3])
+def test_stop_ends_the_run_before_the_weights_change(value: float, tmp_path: Path) -> None:
+    data, trainer = Planted(value=value), trainer_with("stop")
+    checkpoint = Checkpoint(tmp_path, on_exception=True)
+    checkpoint.attach(trainer)
+    with pytest.raises(NotFinite, match=r"of iteration 3 is .*: the run ends before the weights change"):
+        trainer.run(loader(data, 2))
+
+    assert trainer.state.status == "failed" and str(trainer.state.reason).startswith("NotFinite: The ")
+    before = Numbers(8)
+    before.inputs, before.targets = data.inputs[:8], data.targets[:8]
+    assert torch.equal(one(trainer.update.model), by_hand(before, linear(), ()))  # type: ignore[attr-defined]
+    (saved,) = checkpoint.store.checkpoints()
+    assert saved.iteration == 2 and saved.manifest.healthy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"non_finite": "ignore"}, "non_finite must be one of skip, stop, or None, got 'ignore'"),
+        ({"non_finite": "skip", "max_skips": 0}, "max_skips must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    model = linear()
+    with pytest.raises(ValueError, match=message):
+        Update(model, torch.optim.SGD(model.parameters()), mse, **options)
+
+
+# -- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def lines_of(rank: int, folder: str) -> Callable[[], list[str]]:
+    path = Path(folder, f"{rank}.txt")
+    logging.basicConfig(filename=path, format="%(message)s", force=True, level=logging.WARNING)
+    return lambda: [line for line in path.read_text().splitlines() if "iteration" in line]
+
+
+def _cases(rank: int) -> Iterator[tuple[str, Any]]:
+    """Batches of 2 on two ranks, groups of 2: iteration 3 has samples 16 to 23, the odd ones are rank 1's."""
+    for value, what in ((math.nan, "loss"), (1e3, "gradients"), (-1e3, "loss alone")):
+        for policy in (None, "skip", "stop"):
+            model = linear()
+            wrapped = DistributedDataParallel(model)
+            trainer = trainer_with(policy, wrapped)
+            try:
+                trainer.run(loader(Planted(48, (19,), value), 2))
+            except NotFinite as error:
+                yield f"{what} {policy}", (trainer.state.iteration, str(error), one(model))
+                continue
+            yield f"{what} {policy}", (trainer.state.optimizer_steps, one(model))
+
+
+def _one_of_two_ranks(rank: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    said = lines_of(rank, folder)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found, before = {}, 0
+    for name, outcome in _cases(rank):
+        lines = said()
+        found[name], before = (*outcome, lines[before:]), len(lines)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_two_ranks_act_alike(tmp_path: Path) -> None:
+    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    rows = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    data = Planted(48, ())
+    of_ranks = torch.arange(48).view(-1, 2, 2, 2).transpose(-1, -2).reshape(-1)  # batches by rank, then by order
+    data.inputs, data.targets = data.inputs[of_ranks], data.targets[of_ranks]
+
+    def without(iteration: int, samples: int = 48) -> Tensor:
+        model = linear()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        schedule, steps = warmup_linear(optimizer, warmup=2, total=20), 0
+        for start in range(0, samples, 8):
+            if start // 8 + 1 != iteration:
+                optimizer.zero_grad()
+                mse(model, (data.inputs[start : start + 8], data.targets[start : start + 8])).backward()
+                optimizer.param_groups[0]["lr"] = schedule.lrs_at(steps)[0]
+                optimizer.step()
+                steps += 1
+        return one(model)
+
+    for what in ("loss", "gradients", "loss alone"):
+        for policy in ("None", "skip", "stop"):
+            assert torch.equal(
+                rows[0][f"{what} {policy}"][-2].nan_to_num(), rows[1][f"{what} {policy}"][-2].nan_to_num()
+            )
+            assert rows[1][f"{what} {policy}"][-1] == [], "said by rank 0 alone"
+        steps, weights, lines = rows[0][f"{what} skip"]
+        torch.testing.assert_close(weights, without(3), rtol=1e-5, atol=1e-6)
+        name = "gradient norm" if what == "gradients" else "loss"
+        where = ", its loss is finite" if what == "gradients" else " on rank 1"
+        assert steps == 5 and len(lines) == 1
+        assert lines[0].startswith(f"The {name} of iteration 3 is ") and f"{where}: its step is skipped" in lines[0]
+        iteration, error, weights, _ = rows[0][f"{what} stop"]
+        assert iteration == 3 and error == rows[1][f"{what} stop"][1] and where in error
+        torch.testing.assert_close(weights, without(3, 16), rtol=1e-5, atol=1e-6)
+    assert rows[0]["loss None"][-1][0].startswith("The loss of iteration 3 was the first that is not finite on rank 1.")
+    assert rows[0]["loss None"][1].isnan().all()
+    assert "iteration 4 was the first that is not finite on every rank" in rows[0]["gradients None"][-1][0]
