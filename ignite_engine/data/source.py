@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -130,7 +131,7 @@ class DataSource:
     @property
     def keeps_state(self) -> bool:
         """The data has a ``state_dict`` of its own, which holds the position in a pass."""
-        return self.sampler is None and hasattr(self.data, "state_dict")
+        return self.sampler is None and hasattr(self.data, "state_dict") and not _is_replayed(self.data)
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the current pass, from the position on."""
@@ -324,7 +325,16 @@ class DataSource:
             loader=state.get("loader"),
             generators=state.get("generators"),
         )
+        if self.sampler is not None:  # an evaluation may use it before the pass is opened
+            self.sampler.pass_number = self.position.pass_number
         self._restore_generators(self.position.generators)  # an evaluation may draw from them before the pass is opened
+
+
+def _is_replayed(data: Any) -> bool:
+    """A loader with a state over a stream without one: torchdata counts twice what it replays, and loses as much."""
+    dataset = getattr(data, "dataset", None)
+    stream = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
+    return stream and inspect.isgeneratorfunction(type(dataset).__iter__)  # else its iterator may have a state
 
 
 def _orders(data: Any) -> list[Any]:

@@ -99,3 +99,34 @@ def test_resumes_bit_for_bit_at_every_edge(
             resumed.run(data, max_epochs=3)
         assert seen == expected[before:]
         assert torch.equal(weights(resumed), weights(whole))
+
+
+class Generated(IterableDataset[Any]):
+    """A stream without a state, which torchdata replays."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(9):
+            yield torch.full((3,), float(index)), torch.ones(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stream_without_a_state_goes_on_where_it_was_in_a_second_resume_too(workers: int) -> None:
+    """Torchdata counts twice what it has replayed."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    state: dict[str, Any] | None = None
+    seen: list[float] = []
+    for limit in (2, 3, 5, 18):
+        trainer = trainer_of()
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda engine: seen.append(float(engine.state.batch[0][0, 0]))
+        )
+        if state is not None:
+            trainer.registry.load(state, source="memory")
+        trainer.run(StatefulDataLoader(Generated(), 1, num_workers=workers), max_iters=limit)
+        assert "its batches are replayed" in trainer.reproducibility()[0]
+        shared, local = trainer.registry.capture()
+        state = copy.deepcopy({**shared, **local})
+
+    one_pass = [float(index) for index in range(9) for _ in range(max(workers, 1))]
+    assert seen == (one_pass * 2)[:18]

@@ -272,7 +272,7 @@ def settled(plan: Plan) -> Plan:
         plan["length"] = "epoch_length"
     if plan["data"].startswith(("list", "unknown", "endless", "iterable with")):
         plan["workers"] = "0"
-    if plan["data"] == "iterable with a state" and plan["evaluation data"] == "training":
+    if plan["data"] in ("iterable with a state", "sampler with a state") and plan["evaluation data"] == "training":
         plan["evaluation data"] = "own"  # it has one position for whoever iterates over it
     if plan["data"].startswith("IterableDataset") and plan["workers"] != "0":
         plan["drop_last"] = "yes"  # a worker's last batch may be of one sample, which BatchNorm refuses

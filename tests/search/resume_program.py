@@ -348,7 +348,8 @@ def _flatten(value: Any, name: str, found: dict[str, str]) -> None:
         for index, each in enumerate(value):
             _flatten(each, f"{name}.{index}", found)
     elif isinstance(value, Tensor):
-        raw = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        value = value.detach().to_dense() if value.is_sparse else value.detach()  # the momentum of a sparse gradient
+        raw = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
         found[name] = f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()[:12]}"
     else:
         text = value.hex() if isinstance(value, float) else repr(value)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from ignite_engine import Trainer, create_evaluator, loader
-from ignite_engine.handlers import Evaluation
+from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.builders import Numbers, numbers_loader, trainer_of
 from tests.handlers.evaluation.test_handler import Batches, averaging, evaluator_of, model_of
 
@@ -125,3 +125,28 @@ def test_order_of_a_shuffled_evaluation_does_not_depend_on_the_process() -> None
         return seen
 
     assert evaluated(1) == evaluated(2) and sorted(evaluated(1)) == [float(each) for each in range(24)]
+
+
+@pytest.mark.parametrize("at", [Events.ITERATION_COMPLETED(once=9), Events.EPOCH_COMPLETED(once=2)])
+def test_repeated_evaluation_of_the_training_loader_is_of_the_same_pass(at: Any, tmp_path: Path) -> None:
+    """The resumed process has not opened the pass yet, whose order and random numbers it has."""
+
+    def evaluated(folder: Path, *, stop: bool) -> list[Any]:
+        trainer, seen = trainer_of(), list[Any]()
+        data = numbers_loader(10, shuffle=True, drop_last=True)
+
+        def note(model: nn.Module, batch: Any) -> None:
+            seen.append(batch[0].tolist())
+            if stop:
+                trainer.request_stop("enough")
+
+        Evaluation(create_evaluator(model_of(trainer), note), data).attach(trainer, at)
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(data, max_epochs=2)
+        return seen
+
+    whole = evaluated(tmp_path / "whole", stop=False)
+    assert len(evaluated(tmp_path / "cut", stop=True)) == 1
+    assert evaluated(tmp_path / "cut", stop=False) == whole
