@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from ignite.engine.events import RemovableEventHandle
 from torch import Tensor
 
@@ -202,7 +203,7 @@ class Saver:
             for obj in trainer.registry.objects.values():
                 if isinstance(obj, OptimizerState):
                     for values in obj.optimizer.state.values():
-                        known.update(each.data_ptr() for each in values.values() if isinstance(each, Tensor))
+                        known.update(each.data_ptr() for each in values.values() if _is_strided(each))
         return lambda tensor: tensor.data_ptr() in known
 
     def finish(self, trainer: Trainer) -> None:
@@ -262,3 +263,8 @@ class Saver:
 def _boundary_of(trainer: Trainer) -> tuple[int, int]:
     """Iteration and epochs completed: an iteration has two boundaries where unsized data turns out to have ended."""
     return trainer.state.iteration, trainer.progress.epochs_completed
+
+
+def _is_strided(value: object) -> bool:
+    """Whether it is a tensor with memory of its own, unlike the momentum of sparse gradients."""
+    return isinstance(value, Tensor) and value.layout is torch.strided

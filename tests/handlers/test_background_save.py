@@ -216,6 +216,27 @@ def test_weights_may_change_before_the_next_step(tmp_path: Path, halve: Callable
 
 
 @pytest.mark.usefixtures("slow_copy")
+def test_momentum_of_sparse_gradients_is_saved_and_resumed(tmp_path: Path) -> None:
+    """The momentum is a sparse tensor, which has no memory of its own to compare."""
+
+    def run(folder: Path, iterations: int) -> tuple[Trainer, Checkpoint]:
+        torch.manual_seed(1)
+        model = nn.Embedding(6, 3, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        trainer = Trainer(Update(model, optimizer, lambda model, batch: model(batch).square().mean()))
+        checkpoint = Checkpoint(folder, background=True)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+        checkpoint.resume()
+        trainer.run([torch.tensor([index, index + 1]) for index in range(5)], max_iters=iterations)
+        return trainer, checkpoint
+
+    whole, checkpoint = run(tmp_path / "whole", 5)
+    assert whole.state.checkpoints == 5 and checkpoint.error is None
+    run(tmp_path / "parts", 3)
+    resumed, _ = run(tmp_path / "parts", 5)
+    assert torch.equal(weights(resumed), weights(whole))
+
+
 def test_embedding_that_renormalises_its_weights_in_forward_is_saved(tmp_path: Path) -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
