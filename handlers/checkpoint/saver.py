@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from ignite_engine.checkpointing import (
 from ignite_engine.checkpointing.background import ChangedWhileCopied
 from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
+from ignite_engine.checkpointing.shards import Shards, local_piece, split
 from ignite_engine.errors import one_line
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PEERS_TIMEOUT_S = 60.0
-_Captured = tuple[dict[str, Any], dict[str, Any], Facts]
+_Captured = tuple[Mapping[str, Any], Mapping[str, Any], Shards | None, Facts]
 
 
 class Saver:
@@ -122,7 +124,9 @@ class Saver:
         """Refuse what no checkpoint could hold before it is trained for."""
         own = {"data", "rng", "trainer"}  # the state of a loader may start its workers
         states = {name: obj.state_dict() for name, obj in trainer.registry.objects.items() if name not in own}
-        refuse_what_cannot_be_loaded(self.filter(states, trainer.registry.kinds)[0])
+        parts = self.filter(states, trainer.registry.kinds)[0]
+        refuse_what_cannot_be_loaded(parts)
+        split(parts, {})
 
     def save(
         self,
@@ -156,12 +160,12 @@ class Saver:
             failure.__cause__ = error
             self._report(trainer, failure, lambda: 0.0)
             return
-        ((shared, local, facts),) = captured
+        ((shared, local, shards, facts),) = captured
         facts |= {"metrics": metrics, "reproducibility": [*facts["reproducibility"], *reasons]}
-        save = partial(self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch)
+        save = partial(self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch, shards=shards)
 
         def write() -> Path:
-            facts["healthy"] = all_finite(shared.get("model", {}))
+            facts["healthy"] = all_finite([shared.get("model"), shards and shards.of_parts.get("model")])
             path = save(**facts)
             self._prune()
             return path
@@ -176,7 +180,8 @@ class Saver:
             self._saving.before_change()
 
     def _capture(self, trainer: Trainer, background: bool) -> _Captured:
-        """What is saved: shared parts, this rank's own, and the manifest's facts; a copy for the background."""
+        """What is saved: shared parts, this rank's own, and the manifest's facts; for the background copies, and apart
+        from them this rank's pieces of what is sharded."""
         kinds = trainer.registry.kinds
         (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
         facts: Facts = {
@@ -186,11 +191,13 @@ class Saver:
             "kinds": dict(kinds),
             "parent": self.parent,
         }
-        if background:  # in the foreground the store does it
-            for parts in (shared, local):
-                refuse_what_cannot_be_loaded(parts)
-            shared, local = self._snapshot.take((shared, local), self._is_late(trainer))
-        return shared, local, facts
+        if not background:
+            return shared, local, None, facts
+        for parts in (shared, local):  # in the foreground the store does both
+            refuse_what_cannot_be_loaded(parts)
+        without, own_without, shards = split(shared, local)
+        copied = self._snapshot.take((without, own_without, shards.of_parts), self._is_late(trainer))
+        return copied[0], copied[1], replace(shards, of_parts=copied[2]), facts
 
     def _is_late(self, trainer: Trainer) -> Callable[[Tensor], bool]:
         """Whether a tensor is copied beside the next forward and backward: only optimizers' states are.
@@ -203,7 +210,8 @@ class Saver:
             for obj in trainer.registry.objects.values():
                 if isinstance(obj, OptimizerState):
                     for values in obj.optimizer.state.values():
-                        known.update(each.data_ptr() for each in values.values() if _is_strided(each))
+                        tensors = (local_piece(each) for each in values.values() if _is_strided(each))
+                        known.update(each.data_ptr() for each in tensors)
         return lambda tensor: tensor.data_ptr() in known
 
     def finish(self, trainer: Trainer) -> None:

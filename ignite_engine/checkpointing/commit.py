@@ -24,7 +24,9 @@ from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.manifest import (
+    FORMAT_VERSION,
     MANIFEST_NAME,
+    UNSHARDED_VERSION,
     Facts,
     Manifest,
     current_versions,
@@ -34,6 +36,7 @@ from ignite_engine.checkpointing.manifest import (
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded, write_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import superseded
+from ignite_engine.checkpointing.shards import Shards, missing_numbers, split
 from ignite_engine.errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,9 @@ class _Written:
     parts: dict[str, list[str]]
     reproducibility: list[str]
     healthy: bool
+    sharding: tuple[str, ...]
+    missing: dict[str, int]
+    """By part, numbers of sharded tensors: how many there are (said by rank 0), less those that this rank wrote."""
 
 
 class Commit:
@@ -105,23 +111,36 @@ class Commit:
 
         self._temporary = self._ranks.rank_zero(make, self._failure)
 
-    def write(self, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-        """Write this rank's files; a collective, at whose end all ranks have written theirs."""
+    def write(self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Shards | None = None) -> None:
+        """Write this rank's files; a collective, at whose end all ranks have written theirs.
+
+        Args:
+            shards: what ``split`` took out of the parts, which were checked before; None: that is done here.
+        """
         assert self._temporary is not None
         temporary = self._temporary
         rank = self._ranks.rank
 
         def write() -> _Written:
-            contents = {names.SHARED_FILE: shared if rank == 0 else {}, names.rank_file(rank): local}
+            (mine, own), pieces = (shared, local), shards
+            if pieces is None:
+                for parts in (shared, local):
+                    refuse_what_cannot_be_loaded(parts)
+                mine, own, pieces = split(shared, local)
+            contents = {
+                names.SHARED_FILE: mine if rank == 0 else {},
+                names.rank_file(rank): own,
+                names.shards_file(rank): pieces.of_parts,
+            }
             contents = {name: parts for name, parts in contents.items() if parts}
-            for parts in contents.values():
-                refuse_what_cannot_be_loaded(parts)
             return _Written(
                 iteration=self._iteration,
                 files={name: write_parts(temporary / name, parts) for name, parts in contents.items()},
                 parts={name: list(parts) for name, parts in contents.items()},
                 reproducibility=list(self._facts.get("reproducibility", ())),
                 healthy=self._facts.get("healthy", True),
+                sharding=pieces.layout,
+                missing=missing_numbers({**mine, **own} if rank == 0 else {}, pieces),
             )
 
         self._written = self._ranks.together(write, self._failure)
@@ -166,6 +185,9 @@ class Commit:
         iterations = sorted({each.iteration for each in self._written})
         if len(iterations) > 1:
             raise CheckpointError(f"the ranks are at different iterations: {iterations}")
+        if incomplete := _incomplete(self._written):
+            raise CheckpointError(f"the ranks do not hold the whole of {', '.join(incomplete)} together")
+        sharding = _unique(each for written in self._written for each in written.sharding)
         earlier = names.scan(self._directory)[0]
         same = [each.manifest for each in earlier if each.iteration == self._iteration]
         known = {
@@ -182,8 +204,16 @@ class Commit:
             "labels": _unique([*(label for each in same for label in each.labels), *self._facts.get("labels", ())]),
             "pinned": any(each.pinned for each in same),
             "environment": environment_values(self._ranks.world_size),
+            "sharding": sharding,
+            "format_version": FORMAT_VERSION if sharding else UNSHARDED_VERSION,
         }
         return Manifest(**{**self._facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts
+
+
+def _incomplete(written: list[_Written]) -> list[str]:
+    """Parts whose sharded tensors were not written once and whole."""
+    parts = _unique(part for each in written for part in each.missing)
+    return [part for part in parts if sum(each.missing.get(part, 0) for each in written)]
 
 
 def _unique(words: Any) -> list[str]:

@@ -27,6 +27,14 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt"
 
 
+SHARDS_FILE = re.compile(r"shards_\d+\.pt")
+
+
+def shards_file(rank: int) -> str:
+    """Name of the file with the pieces of sharded tensors that one rank wrote."""
+    return f"shards_{rank}.pt"
+
+
 def checkpoint_name(iteration: int) -> str:
     """Name of the directory of a committed checkpoint."""
     return f"iteration_{iteration:08d}"

@@ -18,7 +18,8 @@ import torch
 from ignite_engine.checkpointing.filesystem import FileRecord, open_regular
 from ignite_engine.errors import CheckpointError, one_line
 
-FORMAT_VERSION = 2  # 1: no kinds, and `exactness` for `reproducibility`
+FORMAT_VERSION = 3  # 2: no sharded tensors; 1: no kinds, and `exactness` for `reproducibility`
+UNSHARDED_VERSION = 2
 OLDEST_READABLE_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -75,7 +76,10 @@ class Manifest:
     """What each part is, as ``register(kind=...)`` said; a part that is not in it is guessed from its state."""
     best: dict[str, str] | None = None
     """The ``metric`` by which the run keeps its best ones, and its ``mode``, ``min`` or ``max``; None: by none."""
-    format_version: int = FORMAT_VERSION
+    sharding: list[str] = field(default_factory=list)
+    """How tensors were sharded over the ranks: meshes and placements; empty: none was."""
+    format_version: int = UNSHARDED_VERSION
+    """What a release must know to read it; one without sharded tensors is written as the version before."""
 
     @property
     def exact(self) -> bool:

@@ -64,21 +64,30 @@ def rebuilt(state: Any, leaf: Callable[[Any], Any]) -> Any:
     Raises:
         TooDeep: also of a state that contains itself.
     """
-    return _rebuilt(state, leaf, 0)
+    return rebuilt_with_paths(state, lambda path, value: leaf(value))
 
 
-def _rebuilt(value: Any, leaf: Callable[[Any], Any], depth: int) -> Any:
+def rebuilt_with_paths(state: Any, leaf: Callable[[Path, Any], Any]) -> Any:
+    """As :func:`rebuilt`, with ``leaf(path, value)``; a path is that of :func:`walk`.
+
+    Raises:
+        TooDeep: also of a state that contains itself.
+    """
+    return _rebuilt(state, leaf, ())
+
+
+def _rebuilt(value: Any, leaf: Callable[[Path, Any], Any], path: Path) -> Any:
     kind = type(value)
     if kind not in _MAPPINGS and kind not in _SEQUENCES:
-        return leaf(value)
-    if depth >= MAX_DEPTH:
+        return leaf(path, value)
+    if len(path) >= MAX_DEPTH:
         raise TooDeep(f"a state is nested more than {MAX_DEPTH} deep, or contains itself")
     if kind in _MAPPINGS:
-        copy = kind({key: _rebuilt(each, leaf, depth + 1) for key, each in value.items()})
+        copy = kind({key: _rebuilt(each, leaf, (*path, key)) for key, each in value.items()})
         if kind is OrderedDict:  # a module's state_dict keeps its versions in an attribute
             vars(copy).update(vars(value))
         return copy
-    return kind(_rebuilt(each, leaf, depth + 1) for each in value)
+    return kind(_rebuilt(each, leaf, (*path, index)) for index, each in enumerate(value))
 
 
 def dotted(path: Iterable[Any]) -> str:

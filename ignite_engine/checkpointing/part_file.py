@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ignite_engine.checkpointing.filesystem import FileRecord, hash_file, open_regular, write_file
 from ignite_engine.checkpointing.nested import TooDeep, rebuilt, walk
+from ignite_engine.checkpointing.shards import is_sharded, local_piece
 from ignite_engine.errors import CheckpointError, one_line
 
 # What torch.load(weights_only=True) gives back as it was, tried on torch 2.13.
@@ -63,6 +64,8 @@ def _problem(value: Any) -> str | None:
     if kind in _MAPPINGS:
         key = type(next(key for key in value if not _is_key(key)))
         what = f"a {kind.__qualname__} with a key of type {key.__module__}.{key.__qualname__}"
+    elif is_sharded(value):
+        return None
     elif kind not in _LEAF_TYPES:
         what = f"a {kind.__module__}.{kind.__qualname__}"
     elif isinstance(value, Tensor) and value.is_meta:
@@ -76,12 +79,15 @@ def _problem(value: Any) -> str | None:
 
 
 def all_finite(state: Any) -> bool:
-    """Whether every floating point tensor in a nested state is finite. Reads each tensor once, without a copy."""
-    return all(_is_finite(value) for _, value in walk(state) if isinstance(value, Tensor))
+    """Whether every floating point tensor in a nested state is finite; of a sharded one, this rank's piece.
+
+    Reads each tensor once, without a copy.
+    """
+    return all(_is_finite(value) for _, value in walk(state) if isinstance(value, Tensor) and not value.is_meta)
 
 
 def _is_finite(value: Tensor) -> bool:
-    value = value.detach()
+    value = local_piece(value).detach()
     if value.layout != torch.strided:
         value = value.coalesce().values() if value.layout == torch.sparse_coo else value.values()
     if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
@@ -105,7 +111,7 @@ def _compact(parts: dict[str, Any]) -> dict[str, Any]:
     that share it share it again when they are loaded.
     """
     used: dict[int, dict[tuple[Any, ...], int]] = {}
-    tensors = [value for _, value in walk(parts) if isinstance(value, Tensor) and value.layout == torch.strided]
+    tensors = [value for _, value in walk(parts) if _has_memory(value)]
     for value in tensors:
         used.setdefault(_memory(value), {})[_place(value)] = value.nbytes
     sizes = {_memory(value): value.untyped_storage().nbytes() for value in tensors}
@@ -113,7 +119,7 @@ def _compact(parts: dict[str, Any]) -> dict[str, Any]:
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copy_of_view(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.layout != torch.strided or _memory(value) not in partly_used:
+        if not _has_memory(value) or _memory(value) not in partly_used:
             return value
         key = (type(value), *_place(value))
         if key not in copies:
@@ -122,6 +128,10 @@ def _compact(parts: dict[str, Any]) -> dict[str, Any]:
         return copies[key]
 
     return rebuilt(parts, copy_of_view) if partly_used else parts
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def _memory(tensor: Tensor) -> int:

@@ -83,6 +83,8 @@ class Snapshot:
         return value.copy() if isinstance(value, bytearray) else value
 
     def _buffer_for(self, source: Tensor, late: Callable[[Tensor], bool]) -> Tensor:
+        if source.is_meta:  # the place of a sharded tensor, whose pieces are copied
+            return source
         if type(source) is not Tensor or source.layout is not torch.strided or source.is_quantized:
             return source.clone()
         key = (source.data_ptr(), source.dtype, source.device, tuple(source.shape), source.stride())

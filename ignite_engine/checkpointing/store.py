@@ -14,9 +14,13 @@ from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.commit import Commit
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Facts, Manifest, plain_metrics, read_manifest
+from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.checkpointing.part_file import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
+from ignite_engine.checkpointing.shard_files import ShardFiles
+from ignite_engine.checkpointing.shards import Shards
+from ignite_engine.checkpointing.shards import whole as read_whole
 from ignite_engine.checkpointing.verification import Verification
 
 logger = logging.getLogger(__name__)
@@ -63,6 +67,7 @@ class CheckpointStore:
         *,
         iteration: int,
         epoch: int,
+        shards: Shards | None = None,
         **facts: Unpack[Facts],
     ) -> Path:
         """Write a checkpoint and commit it; a collective. Older ones are left as they are.
@@ -75,6 +80,7 @@ class CheckpointStore:
             local: named parts of this rank.
             iteration: updates done; the same on all ranks.
             epoch: epochs begun or done, as the caller counts.
+            shards: what ``split`` took out of the parts, if that was done before (for a copy, say).
             facts: of the manifest: ``metrics`` (numbers to choose the best by), ``config`` (JSON data), ``labels``,
                 ``parent`` (the checkpoint that the run was resumed from), ``left_out`` (names inside parts that were
                 left out of them, by part) and ``kinds`` (what each part is), of which rank 0's count;
@@ -93,7 +99,7 @@ class CheckpointStore:
         commit = Commit(self.directory, iteration, self._ranks, lambda causes: self._not_saved(iteration, causes))
         with commit:
             commit.begin(facts)
-            commit.write(shared, local)
+            commit.write(shared, local, shards)
             path, manifest = commit.finish(epoch)
         self._verification.forget(path)
         self._verification.remember_written(path, manifest)
@@ -138,13 +144,15 @@ class CheckpointStore:
         """Read a whole checkpoint and list what is wrong with it, in words; empty if it is valid."""
         return self._verification.problems(Path(path))
 
-    def load(self, path: str | Path, rank: int = 0, *, mmap: bool = False) -> Loaded:
+    def load(self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True) -> Loaded:
         """Load the shared parts and those of one rank; each file is verified before anything of it is used.
 
         Args:
             path: a committed checkpoint, of this store or another.
             rank: whose local parts.
             mmap: see ``parts.read_parts``; for looking into large files, not for training.
+            whole: tensors that are sharded over ranks are read whole; False: they are
+                :class:`~ignite_engine.checkpointing.shards.Sharded`, read when they are needed.
 
         Raises:
             CheckpointError: one line; missing, damaged, not readable by this release, or not plain data.
@@ -159,6 +167,12 @@ class CheckpointStore:
                 continue
             verified = self._verification.is_sound(path / name, record)
             loaded.append(read_parts(path / name, record, verified=verified, mmap=mmap))
+        if manifest.sharding:
+            files = manifest.files
+            shards = ShardFiles(path, manifest, lambda name: self._verification.problem(path / name, files[name]))
+            loaded = [shards.join(parts) for parts in loaded]
+            if whole:
+                loaded = [rebuilt(parts, read_whole) for parts in loaded]
         return Loaded(path, manifest, *loaded)
 
     def apply(self, retention: Retention) -> list[Path]:

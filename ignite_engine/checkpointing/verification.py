@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, open_regular, signature
+from ignite_engine.checkpointing.layout import SHARDS_FILE
 from ignite_engine.checkpointing.manifest import Manifest, read_manifest
-from ignite_engine.checkpointing.part_file import compare, plain_data_problem
+from ignite_engine.checkpointing.part_file import compare, load_plain, plain_data_problem
+from ignite_engine.checkpointing.shard_files import ShardFiles
 from ignite_engine.errors import CheckpointError, one_line
 
 
@@ -22,15 +24,16 @@ class Verification:
             manifest = read_manifest(checkpoint)
         except CheckpointError as error:
             return [str(error)]
-        return [problem for name in manifest.files if (problem := self._read(checkpoint / name, manifest.files[name]))]
+        found = [problem for name in manifest.files if (problem := self._read(checkpoint / name, manifest.files[name]))]
+        return found or self._missing_pieces(checkpoint, manifest)
+
+    def problem(self, path: Path, record: FileRecord) -> str | None:
+        """What is wrong with a file; one verified before and unchanged since is not read again."""
+        return self._found[path][2] if self._is_known(path, record) else self._read(path, record)
 
     def is_valid(self, checkpoint: Path, manifest: Manifest) -> bool:
         """Whether all files have the right hash; a file verified before and unchanged since is not read again."""
-        for name, record in manifest.files.items():
-            path = checkpoint / name
-            if not self.is_sound(path, record) and self._read(path, record):
-                return False
-        return True
+        return not any(self.problem(checkpoint / name, record) for name, record in manifest.files.items())
 
     def looks_sound(self, checkpoint: Path, manifest: Manifest) -> bool:
         """Whether all files are there in their right size and none is known to be damaged. Reads nothing."""
@@ -57,6 +60,17 @@ class Verification:
     def forget(self, checkpoint: Path) -> None:
         """A checkpoint that is gone."""
         self._found = {path: found for path, found in self._found.items() if path.parent != checkpoint}
+
+    def _missing_pieces(self, checkpoint: Path, manifest: Manifest) -> list[str]:
+        """Whether all pieces of sharded tensors are there, of a checkpoint whose files are sound."""
+        shards = ShardFiles(checkpoint, manifest, lambda name: None)
+        try:
+            for name in manifest.files if manifest.sharding else ():
+                if not SHARDS_FILE.fullmatch(name):
+                    shards.join(load_plain(checkpoint / name, None, mmap=True))
+        except (CheckpointError, OSError) as error:
+            return [one_line(error)]
+        return []
 
     def _is_known(self, path: Path, record: FileRecord) -> bool:
         found = self._found.get(path)

@@ -66,7 +66,7 @@ def find_source(path: str | Path) -> Path:
     return newest.checkpoint.path
 
 
-def read_source(path: Path, rank: int = 0, *, mmap: bool = False) -> Source:
+def read_source(path: Path, rank: int = 0, *, mmap: bool = False, whole: bool = True) -> Source:
     """Read what :func:`find_source` found; each file of a checkpoint is verified first.
 
     A rank that did not exist when a checkpoint was saved gets rank 0's own parts, but not its random numbers.
@@ -74,7 +74,7 @@ def read_source(path: Path, rank: int = 0, *, mmap: bool = False) -> Source:
     Args:
         path: a checkpoint's directory, a file of ``safetensors``, or one of ``torch.save`` that holds a state_dict.
         rank: whose parts.
-        mmap: see ``parts.read_parts``.
+        mmap, whole: see :meth:`CheckpointStore.load`.
 
     Raises:
         CheckpointError: one line; missing, damaged, or not plain data (nothing was executed).
@@ -82,10 +82,11 @@ def read_source(path: Path, rank: int = 0, *, mmap: bool = False) -> Source:
     if path.is_file():
         return Source(path, {"model": _read_weights(path)})
     store = CheckpointStore(path.parent)
-    loaded = store.load(path, rank, mmap=mmap)
+    loaded = store.load(path, rank, mmap=mmap, whole=whole)
     local = loaded.local
     if not local and rank:
-        local = {name: part for name, part in store.load(path, 0, mmap=mmap).local.items() if name != "rng"}
+        local = store.load(path, 0, mmap=mmap, whole=whole).local
+        local = {name: part for name, part in local.items() if name != "rng"}
     return Source(path, {**loaded.shared, **local}, loaded.manifest.left_out, loaded.manifest)
 
 

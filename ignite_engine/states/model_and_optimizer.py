@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_engine.checkpointing.shards import Sharded, fitted, fitted_tensor, is_sharded, replicated, whole
 from ignite_engine.errors import StateMismatch, leave_out
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,13 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 put its sharded parameters back: after a forward without a backward the model has whole copies."""
+    for module in model.modules():
+        if callable(free := getattr(module, "reshard", None)):
+            free()
+
+
 class ModelState:
     """A model's state under names that do not depend on its wrapping."""
 
@@ -49,12 +57,13 @@ class ModelState:
         Raises:
             StateMismatch: names or shapes differ from those saved.
         """
-        model = unwrap(self.model)
+        model, present = unwrap(self.model), self.state_dict()
         own = {clean_name(name): name for name in model.state_dict()}
+        state = fitted(state, present)
         try:
             model.load_state_dict({own.get(name, name): value for name, value in state.items()})
         except RuntimeError as error:  # torch's has a line for each parameter
-            differences = _differences(self.state_dict(), state)
+            differences = _differences(present, state)
             if not differences:
                 raise
             raise StateMismatch(
@@ -199,9 +208,10 @@ class OptimizerState:
             {**group, "params": [index_of[name] for name in own["params"]]}
             for group, own in zip(state["param_groups"], self._groups(), strict=True)
         ]
-        numbered = {index_of[name]: value for name, value in state["state"].items() if name in index_of}
+        loading = {name: _laid_out(values, parameters.get(name)) for name, values in state["state"].items()}
+        numbered = {index_of[name]: value for name, value in loading.items() if name in index_of}
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-        for name, values in state["state"].items():
+        for name, values in loading.items():
             if name not in index_of and name in parameters:
                 self.optimizer.state[parameters[name]] = _copied(values, parameters[name].device)
             elif name in parameters:
@@ -212,7 +222,9 @@ class OptimizerState:
 
     def _parameters(self) -> dict[str, Tensor]:
         """Everything that an optimizer may hold, by the name that it has in the state."""
-        named = unwrap(self.model).named_parameters()
+        model = unwrap(self.model)
+        reshard(model)
+        named = model.named_parameters()
         found: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in named}
         if self.outside is not None:  # a slash is in no name of a module's own
             found |= {f"parameters/{name}": value for name, value in self.outside.tensors().items()}
@@ -291,6 +303,17 @@ def _copied(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         name: value.to(device if value.dim() else value.device, copy=True) if isinstance(value, Tensor) else value
         for name, value in values.items()
     }
+
+
+def _laid_out(values: Mapping[str, Any], parameter: Tensor | None) -> dict[str, Any]:
+    """A parameter's state, sharded as the parameter is; a step count is whole, as torch's optimizers have it."""
+    if not is_sharded(parameter):
+        return {name: whole(value) for name, value in values.items()}
+    fit = {name: fitted_tensor(value, None if name == "step" else parameter) for name, value in values.items()}
+    for name, value in values.items():  # of another shape than the parameter
+        if isinstance(value, Sharded) and not is_sharded(fit[name]):
+            fit[name] = replicated(fit[name], parameter)
+    return fit
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,10 +26,17 @@ from ignite_engine.checkpointing import (
 from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
 from ignite_engine.checkpointing.load.part_names import filled
 from ignite_engine.checkpointing.nested import walk
+from ignite_engine.checkpointing.shards import Sharded, fitted, layout_of
 from ignite_engine.errors import StateMismatch, leave_out, shortened
 from ignite_engine.ranks import agreement
 from ignite_engine.states.metrics import MetricState
-from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState
+from ignite_engine.states.model_and_optimizer import (
+    ModelState,
+    OptimizerState,
+    ParametersState,
+    reshard,
+    unwrap,
+)
 from ignite_engine.states.resume_state import ResumeState
 
 logger = logging.getLogger(__name__)
@@ -182,18 +190,30 @@ class Registry:
         newest = agreement.agreed(lambda: store.latest().checkpoint if rank == 0 else None)[0]
         if newest is None:
             return None
-        path, outcome = newest.path, list[Loaded]()
-        agreement.agreed(lambda: outcome.append(store.load(path, rank)))
-        (loaded,) = outcome
-        manifest = loaded.manifest
-        # a rank that did not exist then takes what rank 0 had
-        local = loaded.local or {name: part for name, part in store.load(path, 0).local.items() if name != "rng"}
+        path = newest.path
+        sharding = self._sharding()
+        options = {"mmap": bool(sharding), "whole": False}  # what is not of this rank's shards is not read
+
+        def load() -> Loaded:
+            loaded = store.load(path, rank, **options)
+            if loaded.local:
+                return loaded
+            # a rank that did not exist then takes what rank 0 had
+            first = store.load(path, 0, **options).local
+            return replace(loaded, local={name: part for name, part in first.items() if name != "rng"})
+
+        loaded = agreement.together(load)
+        manifest, local = loaded.manifest, loaded.local
         reasons = inexact_reasons(manifest.environment, environment_values(agreement.world_size()))
+        if manifest.sharding != sharding:
+            reasons.append(f"sharding: {_listed(manifest.sharding)} when it was saved, {_listed(sharding)} now")
         if strict:
             require_exact(path.name, [*manifest.reproducibility, *reasons])
         if reasons:
             logger.warning("%s may go on with other bits: %s.", path.name, "; ".join(reasons))
-        self.load({**loaded.shared, **local}, source=str(path), ignore=ignore, left_out=manifest.left_out)
+        states = {**loaded.shared, **local}
+        # pieces are read now, from files that one rank may not be able to read
+        agreement.agreed(lambda: self.load(states, source=str(path), ignore=ignore, left_out=manifest.left_out))
         return path
 
     def begin_from(self, path: str | Path, plan: LoadPlan) -> LoadTable:
@@ -212,14 +232,14 @@ class Registry:
         rank = agreement.rank()
 
         def prepared() -> tuple[dict[str, Any], LoadTable]:
-            found = read_source(chosen, rank)
+            found = read_source(chosen, rank, mmap=bool(self._sharding()), whole=False)
             kinds = {**self.kinds, **found.kinds}
             return prepare(plan, found.parts, self.objects, source=str(chosen), left_out=found.left_out, kinds=kinds)
 
         outcome: list[tuple[dict[str, Any], LoadTable]] = []
         agreement.agreed(lambda: outcome.append(prepared()))
         states, table = outcome[0]
-        self._take(states, str(chosen))
+        agreement.agreed(lambda: self._take(states, str(chosen)))
         logger.log(logging.INFO if table.complete else logging.WARNING, "%s", table)
         return table
 
@@ -228,6 +248,8 @@ class Registry:
         obj = self.objects[name]
         if names := left_out.get(name):
             state = filled(state, obj.state_dict(), names)
+        if not isinstance(obj, ModelState | OptimizerState):  # which do it themselves
+            state = self._fitted(name, state)
         obj.load_state_dict(state)
         self._resume.loaded.add(name)
         if isinstance(obj, MetricState):
@@ -271,6 +293,20 @@ class Registry:
     def _metrics(self) -> list[MetricState]:
         return [each for each in self.objects.values() if isinstance(each, MetricState)]
 
+    def _fitted(self, name: str, state: Any) -> Any:
+        """A state with its tensors sharded as the object has them; where nothing is sharded, the state itself."""
+        saved_sharded = any(isinstance(leaf, Sharded) for _, leaf in walk(state))
+        if saved_sharded or (name in self.shared and self._sharding()):
+            return fitted(state, self.objects[name].state_dict())
+        return state
+
+    def _sharding(self) -> list[str]:
+        """How the models of this run are sharded; empty: they are not."""
+        models = [unwrap(each.model) for each in self.objects.values() if isinstance(each, ModelState)]
+        for model in models:
+            reshard(model)
+        return list(layout_of(parameter for model in models for parameter in model.parameters()))
+
     def _forget(self, name: str) -> None:
         del self.objects[name], self.kinds[name]
         self._automatic.discard(name)
@@ -282,6 +318,10 @@ class Registry:
         resume.source, resume.unclaimed, resume.left_out = source, dict(states), left_out or {}
         for name in [name for name in resume.unclaimed if name in self.objects]:
             self.load_part(name, resume.unclaimed.pop(name), resume.left_out)
+
+
+def _listed(sharding: Sequence[str]) -> str:
+    return ", ".join(sharding) or "none"
 
 
 _SCRIPT = ("__main__", "__mp_main__")

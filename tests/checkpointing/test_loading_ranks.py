@@ -72,7 +72,7 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
     return answers
 
 
-def _unreadable(*_: Any) -> Any:
+def _unreadable(*_: Any, **__: Any) -> Any:
     raise CheckpointError("the disk is away")
 
 

@@ -1,0 +1,78 @@
+"""The files ``shards_N.pt`` of a checkpoint: an index of all pieces, whose values are read when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ignite_engine.checkpointing import nested
+from ignite_engine.checkpointing.filesystem import signature
+from ignite_engine.checkpointing.layout import SHARDS_FILE
+from ignite_engine.checkpointing.manifest import Manifest
+from ignite_engine.checkpointing.part_file import load_plain
+from ignite_engine.checkpointing.shards import Piece, Region, join
+from ignite_engine.errors import CheckpointError
+
+_Key = tuple[str, nested.Path]
+
+
+class ShardFiles:
+    """The pieces of all ranks.
+
+    Args:
+        checkpoint: its directory.
+        manifest: of it.
+        problem: verifies a file by its name: what is wrong with it, as the rest of a sentence, or None. Called before
+            a value of the file is used, and once only if nothing is wrong.
+    """
+
+    def __init__(self, checkpoint: Path, manifest: Manifest, problem: Callable[[str], str | None]) -> None:
+        self._checkpoint, self._manifest, self._problem = checkpoint, manifest, problem
+        self._verified: set[str] = set()
+
+    def join(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Parts as they are in another file of the checkpoint, with their sharded tensors.
+
+        Raises:
+            CheckpointError: one line; pieces are missing or overlap, or a file of them is damaged.
+        """
+        try:
+            return join(parts, lambda part, path: self._index.get((part, path), []))
+        except ValueError as error:
+            raise self._damaged(str(error)) from None
+
+    @cached_property
+    def _index(self) -> dict[_Key, list[Piece]]:
+        index: dict[_Key, list[Piece]] = {}
+        for name in filter(SHARDS_FILE.fullmatch, self._manifest.files):
+            status = signature(self._checkpoint / name)
+            if status is None or status[1] != self._manifest.files[name].bytes:
+                self._verify(name)  # which says what is wrong
+            try:
+                pieces = load_plain(self._checkpoint / name, None, mmap=True)
+                for key, region, values in _pieces_of(pieces):
+                    index.setdefault(key, []).append(Piece(region, values, partial(self._verify, name)))
+            except (CheckpointError, OSError, ValueError, TypeError, AttributeError):
+                self._verify(name)  # if it is damaged, that is the reason
+                raise
+        return index
+
+    def _verify(self, name: str) -> None:
+        if name in self._verified:
+            return
+        if found := self._problem(name):
+            raise self._damaged(found)
+        self._verified.add(name)
+
+    def _damaged(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._checkpoint} is damaged: {problem}.")
+
+
+def _pieces_of(pieces: Mapping[str, Any]) -> Iterator[tuple[_Key, Region, Tensor]]:
+    for part, found in pieces.items():
+        for path, (offset, values) in found.items():
+            yield (part, path), Region(tuple(offset), tuple(values.shape)), values

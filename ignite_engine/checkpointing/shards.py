@@ -1,0 +1,310 @@
+"""Tensors that are sharded over ranks (DTensor): each rank writes its pieces, and whoever loads reads what it needs.
+
+In the file that the ranks share a sharded tensor is a tensor on the meta device, of the whole shape and without values.
+The values are in the files ``shards_N.pt``: by part and path the offset of rank N's piece, and the piece. A piece that
+several ranks hold (replicas of HSDP, parameters that tensor parallelism does not split) is written once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ignite_engine.checkpointing.nested import Path, dotted, rebuilt_with_paths, walk
+from ignite_engine.errors import CheckpointError
+
+Shape = tuple[int, ...]
+_Pieces = dict[Path, tuple[list[int], Tensor]]
+"""By path: the offset of a piece in the whole tensor, and its values."""
+_PiecesOfParts = dict[str, _Pieces]
+
+
+class Region(NamedTuple):
+    """A box in a tensor: its first element, and its extent in each dimension."""
+
+    offset: Shape
+    shape: Shape
+
+    def within(self, outer: Region) -> tuple[slice, ...]:
+        """What both boxes share, as slices of a tensor that holds ``outer``; empty if they share nothing."""
+        return tuple(
+            slice(max(start - begin, 0), max(min(start + size, begin + extent) - begin, 0))
+            for start, size, begin, extent in zip(*self, *outer, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What is sharded in the state of a rank."""
+
+    of_parts: _PiecesOfParts = field(default_factory=dict)
+    """What this rank writes, by part: plain data."""
+    layout: tuple[str, ...] = ()
+    """How: mesh and placements, such as ``2 x 2 (Replicate, Shard(0))``; empty: nothing is sharded."""
+
+
+class Sharded(Tensor):
+    """A saved tensor that was not read yet: shape and type of the whole (on the meta device), and its pieces."""
+
+    pieces: Sequence[Piece]
+
+
+class Piece(NamedTuple):
+    """A piece on disk; its file is verified before its values are used."""
+
+    region: Region
+    values: Tensor
+    verify: Callable[[], None]
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether this is a DTensor, be it split or the same on all ranks."""
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
+
+
+def local_piece(value: Tensor) -> Tensor:
+    """This rank's piece of a sharded tensor; any other tensor itself."""
+    return value.detach().to_local() if is_sharded(value) else value  # type: ignore[attr-defined]  # a DTensor
+
+
+def layout_of(tensors: Iterable[Any]) -> tuple[str, ...]:
+    """How the sharded ones among these are sharded, as text; each way once."""
+    found: dict[str, None] = {}
+    for value in filter(is_sharded, tensors):
+        kinds = (f"Shard({each.dim})" if hasattr(each, "dim") else "Replicate" for each in value.placements)
+        found[f"{' x '.join(map(str, value.device_mesh.shape))} ({', '.join(kinds)})"] = None
+    return tuple(sorted(found))
+
+
+def region_of(tensor: Any) -> Region | None:
+    """Which box of the whole tensor this rank holds of a DTensor; None: it is not in its mesh.
+
+    Raises:
+        ValueError: values that were not reduced yet (Partial), or a placement unknown here; the end of a sentence.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    offset, shape = [0] * tensor.dim(), list(tensor.shape)
+    # FSDP2 splits what tensor parallelism has split before: a strided placement comes after those to its right
+    for index in sorted(range(len(placements)), key=lambda each: hasattr(placements[each], "split_factor")):
+        if placements[index].is_replicate():
+            continue
+        dim = getattr(placements[index], "dim", None)
+        if dim is None or not _splits(placements, index, mesh.shape):
+            raise ValueError(f"its placements {placements} are not among those that can be saved")
+        step = -(-shape[dim] // mesh.shape[index])
+        first = min(step * coordinate[index], shape[dim])
+        offset[dim], shape[dim] = offset[dim] + first, min(step, shape[dim] - first)
+    if tuple(shape) != tuple(local_piece(tensor).shape):
+        held = tuple(local_piece(tensor).shape)
+        raise ValueError(f"this rank holds {held} of it where its placements {placements} give {tuple(shape)}")
+    return Region(tuple(offset), tuple(shape))
+
+
+def _splits(placements: Sequence[Any], index: int, mesh_shape: Sequence[int]) -> bool:
+    """Whether a strided placement, if this is one, follows exactly the ordinary ones of its dimension to its right."""
+    factor = getattr(placements[index], "split_factor", None)
+    if factor is None:
+        return bool(placements[index].is_shard())
+    same = [each for each, other in enumerate(placements) if getattr(other, "dim", None) == placements[index].dim]
+    others = [each for each in same if each != index]
+    return (
+        min(same) == index
+        and factor == math.prod([mesh_shape[each] for each in others])
+        and all(not hasattr(placements[each], "split_factor") for each in others)
+    )
+
+
+def split(shared: Mapping[str, Any], local: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Shards]:
+    """Take the sharded tensors out of states.
+
+    Returns:
+        The parts with a placeholder for each of them, and what this rank writes of them. The pieces are no copies.
+
+    Raises:
+        CheckpointError: one cannot be saved; names it and why.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return shared, local, Shards()
+    of_parts: _PiecesOfParts = {}
+    layout: set[str] = set()
+
+    def taken_out(part: str, state: Any) -> Any:
+        sharded = [value for _, value in walk(state) if is_sharded(value)]
+        layout.update(layout_of(sharded))
+        pieces: _Pieces = {}
+        if not sharded:
+            return state
+        found = rebuilt_with_paths(state, lambda path, value: _placeholder(part, path, value, pieces))
+        if pieces:
+            of_parts[part] = pieces
+        return found
+
+    without = [{part: taken_out(part, state) for part, state in parts.items()} for parts in (shared, local)]
+    return without[0], without[1], Shards(of_parts, tuple(sorted(layout)))
+
+
+def _placeholder(part: str, path: Path, value: Any, pieces: _Pieces) -> Any:
+    if not is_sharded(value):
+        return value
+    try:
+        region = region_of(value)
+        if region is None and dist.get_rank() == 0:
+            raise ValueError(f"rank 0 is not in its mesh {value.device_mesh}")
+    except ValueError as error:
+        raise CheckpointError(f"{part} cannot be saved: {dotted(path)} is sharded, and {error}.") from None
+    if region is not None and 0 not in region.shape and _writes(value):
+        pieces[path] = list(region.offset), local_piece(value)
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _writes(tensor: Any) -> bool:
+    """Whether this rank is the one of those with the same piece that writes it.
+
+    Where several meshes hold the whole tensor each, as tensor parallel ranks do with what is not split among them, it
+    is the mesh of rank 0.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    first = all(at == 0 for at, each in zip(mesh.get_coordinate(), placements, strict=True) if each.is_replicate())
+    return first and 0 in mesh.mesh.flatten().tolist()
+
+
+def missing_numbers(parts: Mapping[str, Any], shards: Shards) -> dict[str, int]:
+    """How many numbers the sharded tensors of each part have, less those that are in ``shards``."""
+    count: Counter[str] = Counter()
+    for part, state in parts.items():
+        if numbers := [value.numel() for _, value in walk(state) if _is_placeholder(value)]:
+            count[part] = sum(numbers)
+    for part, pieces in shards.of_parts.items():
+        count[part] -= sum(values.numel() for _, values in pieces.values())
+    return dict(count)
+
+
+def _is_placeholder(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def join(parts: Mapping[str, Any], pieces: Callable[[str, Path], Sequence[Piece]]) -> dict[str, Any]:
+    """The parts with a :class:`Sharded` in the place of each placeholder.
+
+    Args:
+        parts: as :func:`split` left them.
+        pieces: of the tensor at this path of this part, from all ranks.
+
+    Raises:
+        ValueError: pieces of a tensor are missing, or overlap; names it.
+    """
+
+    def leaf(part: str, path: Path, value: Any) -> Any:
+        if not _is_placeholder(value):
+            return value
+        found = value.as_subclass(Sharded)
+        found.pieces = pieces(part, path)
+        _check_whole(f"{part} {dotted(path)}", tuple(value.shape), [each.region for each in found.pieces])
+        return found
+
+    return {
+        part: rebuilt_with_paths(state, lambda path, value: leaf(part, path, value))  # noqa: B023
+        for part, state in parts.items()
+    }
+
+
+def whole(value: Any) -> Any:
+    """The full tensor of a :class:`Sharded`, on the CPU; anything else as it is.
+
+    Raises:
+        CheckpointError: a file with one of its pieces is damaged.
+    """
+    return _read(value, Region((0,) * value.dim(), tuple(value.shape))) if isinstance(value, Sharded) else value
+
+
+def fitted(state: Any, own: Any) -> Any:
+    """``state``, sharded as ``own`` is: of each tensor what this rank holds there, and no more is read.
+
+    Args:
+        state: what was saved: tensors, whole or :class:`Sharded`.
+        own: the state of the object that will load it, with the same paths. What is sharded in it is sharded in the
+            result if it has the same shape; any other tensor is whole.
+
+    Returns:
+        Copies where one of the two is sharded; ``state`` itself if nothing is.
+
+    Raises:
+        CheckpointError: a file with a needed piece is damaged.
+    """
+    targets = {path: value for path, value in walk(own) if is_sharded(value)}
+    if not targets and not any(isinstance(value, Sharded) for _, value in walk(state)):
+        return state
+    return rebuilt_with_paths(state, lambda path, value: fitted_tensor(value, targets.get(path)))
+
+
+def fitted_tensor(value: Any, target: Any) -> Any:
+    """What was saved as ``value``, sharded as ``target`` if that is sharded and has its shape; a copy."""
+    if not isinstance(value, Tensor) or is_sharded(value):
+        return value
+    if not is_sharded(target) or target.shape != value.shape:
+        return whole(value) if isinstance(value, Sharded) else value.clone()
+    from torch.distributed.tensor import DTensor
+
+    held, region = local_piece(target), region_of(target)
+    if region is None:
+        piece = held.to(value.dtype)
+    elif isinstance(value, Sharded):
+        piece = _read(value, region)
+    else:
+        piece = value[region.within(Region((0,) * value.dim(), tuple(value.shape)))].clone()
+    return DTensor.from_local(
+        piece.to(held.device),
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
+    )
+
+
+def replicated(value: Tensor, like: Any) -> Any:
+    """A whole tensor on the mesh of ``like``, the same on all its ranks."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    return DTensor.from_local(value.to(local_piece(like).device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _read(saved: Sharded, region: Region) -> Tensor:
+    exact = next((piece for piece in saved.pieces if piece.region == region), None)
+    if exact is not None:  # with its strides: fused kernels give other bits for another memory layout
+        exact.verify()
+        return exact.values.clone()
+    values = torch.empty(region.shape, dtype=saved.dtype)
+    for piece in saved.pieces:
+        target = values[piece.region.within(region)]
+        if target.numel():
+            piece.verify()
+            target.copy_(piece.values[region.within(piece.region)])
+    return values
+
+
+def _check_whole(name: str, shape: Shape, regions: Sequence[Region]) -> None:
+    """Refuse pieces that do not make up the tensor: they are the cells of a grid, and each is there once."""
+    held, numbers = sum(math.prod(each.shape) for each in regions), math.prod(shape)
+    if held < numbers:
+        raise ValueError(f"{name} is not whole: its {len(regions)} pieces hold {held} of {numbers} numbers")
+    cuts = [sorted({(each.offset[dim], each.shape[dim]) for each in regions}) for dim in range(len(shape))]
+    tiled = all(_tiles(cut, size) for cut, size in zip(cuts, shape, strict=True))
+    if numbers and (held > numbers or len(set(regions)) < len(regions) or not tiled):
+        raise ValueError(f"{name} is not whole: its {len(regions)} pieces overlap")
+
+
+def _tiles(cuts: Sequence[tuple[int, int]], size: int) -> bool:
+    ends = [start + extent for start, extent in cuts]
+    return [start for start, _ in cuts] == [0, *ends[:-1]] and ends[-1:] == [size]
