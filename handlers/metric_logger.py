@@ -75,7 +75,7 @@ class MetricLogger:
         rows = agreement.gather_floats([*means.values(), *first_bad])
         *columns, losses, norms = zip(*rows, strict=True)
         for key, column in zip(means, columns, strict=True):
-            trainer.state.metrics[key] = sum(column) / len(rows)
+            trainer.state.metrics[key] = agreement.mean_of(column)
         if getattr(trainer.update, "scaler", trainer) is not None:
             norms = (math.inf,)  # fp16 overflows and skips the step
         if min(norms) < min(losses):

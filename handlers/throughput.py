@@ -8,6 +8,7 @@ from typing import Any
 
 from ignite.engine import Engine, Events
 
+from ignite_engine import Group
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks.agreement import gather_floats
 from ignite_engine.ranks.mesh import by_data_rank
@@ -110,7 +111,7 @@ class Throughput:
         self._started = None
         self._steps += 1
         state: Any = trainer.state
-        micro_batches = state.batch if getattr(trainer, "accumulation_steps", None) is not None else (state.batch,)
+        micro_batches: Any = state.batch if isinstance(state.batch, Group) else (state.batch,)
         if getattr(state, "padding", 0):  # repeated batches with weight zero are not samples
             micro_batches = micro_batches[: -state.padding]
         for micro_batch in micro_batches:

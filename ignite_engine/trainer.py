@@ -24,6 +24,7 @@ from ignite_engine.ranks.ddp_buffers import unshared_statistics
 from ignite_engine.state import Start, TrainingState
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import ResumeState
+from ignite_engine.step.micro_batches import check_steps
 
 __all__ = ["Trainer", "create_evaluator"]
 
@@ -36,9 +37,13 @@ class Trainer(Engine):
             tensor or a mapping) becomes ``state.output``.
         accumulation_steps: batches of the loader in one iteration; the last group of an epoch may be shorter.
             None: no grouping, ``state.batch`` is the loader's batch.
+        global_micro_batches: instead of ``accumulation_steps``: micro-batches of one iteration over all ranks, taken in
+            the global order of samples. Each rank computes a contiguous share, so an iteration is the same work on any
+            number of ranks. ``state.batch`` is the list of this rank's, without the others.
 
     Raises:
-        ValueError: ``accumulation_steps`` is below 1.
+        ValueError: ``accumulation_steps`` or ``global_micro_batches`` is below 1, both are given, or ``update`` needs
+            the latter.
 
     Its parts: ``state`` (what handlers read), ``progress`` (counters and data position), ``requests`` (to stop, to
     save), ``registry`` (what a checkpoint holds) and ``resume_state`` (what a checkpoint brought). The bus is Ignite's
@@ -47,10 +52,29 @@ class Trainer(Engine):
 
     state: TrainingState
 
-    def __init__(self, update: Callable[[Engine, Any], Any], accumulation_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        update: Callable[[Engine, Any], Any],
+        accumulation_steps: int | None = None,
+        *,
+        global_micro_batches: int | None = None,
+    ) -> None:
         if accumulation_steps is not None and (not isinstance(accumulation_steps, int) or accumulation_steps < 1):
             raise ValueError(
                 f"accumulation_steps must be at least 1, or None for no grouping, got {accumulation_steps}."
+            )
+        rank_invariant = getattr(update, "rank_invariant", False)
+        if global_micro_batches is not None:
+            check_steps(global_micro_batches, "global_micro_batches")
+            if accumulation_steps is not None:
+                raise ValueError(
+                    f"Give accumulation_steps (batches of each rank) or global_micro_batches (over all ranks), got "
+                    f"both: {accumulation_steps} and {global_micro_batches}."
+                )
+        elif rank_invariant:
+            raise ValueError(
+                "Update(rank_invariant=True) needs the size of an iteration over all ranks: "
+                "make it Trainer(update, global_micro_batches=...)."
             )
         super().__init__(update)
         self.update = update
@@ -58,7 +82,9 @@ class Trainer(Engine):
         self.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
         self.resume_state = ResumeState()
         self.registry = Registry(self.resume_state)
-        self.progress = Progress(self.state, self.resume_state, accumulation_steps)
+        self.progress = Progress(
+            self.state, self.resume_state, accumulation_steps, global_micro_batches, may_be_empty=rank_invariant
+        )
         self.requests = StopRequests()
         for name, part in self.progress.parts().items():
             self.registry.register(name, part, kind={"trainer": "counters"}.get(name, name))
@@ -72,6 +98,11 @@ class Trainer(Engine):
     def accumulation_steps(self) -> int | None:
         """Batches of the loader in one iteration; None: no grouping. It is the same for the whole run."""
         return self.progress.accumulation_steps
+
+    @property
+    def global_micro_batches(self) -> int | None:
+        """Micro-batches of one iteration over all ranks; None: ranks count their own."""
+        return self.progress.global_micro_batches
 
     def register(self, name: str, obj: Any, *, shared: bool = False, kind: str | None = None) -> None:
         """Save ``obj`` (with ``state_dict`` and ``load_state_dict``) in every checkpoint under ``name``.
@@ -215,8 +246,9 @@ class Trainer(Engine):
     # -- a run ----------------------------------------------------------------------------------------------------
 
     def _begin(self, arguments: start.RunArguments) -> None:
-        if arguments.data is None and self.accumulation_steps is not None:
-            raise ValueError("accumulation_steps needs data to group: give run() a loader.")
+        for name in ("accumulation_steps", "global_micro_batches"):
+            if arguments.data is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} needs data to group: give run() a loader.")
         state = self.state
         start.begin(arguments, state, self.progress, self.registry, self.resume_state)
         limit = f"max_epochs={state.max_epochs}" if state.max_iters is None else f"max_iters={state.max_iters}"
@@ -230,14 +262,14 @@ class Trainer(Engine):
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
         self._dataloader_iter = None
         self.requests.reset()
+        if isinstance(model := getattr(self.update, "model", None), nn.Module):
+            model.train()
         if hasattr(self.update, "run_starts"):
             self.update.run_starts()
         for model in self._models():
             settle_buckets(model)
         if (policy := getattr(self.update, "non_finite", None)) is not None and self.starts_fresh("non_finite"):
             policy.journal.clear()
-        if isinstance(model := getattr(self.update, "model", None), nn.Module):
-            model.train()
         parts = (self.update, state, self.progress, self.requests, self.registry, self.resume_state)
         self._internal_run_generator = Loop(self, *parts).run()  # type: ignore[assignment]  # Ignite's yields its state
 

@@ -16,11 +16,13 @@ from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
+from ignite_engine.step.invariant import RankInvariance
 from ignite_engine.step.losses import scalar, unusable_result, weighted, weighted_by_name
 from ignite_engine.step.micro_batches import Group, WeightFn, check_accumulates, gradient_sync, micro_batch_scales
 from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_of_first
 from ignite_engine.step.optimizer_step import needs_closure, step
 from ignite_engine.step.precision import autocast, check_precision, loss_scaler
+from ignite_engine.step.rank_local import inside_ddp
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class Update:
             step, or ``stop`` the run before the weights change (:class:`NotFinite`); reads one value a step. None:
             nothing, with one warning at the first, by MetricLogger or at the end of the run.
         max_skips: iterations that ``skip`` leaves out in a run at most; one more ends it.
+        rank_invariant: the same bits on any number of ranks, for ``Trainer(update, global_micro_batches=...)``; of a
+            model in DDP the module inside is trained, and DDP reduces nothing.
 
     ``state.output`` becomes a dict of detached device scalars: ``loss``, this rank's weighted sum, scaled so that
     its mean over ranks is the weighted mean of the whole group (on one process it is that mean); ``grad_norm``,
@@ -74,10 +78,11 @@ class Update:
         log_grad_norm: bool = False,
         non_finite: str | None = None,
         max_skips: int = 10,
+        rank_invariant: bool = False,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, or None for no clipping, got {clip_norm}.")
-        self.model = model
+        self.model = inside_ddp(model) if rank_invariant else model
         self.optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
         if not self.optimizers:
             raise ValueError("optimizer must hold at least one optimizer, got an empty mapping.")
@@ -90,6 +95,7 @@ class Update:
         self.loss_fn, self.weight_fn = loss_fn, weight_fn
         self.precision, self.clip_norm, self.log_grad_norm = check_precision(precision), clip_norm, log_grad_norm
         self.device = device_of(model)
+        self._invariance = RankInvariance(self.model, self._parameters, self.device) if rank_invariant else None
         self._on_host = self.device.type == "cpu"
         self.scaler = loss_scaler(precision, self.device.type, grad_scaler)
         self.non_finite = None if non_finite is None else NonFinitePolicy(non_finite, max_skips)
@@ -97,7 +103,7 @@ class Update:
         self.stepping = False
         """An optimizer's step has begun and not all have ended: the weights are of no iteration."""
         self._has_gradients = False
-        self._wrapped = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
+        self._wrapped = hasattr(self.model, "no_sync") or hasattr(self.model, "set_requires_gradient_sync")
         # one context for good: making one costs more than entering it
         self._autocast = autocast(precision, self.device.type)
         self._factors: dict[float, Tensor] = {}
@@ -107,6 +113,11 @@ class Update:
         """Do one update with ``batch``: a list of micro-batches where the engine groups them, else the loader's."""
         state: Any = engine.state
         if not hasattr(state, "padding"):
+            if self.rank_invariant:
+                raise ValueError(
+                    "Update(rank_invariant=True) needs Trainer(update, global_micro_batches=...), "
+                    f"got a {type(engine).__name__}."
+                )
             _prepare_plain_engine(engine)
         grouped = getattr(engine, "accumulation_steps", None) is not None
         if self.non_finite is not None:
@@ -114,15 +125,25 @@ class Update:
                 return self._skip(engine, {"loss": torch.full((), math.nan, device=self.device)})
             self.non_finite.keep(self.model.buffers())
         micro_batches = batch if grouped or isinstance(batch, Group) else (batch,)
-        scales = self._scales_of(micro_batches, state)
+        if self._invariance is None:
+            scales = self._scales_of(micro_batches, state)
+        else:
+            scales = self._begin_invariant(self._invariance, engine, micro_batches)
         self._clear_gradients()
         if scales is None:
             return self._skip(engine, {"loss": torch.zeros((), device=self.device)})
+        if self._invariance is not None:
+            return self._step(engine, self._accumulate_invariant(self._invariance, engine, micro_batches, scales))
         if not self._wrapped and 0.0 in scales and any(scales):
             # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
             micro_batches = [each for each, scale in zip(micro_batches, scales, strict=True) if scale]
             scales = [scale for scale in scales if scale]
         return self._step(engine, self._accumulate(engine, micro_batches, scales))
+
+    @property
+    def rank_invariant(self) -> bool:
+        """Whether weights and losses have the same bits on any number of ranks."""
+        return self._invariance is not None
 
     def stateful(self) -> Iterator[tuple[str, Any, bool]]:
         """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
@@ -138,12 +159,16 @@ class Update:
             yield "scaler", self.scaler, True
         if self.non_finite is not None:
             yield "non_finite", self.non_finite, True
+        if self._invariance is not None:
+            yield "rank_invariant", self._invariance, True
 
     def run_starts(self) -> None:
         """A run starts: what depends on the number of ranks is computed again."""
         self._scales.clear()
         self.stepping = self._has_gradients = False
         self._losses.clear()
+        if self._invariance is not None:
+            self._invariance.start()
 
     def run_ended(self, engine: Engine) -> None:
         """A run has ended without an error: one warning if it went wrong and nobody has said so; a collective."""
@@ -182,6 +207,32 @@ class Update:
                 engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
         output = {"loss": weighted(losses, scales)}
         return output if not extras else output | weighted_by_name(extras, scales)
+
+    def _begin_invariant(self, invariance: RankInvariance, engine: Any, micro_batches: Any) -> list[float] | None:
+        return invariance.begin(
+            micro_batches,
+            iteration=engine.state.iteration,
+            full=engine.global_micro_batches,
+            total=engine.state.group_total or len(micro_batches),
+            weight_fn=self.weight_fn,
+        )
+
+    def _accumulate_invariant(
+        self, invariance: RankInvariance, engine: Engine, micro_batches: Any, scales: list[float]
+    ) -> dict[str, Tensor]:
+        """As :meth:`_accumulate`; one that weighs nothing is left out."""
+        state: Any = engine.state
+        losses: list[Tensor] = []
+        extras: list[Mapping[str, Tensor]] = []
+        for index, batch in enumerate(to_device(micro_batches, self.device)):
+            if scales[index]:
+                invariance.seed(index)
+                losses.append(self._backward(batch, scales[index], extras))
+            state.micro_batches += 1
+            if engine._event_handlers.get(TrainingEvents.BACKWARD_COMPLETED):
+                engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
+            invariance.collect(index)
+        return invariance.reduce(losses, extras)
 
     def _backward(self, batch: Any, scale: float, extras: list[Mapping[str, Tensor]]) -> Tensor:
         """Forward and backward of one micro-batch on the device; its mean loss, detached."""

@@ -42,8 +42,11 @@ def environment_values(world_size: int) -> dict[str, Any]:
     }
 
 
-def inexact_reasons(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def inexact_reasons(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_ranks: bool = False) -> list[str]:
     """Why a run may continue with other bits than in the environment it was saved in; what was not recorded is ignored.
+
+    Args:
+        any_ranks: its bits do not depend on the number of ranks.
 
     Returns:
         Such as ``ranks: 2 when it was saved, 1 now``.
@@ -51,7 +54,7 @@ def inexact_reasons(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return [
         f"{name}: {_text(saved[key])} when it was saved, {_text(now.get(key))} now"
         for key, name in _DECIDING.items()
-        if key in saved and saved[key] != now.get(key)
+        if key in saved and saved[key] != now.get(key) and not (any_ranks and key == "world_size")
     ]
 
 

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler, Subset
 
 from ignite_engine import rng
 
 Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Of each ``cycle`` consecutive batches of the global order, this rank's are those from ``first`` to ``end - 1``.
+
+    So which samples make up a batch does not depend on the number of ranks.
+    """
+
+    batch_size: int
+    cycle: int
+    first: int
+    end: int
 
 
 class ResumableSampler(Sampler[Key]):
@@ -34,6 +49,8 @@ class ResumableSampler(Sampler[Key]):
         self.start: int | None = None
         self.skipped = 0
         """Samples at the start of the global order that are not dealt out: another number of ranks consumed them."""
+        self.dealing: Dealing | None = None
+        """Whole batches are dealt out, not single samples; ``start`` then counts samples over all ranks."""
         self.adopts_seed = False
         self.length = len(self._data)
         """Samples in the pass, over all ranks."""
@@ -43,29 +60,48 @@ class ResumableSampler(Sampler[Key]):
         return len(self._data)
 
     @contextmanager
-    def by_hand(self) -> Iterator[None]:
+    def by_hand(self, dealing: Dealing | None = None) -> Iterator[None]:
         """Iterate it by hand, from the first sample, in the middle of a pass that a source counts."""
-        before = self.start, self.pass_number, self.length, self.skipped
-        self.start, self.skipped = None, 0
+        before = self.start, self.pass_number, self.length, self.skipped, self.dealing
+        self.start, self.skipped, self.dealing = None, 0, dealing
         try:
             yield
         finally:
-            self.start, self.pass_number, self.length, self.skipped = before
+            self.start, self.pass_number, self.length, self.skipped, self.dealing = before
 
     def __iter__(self) -> Iterator[Key]:
         if self.start is None:
             self.length = self.data_length()
         start = self.start or 0
         order: Iterable[int]
+        if self.dealing is not None:
+            return zip(repeat(self.pass_number), self._dealt(self.dealing, start).tolist())
         if self.shuffle:
-            generator = torch.Generator().manual_seed(rng.mix(self.seed, self.pass_number) >> 1)
-            shard = torch.randperm(self.length, generator=generator)[self.skipped + self.rank :: self.world_size]
+            shard = self._permutation()[self.skipped + self.rank :: self.world_size]
             order = shard[start:].tolist()
         else:
             order = range(self.skipped + self.rank + start * self.world_size, self.length, self.world_size)
         return zip(repeat(self.pass_number), order)
 
+    def _dealt(self, dealing: Dealing, start: int) -> Tensor:
+        """Indices of this rank's samples from sample ``start`` on, after those that are skipped."""
+        order = self._permutation() if self.shuffle else torch.arange(self.length)
+        order = order[self.skipped + start :]
+        cycle = dealing.batch_size * dealing.cycle
+        whole = torch.nn.functional.pad(order, (0, -len(order) % cycle), value=-1).view(-1, cycle)
+        own = whole[:, dealing.batch_size * dealing.first : dealing.batch_size * dealing.end].reshape(-1)
+        return own[own >= 0]
+
+    def _permutation(self) -> Tensor:
+        generator = torch.Generator().manual_seed(rng.mix(self.seed, self.pass_number) >> 1)
+        return torch.randperm(self.length, generator=generator)
+
     def __len__(self) -> int:
+        if self.dealing is not None:
+            each = self.dealing.batch_size
+            first, end, cycle = (each * at for at in (self.dealing.first, self.dealing.end, self.dealing.cycle))
+            cycles, rest = divmod(max(0, self.length - self.skipped), cycle)
+            return cycles * (end - first) + len(range(first, min(end, rest)))
         return len(range(self.skipped + self.rank, self.length, self.world_size))
 
 

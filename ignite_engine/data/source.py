@@ -227,6 +227,10 @@ class DataSource:
         self.sampler.start = (len(self.data) - 1) * self.data.batch_size
         return next(iter(self.data))
 
+    def size_of(self, group: Any) -> int:
+        """How far ``group`` moves the position."""
+        return len(group) if type(group) is Group else 1
+
     def padded(self, count: int) -> tuple[int, int]:
         """Of the next ``count`` batches: how many repeat the last, and how many do not, over all data ranks."""
         assert self.lengths is not None

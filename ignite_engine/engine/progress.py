@@ -10,12 +10,11 @@ from itertools import islice, repeat
 from typing import Any
 
 from ignite_engine import rng
-from ignite_engine.data import resumable
+from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.state import COUNTERS, TrainingState
 from ignite_engine.states.registry import Stateful
 from ignite_engine.states.resume_state import ResumeState
-from ignite_engine.step.micro_batches import Group
 
 
 class Ending(Enum):
@@ -38,8 +37,17 @@ class Progress:
     unknown length differ, and an epoch may have been cut short.
     """
 
-    def __init__(self, state: TrainingState, resume: ResumeState, accumulation_steps: int | None) -> None:
+    def __init__(
+        self,
+        state: TrainingState,
+        resume: ResumeState,
+        accumulation_steps: int | None,
+        global_micro_batches: int | None = None,
+        *,
+        may_be_empty: bool = False,
+    ) -> None:
         self.state, self.accumulation_steps = state, accumulation_steps
+        self.global_micro_batches, self._may_be_empty = global_micro_batches, may_be_empty
         self._resume = resume
         self.source: DataSource | None = None
         self.user_data: Any = None
@@ -56,7 +64,11 @@ class Progress:
         self.left_at = (0, 0)
         """Iteration and epoch at that ending."""
         self._batches = self._optimizer_steps = 0
-        self._saved_with: int | None = accumulation_steps
+        self._saved_with = self._grouping
+
+    @property
+    def _grouping(self) -> tuple[int | None, int | None]:
+        return self.accumulation_steps, self.global_micro_batches
 
     def parts(self) -> dict[str, Stateful]:
         """The parts of a checkpoint by name."""
@@ -84,7 +96,7 @@ class Progress:
         Raises:
             ValueError: a rank has no batch, or lengths are known to some ranks only.
         """
-        source = DataSource(resumable(data), self.accumulation_steps)
+        source = source_of(data, *self._grouping, may_be_empty=self._may_be_empty)
         source.agree_lengths()
         return source
 
@@ -128,9 +140,10 @@ class Progress:
     def group_fetched(self, group: Any) -> None:
         self.at_boundary = False
         self._optimizer_steps = self.state.optimizer_steps
-        self._batches = len(group) if type(group) is Group else 1
-        if self.source is not None and self.source.uneven:
-            self.state.padding, self.state.group_total = self.source.padded(self._batches)
+        if self.source is not None:
+            self._batches = self.source.size_of(group)
+            if self.source.uneven:
+                self.state.padding, self.state.group_total = self.source.padded(self._batches)
 
     def samples_of_group(self) -> list[int] | None:
         """Dataset indices of this rank's group that was fetched last; None if the data is not a ``loader()``'s."""
@@ -193,6 +206,7 @@ class Progress:
             "epochs_completed": self.epochs_completed,
             "epoch_iteration": self.epoch_iteration,
             "accumulation_steps": self.accumulation_steps,
+            "global_micro_batches": self.global_micro_batches,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -200,13 +214,13 @@ class Progress:
             setattr(self.state, name, saved[name])
         self.epochs_completed, self.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
         self.state.epoch = self.epochs_completed
-        self._saved_with = saved["accumulation_steps"]
+        self._saved_with = saved["accumulation_steps"], saved.get("global_micro_batches")
         self._resume.counters = True
 
     def regroup(self) -> None:
         """After a resume with another accumulation or number of ranks: how much of the epoch is left the data says."""
-        source, same = self.source, self._saved_with == self.accumulation_steps
-        self._saved_with = self.accumulation_steps
+        source, same = self.source, self._saved_with == self._grouping
+        self._saved_with = self._grouping
         if source is None or (same and not source.position.skipped) or not self.whole_passes:
             return
         assert source.batches is not None and self.state.epoch_length is not None

@@ -81,8 +81,13 @@ def gather_floats(values: Sequence[float]) -> list[list[float]]:
 
 def mean_floats(values: Sequence[float]) -> list[float]:
     """Mean over ranks of each of ``values``, the same bits on every rank."""
-    rows = gather_floats(values)
-    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    return [mean_of(column) for column in zip(*gather_floats(values), strict=True)]
+
+
+def mean_of(column: Sequence[float]) -> float:
+    """Mean of one value per rank; of equal ones it is exactly that value, which the rounded sum of three may miss."""
+    first = column[0]
+    return first if all(each == first for each in column) else sum(column) / len(column)
 
 
 def broadcast_int(value: int) -> int:

@@ -200,11 +200,13 @@ class Registry:
                 return loaded
             # a rank that did not exist then takes what rank 0 had
             first = store.load(path, 0, **options).local
-            return replace(loaded, local={name: part for name, part in first.items() if name != "rng"})
+            same = self._is_rank_invariant(loaded)
+            return replace(loaded, local={name: part for name, part in first.items() if name != "rng" or same})
 
         loaded = agreement.together(load)
         manifest, local = loaded.manifest, loaded.local
-        reasons = inexact_reasons(manifest.environment, environment_values(agreement.world_size()))
+        now = environment_values(agreement.world_size())
+        reasons = inexact_reasons(manifest.environment, now, any_ranks=self._is_rank_invariant(loaded))
         if manifest.sharding != sharding:
             reasons.append(f"sharding: {_listed(manifest.sharding)} when it was saved, {_listed(sharding)} now")
         if strict:
@@ -283,6 +285,10 @@ class Registry:
             if isinstance(obj, OptimizerState) and (unsaved := obj.unsaved()):
                 found.append(f"{name} trains {shortened(unsaved)}, not the model's, without saving their values")
         return found
+
+    def _is_rank_invariant(self, loaded: Loaded) -> bool:
+        """Whether the bits of the run, random numbers included, do not depend on the number of ranks."""
+        return "rank_invariant" in self.objects and "rank_invariant" in loaded.shared
 
     def _holds_parameters(self) -> bool:
         if any(kind in _WITH_PARAMETERS for kind in self.kinds.values()):

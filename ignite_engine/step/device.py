@@ -23,7 +23,7 @@ def to_device(micro_batches: Sequence[Any], device: torch.device) -> Iterable[An
     On the CPU they are returned as they are. On CUDA each is copied on a side stream while the one before it is
     computed (``non_blocking``: it overlaps only from pinned memory, see ``pin_memory`` of the loader).
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or not micro_batches:
         return micro_batches
     if device.type == "cuda":
         return _ahead(micro_batches, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,17 +73,29 @@ def weighted_by_name(extras: list[Mapping[str, Tensor]], scales: list[float]) ->
     Raises:
         ValueError: the names are not the same for each micro-batch, or one of them is taken.
     """
+    names_of(extras, len(scales))
+    return {name: weighted([named[name] for named in extras], scales) for name in extras[0]}
+
+
+def names_of(extras: Sequence[Mapping[str, Tensor]], micro_batches: int) -> list[str]:
+    """The names of the values beside the loss, sorted; none where none of the micro-batches has any.
+
+    Raises:
+        ValueError: they are not the same for each micro-batch, or one of them is taken.
+    """
+    if not extras:
+        return []
     names = [sorted(named) for named in extras]
-    if len(extras) < len(scales) or any(each != names[0] for each in names):
+    if len(extras) < micro_batches or any(each != names[0] for each in names):
         raise ValueError(
-            f"loss_fn must return the same names for each micro-batch of a group, got {names} for {len(scales)} of "
+            f"loss_fn must return the same names for each micro-batch of a group, got {names} for {micro_batches} of "
             "them: return a zero, or a NaN, where there is no value."
         )
     if taken := [name for name in RESERVED if name in extras[0]]:
         raise ValueError(
             f"loss_fn returned {taken[0]!r} beside the loss, a name that Update writes: choose another name."
         )
-    return {name: weighted([named[name] for named in extras], scales) for name in extras[0]}
+    return names[0]
 
 
 def _described(value: Any) -> str:

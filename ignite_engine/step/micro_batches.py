@@ -55,14 +55,28 @@ def check_accumulates(model: nn.Module) -> None:
         )
 
 
-def check_steps(accumulation_steps: Any) -> None:
+def check_steps(count: Any, name: str = "accumulation_steps") -> None:
     """Refuse anything but a positive number of micro-batches.
 
     Raises:
         ValueError: it is not a whole number of at least 1.
     """
-    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
-        raise ValueError(f"accumulation_steps must be a whole number of at least 1, got {accumulation_steps!r}.")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}.")
+
+
+def share(micro_batches: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The micro-batches ``first`` to ``end - 1`` of each iteration's ``micro_batches`` that one of the ranks computes.
+
+    Raises:
+        ValueError: a rank would have none.
+    """
+    if micro_batches < ranks:
+        raise ValueError(
+            f"global_micro_batches must be at least the number of ranks, got {micro_batches} on {ranks} ranks: "
+            "use fewer ranks, or more and smaller micro-batches."
+        )
+    return round(micro_batches * rank / ranks), round(micro_batches * (rank + 1) / ranks)
 
 
 def micro_batch_scales(
@@ -86,14 +100,23 @@ def micro_batch_scales(
     if weight_fn is None:
         each = ranks / (group_total or (count - padding) * ranks or 1)
         return [each] * (count - padding) + [0.0] * padding
-    weights = [float(weight_fn(batch)) for batch in micro_batches[: count - padding]] + [0.0] * padding
-    for weight in weights:
-        if not 0.0 <= weight < float("inf"):
-            raise ValueError(f"weight_fn must return a finite number of at least 0, got {weight}.")
+    weights = [check_weight(weight_fn(batch)) for batch in micro_batches[: count - padding]] + [0.0] * padding
     total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
     if total * ranks == float("inf"):  # the same on all ranks; each scale would be 0
         raise ValueError(f"The weights of one update sum up to infinity, got {weights} here: return smaller ones.")
     return [weight * ranks / total for weight in weights] if total else None
+
+
+def check_weight(weight: float) -> float:
+    """A micro-batch's weight as a float.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    weight = float(weight)
+    if not 0.0 <= weight < float("inf"):
+        raise ValueError(f"weight_fn must return a finite number of at least 0, got {weight}.")
+    return weight
 
 
 def accumulation_steps_for(global_batch: int, local_batch: int, world_size: int = 1) -> int:

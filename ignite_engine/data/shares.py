@@ -1,0 +1,145 @@
+"""One global order of micro-batches, of which each rank computes a share of every iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from ignite_engine.data.loader import resumable
+from ignite_engine.data.sampler import Dealing
+from ignite_engine.data.source import DataSource
+from ignite_engine.ranks import agreement, mesh
+from ignite_engine.step.micro_batches import Group, share
+
+
+def source_of(
+    data: Any, accumulation_steps: int | None, global_micro_batches: int | None, *, may_be_empty: bool = False
+) -> DataSource:
+    """The source over a user's data.
+
+    Args:
+        global_micro_batches: of an iteration, over all ranks; then ``accumulation_steps`` is None.
+        may_be_empty: of a :class:`SharedSource`.
+
+    Raises:
+        ValueError: there are fewer micro-batches than ranks, or data of the ranks' own cannot be dealt out.
+    """
+    data = resumable(data)
+    if global_micro_batches is None:
+        return DataSource(data, accumulation_steps)
+    share(global_micro_batches, mesh.data_rank(), mesh.data_size())
+    source = DataSource(data, global_micro_batches)
+    if source.sampler is not None:
+        return SharedSource(data, global_micro_batches, may_be_empty=may_be_empty)
+    if mesh.data_size() > 1:
+        raise ValueError(
+            f"global_micro_batches deals one order of samples out to the ranks, which needs loader() or a plain "
+            f"DataLoader, got a {type(data).__name__} on {mesh.data_size()} ranks: use one of them, or "
+            "accumulation_steps."
+        )
+    return source
+
+
+class SharedSource(DataSource):
+    """An iteration is the next ``micro_batches`` batches of the global order; this rank yields its share of them.
+
+    ``position.batch`` counts micro-batches over all ranks. The position that is saved is the number of samples of the
+    global order that were consumed, so it means the same on any number of ranks.
+
+    Args:
+        data: made by ``loader()``.
+        may_be_empty: yield an empty group where the tail of a pass has nothing for this rank. Otherwise it is a batch
+            that weighs nothing: a wrapped model's peers wait for one.
+
+    Raises:
+        ValueError: there are fewer micro-batches than ranks.
+    """
+
+    def __init__(self, data: Any, micro_batches: int, *, may_be_empty: bool) -> None:
+        super().__init__(data, micro_batches)
+        assert self.sampler is not None
+        self._may_be_empty = may_be_empty
+        self._first, self._end = share(micro_batches, mesh.data_rank(), mesh.data_size())
+        self._dealing = Dealing(data.batch_size, micro_batches, self._first, self._end)
+        self.uneven = True
+
+    def agree_lengths(self) -> None:
+        """Read the length of the pass that starts. A collective.
+
+        Raises:
+            ValueError: it has no batch, or not as many on every rank.
+        """
+        self._read_length()
+        lengths = [int(row[0]) for row in agreement.gather_floats([float(self.batches or 0)])]
+        if len(set(lengths)) > 1 or (lengths[0] < 1 and not self.position.skipped):
+            raise ValueError(
+                "global_micro_batches needs the same data on every rank, with at least one batch, got "
+                f"{', '.join(map(str, lengths))} batches by rank."
+            )
+
+    def _read_length(self) -> None:
+        assert self.sampler is not None
+        sampler, size = self.sampler, self._dealing.batch_size
+        sampler.length, sampler.skipped, sampler.dealing = sampler.data_length(), self.position.skipped, self._dealing
+        left = max(0, sampler.length - sampler.skipped)
+        self.lengths = [left // size if self.data.drop_last else -(-left // size)]
+
+    def size_of(self, group: Any) -> int:
+        """Micro-batches of the iteration at the position, over all ranks."""
+        assert self.batches is not None
+        return min(self.steps, self.batches - self.position.batch)
+
+    def padded(self, count: int) -> tuple[int, int]:
+        """Of ``count`` micro-batches over all ranks: how many of this rank's weigh nothing, and how many do not."""
+        return int(count <= self._first and not self._may_be_empty), count
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.position.ended:
+            return iter(())
+        return self._shares(self._from_position(), self.position.batch)
+
+    def _shares(self, batches: Iterator[Any], begun: int) -> Iterator[Group]:
+        assert self.batches is not None
+        last: list[Any] = []
+        for begin in range(begun, self.batches, self.steps):
+            size = min(self.steps, self.batches - begin)
+            group = Group(islice(batches, len(range(self._first, min(self._end, size)))))
+            last = group[-1:] or last
+            yield group if group or self._may_be_empty else Group(last or [self._last_batch()])
+        next(batches, None)  # the loader ends its workers when it is exhausted
+
+    def _from_position(self) -> Iterator[Any]:
+        at = self.position
+        at.between_passes = False
+        assert self.sampler is not None
+        self.sampler.pass_number, self.sampler.start = at.pass_number, at.batch * self._dealing.batch_size
+        return self._open()
+
+    def _last_batch(self) -> Any:
+        """A batch that weighs nothing: any is as good."""
+        return self.data.dataset[(self.position.pass_number, 0)]
+
+    def close(self) -> None:
+        super().close()
+        assert self.sampler is not None
+        self.sampler.dealing = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as samples of the global order that were consumed."""
+        return self._in_samples(super().state_dict(), ranks=1)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position, perhaps one that was counted in batches of each rank.
+
+        Raises:
+            StateMismatch: the dataset, its order or the batch size is another one.
+        """
+        super().load_state_dict(self._in_samples(state, ranks=state.get("ranks", 1)))
+        self._read_length()
+
+    def _in_samples(self, state: dict[str, Any], ranks: int) -> dict[str, Any]:
+        if not state["batch"] or "seed" not in state:
+            return state
+        consumed = state.get("skipped", 0) + state["batch"] * state["batch_size"] * ranks
+        return state | {"batch": 0, "skipped": min(consumed, state["samples"])}

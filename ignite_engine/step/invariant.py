@@ -1,0 +1,240 @@
+"""What makes an update the same bits on any number of ranks; ``docs/rank_invariant.md`` explains it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ignite_engine import rng
+from ignite_engine.ranks import agreement
+from ignite_engine.step.exchange import Exchange, gradient_group
+from ignite_engine.step.losses import names_of
+from ignite_engine.step.micro_batches import WeightFn, check_weight, share
+from ignite_engine.step.rank_local import check_model
+from ignite_engine.step.tree_sum import Gradients, TreeSum, add_gradients, nodes_of
+
+_BETWEEN_UPDATES = -1
+"""In the place of a micro-batch: the random numbers that handlers and evaluations draw."""
+
+
+class RankInvariance:
+    """Random numbers and sums of one update after the other.
+
+    In each :meth:`begin`; for every micro-batch :meth:`seed`, forward and backward, :meth:`collect`; :meth:`reduce`.
+    Its state is the seed of the model's random numbers.
+
+    Args:
+        model: the user's own, not wrapped for data parallelism.
+        parameters: those whose gradients are summed, each once, in the same order on every rank.
+        device: the model's.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Callable[[], list[Tensor]], device: torch.device) -> None:
+        self._model, self._all_parameters, self._device = model, parameters, device
+        self._seed: int | None = None
+        self._exchange: Exchange | None = None
+
+    # -- a run ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """A run starts: refuse what cannot keep the promise, then give every rank rank 0's weights. A collective.
+
+        Raises:
+            ValueError: something in the model cannot; the same line on every rank.
+        """
+        parameters = self._all_parameters()
+        check_model(self._model, parameters)
+        if self._seed is None:
+            self._seed = agreement.broadcast_int(torch.initial_seed() & (2**63 - 1))
+        self._names: list[str] | None = None
+        saved = self._model.state_dict()
+        self._buffers = {name: each for name, each in self._model.named_buffers() if name in saved}
+        if agreement.world_size() > 1:
+            tensors = (*self._model.parameters(), *self._model.buffers(), *parameters)
+            for tensor in {id(each): each.detach() for each in tensors}.values():
+                _take_rank_0s(tensor)
+        self._seed_generators(0, _BETWEEN_UPDATES)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seed = state["seed"]
+
+    # -- an update ------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, micro_batches: Sequence[Any], *, iteration: int, full: int, total: int, weight_fn: WeightFn | None
+    ) -> list[float] | None:
+        """The factor of each micro-batch's mean loss so that the sum over all ranks is the weighted mean.
+
+        Args:
+            micro_batches: this rank's, on the host.
+            full: micro-batches of a full iteration over all ranks.
+            total: of this one.
+            weight_fn: the weight of one micro-batch; with it this is a collective.
+
+        Returns:
+            None where the sum of the weights is zero.
+
+        Raises:
+            ValueError: a weight is negative or not finite, or their sum is not.
+        """
+        self._iteration = iteration
+        ranks = agreement.world_size()
+        ends = [share(full, rank, ranks) for rank in range(ranks)]
+        self._leaves = [range(min(first, total), min(end, total)) for first, end in ends]
+        self._own = self._leaves[agreement.rank()]
+        assert len(self._own) == len(micro_batches)
+        self._parameters = [each for each in self._all_parameters() if each.requires_grad]
+        self._tree: TreeSum[Gradients] = TreeSum(add_gradients)
+        self._versions = [each._version for each in self._buffers.values()]
+        self._scales = [1.0 / total] * len(micro_batches)
+        if weight_fn is None:
+            return self._scales
+        weights = [check_weight(weight_fn(batch)) for batch in micro_batches]
+        rows = agreement.gather_floats(weights + [0.0] * (max(map(len, self._leaves)) - len(weights)))
+        # exactly rounded: it has the same bits in any order
+        summed = math.fsum(weight for row in rows for weight in row) if _finite(rows) else math.inf
+        if summed == math.inf:
+            raise ValueError(f"The weights of one update sum up to infinity, got {weights} here: return smaller ones.")
+        self._scales = [weight / summed for weight in weights] if summed else []
+        return self._scales if summed else None
+
+    def seed(self, index: int) -> None:
+        """Before the forward of this rank's micro-batch ``index``."""
+        self._seed_generators(self._iteration, self._own[index])
+
+    def collect(self, index: int) -> None:
+        """After the backward of this rank's micro-batch ``index``, or in its place where it weighs nothing.
+
+        Raises:
+            ValueError: a gradient is sparse.
+        """
+        leaf, weighs = self._own[index], self._scales[index] > 0
+        if not weighs:
+            self._tree.push((leaf, 0), [None] * len(self._parameters))
+            return
+        if leaf % 2 == 0 and index + 1 < len(self._own) and self._scales[index + 1] > 0:
+            return  # autograd adds its sibling's gradients to these, while they are in the cache
+        gradients: Gradients = [each.grad for each in self._parameters]
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = None
+            if gradient is not None and gradient.is_sparse:
+                raise ValueError("rank_invariant cannot sum sparse gradients: use sparse=False in the embeddings.")
+        has_sibling = leaf % 2 == 1 and index > 0 and self._scales[index - 1] > 0
+        self._tree.push((leaf - 1, 1) if has_sibling else (leaf, 0), gradients)
+
+    def reduce(self, losses: Sequence[Tensor], extras: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Give the parameters the sum of all gradients; a collective.
+
+        Args:
+            losses: of this rank's micro-batches that weigh something; ``extras`` likewise, or empty.
+
+        Returns:
+            The weighted mean over all micro-batches of each value, the same on every rank, in float64.
+
+        Raises:
+            ValueError: the names of the values differ, or the forward has changed a buffer.
+        """
+        self._check_buffers()
+        self._agree_names(losses, extras)
+        products = self._products(losses, extras)
+        if agreement.world_size() == 1:
+            gradients: Gradients = self._tree.total()
+        else:
+            gradients, products = self._over_ranks(products)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._seed_generators(self._iteration, _BETWEEN_UPDATES)
+        assert self._names is not None
+        return dict(zip(self._names, products.sum(dim=1).unbind(), strict=True))
+
+    # -- its parts ------------------------------------------------------------------------------------------------
+
+    def _seed_generators(self, iteration: int, micro_batch: int) -> None:
+        assert self._seed is not None
+        seed = rng.mix(self._seed, iteration, micro_batch)
+        rng.seed_host(seed)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).manual_seed(seed)
+
+    def _check_buffers(self) -> None:
+        changed = [
+            name
+            for (name, each), version in zip(self._buffers.items(), self._versions, strict=True)
+            if each._version != version
+        ]
+        if self._names is None:  # the first update of the run: another tensor in its place is found once
+            now = dict(self._model.named_buffers())
+            changed += [name for name, each in self._buffers.items() if now.get(name) is not each]
+        if changed:
+            raise ValueError(
+                f"rank_invariant needs buffers that the forward does not change, but it changed {changed[0]!r}: each "
+                "rank's would be another. Compute it from parameters, or register it with persistent=False if it is "
+                "only a cache."
+            )
+
+    def _agree_names(self, losses: Sequence[Tensor], extras: Sequence[Mapping[str, Tensor]]) -> None:
+        own = ["loss", *names_of(extras, len(losses))] if losses else None
+        if self._names is None:  # later differences concern this rank's loss function alone
+            all_names = [each for each in agreement.gather_objects(own) if each is not None]
+            if any(each != all_names[0] for each in all_names):
+                raise ValueError(f"loss_fn must return the same names on every rank, got {all_names} by rank.")
+            self._names = all_names[0]
+        elif own is not None and own != self._names:
+            raise ValueError(f"loss_fn must return the same names in each update, got {own} after {self._names}.")
+
+    def _products(self, losses: Sequence[Tensor], extras: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Each value times its micro-batch's scale, of shape (names, this rank's micro-batches)."""
+        assert self._names is not None
+        if not losses:
+            return torch.zeros(len(self._names), len(self._own), dtype=torch.float64, device=self._device)
+        columns = [losses, *([named[name] for named in extras] for name in self._names[1:])]
+        values = torch.stack([torch.stack(list(column)).double() for column in columns])
+        weighing = [at for at, scale in enumerate(self._scales) if scale > 0]
+        values = values * torch.tensor([self._scales[at] for at in weighing], dtype=torch.float64, device=self._device)
+        if len(weighing) == len(self._own):
+            return values
+        products = values.new_zeros(len(self._names), len(self._own))
+        products[:, weighing] = values
+        return products
+
+    def _over_ranks(self, products: Tensor) -> tuple[Gradients, Tensor]:
+        if self._exchange is None or not self._exchange.is_for(self._parameters):
+            self._exchange = Exchange(self._parameters)
+        ranks, own = agreement.world_size(), [gradients for _, gradients in self._tree.nodes]
+        has_any = [any(each[at] is not None for each in own) for at in range(len(self._parameters))]
+        present = torch.tensor(has_any, dtype=torch.uint8)
+        everyones_present = [torch.empty_like(present) for _ in range(ranks)]
+        padded = products.new_zeros(len(products), max(map(len, self._leaves)))
+        padded[:, : products.shape[1]] = products
+        everyones_products = [torch.empty_like(padded) for _ in range(ranks)]
+        # on the host: whether a parameter has a gradient must not wait for the device
+        pending = [
+            dist.all_gather(everyones_present, present, group=agreement.cpu_group("gradients"), async_op=True),
+            dist.all_gather(everyones_products, padded, group=gradient_group(self._device), async_op=True),
+        ]
+        summed = self._exchange.sum(own, [nodes_of(each.start, each.stop) for each in self._leaves])
+        for work in pending:
+            work.wait()
+        anywhere = torch.stack(everyones_present).amax(dim=0).tolist()
+        gradients = [each if has else None for each, has in zip(summed, anywhere, strict=True)]
+        rows = [row[:, : len(leaves)] for row, leaves in zip(everyones_products, self._leaves, strict=True)]
+        return gradients, torch.cat(rows, dim=1)
+
+
+def _finite(rows: Sequence[Sequence[float]]) -> bool:
+    return sum(weight for row in rows for weight in row) < math.inf  # fsum raises on an overflow
+
+
+def _take_rank_0s(tensor: Tensor) -> None:
+    values = tensor.contiguous()
+    dist.broadcast(values, src=0)
+    if values is not tensor:
+        tensor.copy_(values)

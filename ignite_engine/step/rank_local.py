@@ -1,0 +1,57 @@
+"""What in a model belongs to one rank, or to some ranks together, and so cannot be the same on any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine.ranks import agreement, mesh
+
+
+def inside_ddp(model: nn.Module) -> nn.Module:
+    """The module inside of ``DistributedDataParallel``, whose reduction is then not used; others as they are."""
+    if isinstance(model, DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    return model
+
+
+def check_model(model: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Refuse what keeps rank-local state or reduces by itself.
+
+    Args:
+        model: in the mode in which it will be trained.
+
+    Raises:
+        ValueError: it does, and how to change it.
+    """
+    if (reason := _reason(model, parameters)) is not None:
+        raise ValueError(f"rank_invariant cannot give the same bits on any number of ranks: {reason}.")
+
+
+def _reason(model: Any, parameters: Sequence[Tensor]) -> str | None:
+    kind = type(model).__name__
+    if mesh.data_size() != agreement.world_size():
+        return "ranks that share their data (tensor parallel) sum within one micro-batch; declare no such mesh"
+    if any(hasattr(each, "device_mesh") for each in (*model.parameters(), *parameters)):
+        return "parameters are sharded (DTensor: FSDP2 or tensor parallel); give Update the plain model"
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        return "the compiled model is a DistributedDataParallel; compile the plain model"
+    if hasattr(model, "no_sync") or isinstance(model, nn.DataParallel):
+        return f"a {kind} reduces gradients by itself; give Update the plain model"
+    for name, module in model.named_modules():
+        described = f"{name or 'the model'} is a {type(module).__name__}"
+        if isinstance(module, nn.SyncBatchNorm):
+            return f"{described}, whose statistics are those of all ranks; use GroupNorm or LayerNorm"
+        if isinstance(module, _NormBase) and module.training and module.running_mean is not None:
+            return (
+                f"{described} that trains, whose running statistics are each rank's own; use GroupNorm or LayerNorm, "
+                "track_running_stats=False, or keep it in eval mode in the model's train()"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return f"{described} with sparse gradients; use sparse=False"
+    return None

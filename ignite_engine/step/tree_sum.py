@@ -1,0 +1,62 @@
+"""Sums over micro-batches in one fixed binary tree, whatever process computed which of them.
+
+The leaves are the micro-batches 0 to n-1 of an iteration, and a node at ``(start, level)`` is the sum over the
+``2**level`` leaves from ``start`` on. Siblings are added as soon as both exist, and what is left at the end is added
+from the right: the tree over a power of two of leaves, of which those from n on are absent. Contiguous leaves that one
+rank holds make at most ``2 * log2(n)`` nodes, which the tree over all ranks is continued with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Node = tuple[int, int]
+Gradients = list[Tensor | None]
+
+
+class TreeSum(Generic[T]):
+    """Adds values in the order of the tree; ``add(left, right)`` may change ``left``, and returns their sum."""
+
+    def __init__(self, add: Callable[[T, T], T]) -> None:
+        self._add = add
+        self.nodes: list[tuple[Node, T]] = []
+        """Subtrees whose sibling is missing, from the left."""
+
+    def push(self, node: Node, value: T) -> None:
+        """Add the subtree that follows the last one."""
+        while self.nodes and _are_siblings(self.nodes[-1][0], node):
+            node, left = self.nodes.pop()
+            value, node = self._add(left, value), (node[0], node[1] + 1)
+        self.nodes.append((node, value))
+
+    def total(self) -> T:
+        """The sum over all leaves; nothing may be pushed afterwards."""
+        _, total = self.nodes.pop()
+        while self.nodes:
+            total = self._add(self.nodes.pop()[1], total)
+        return total
+
+
+def _are_siblings(left: Node, right: Node) -> bool:
+    return left[1] == right[1] and left[0] % (2 << left[1]) == 0
+
+
+def nodes_of(first: int, end: int) -> list[Node]:
+    """The nodes that the leaves ``first`` to ``end - 1`` sum up to."""
+    tree: TreeSum[None] = TreeSum(lambda left, right: None)
+    for leaf in range(first, end):
+        tree.push((leaf, 0), None)
+    return [node for node, _ in tree.nodes]
+
+
+def add_gradients(left: Gradients, right: Gradients) -> Gradients:
+    """``left + right`` in place where both have one; a gradient that is missing adds nothing."""
+    both = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
+    if both:
+        torch._foreach_add_([one for one, _ in both], [other for _, other in both])
+    return [other if one is None else one for one, other in zip(left, right, strict=True)]
