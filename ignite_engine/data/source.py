@@ -337,8 +337,9 @@ class DataSource:
 def _is_replayed(data: Any) -> bool:
     """A loader with a state over a stream without one: torchdata counts twice what it replays, and loses as much."""
     dataset = getattr(data, "dataset", None)
-    stream = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
-    return stream and inspect.isgeneratorfunction(type(dataset).__iter__)  # else its iterator may have a state
+    if not isinstance(dataset, IterableDataset) or hasattr(dataset, "state_dict"):
+        return False
+    return inspect.isgeneratorfunction(type(dataset).__iter__)  # else its iterator may have a state
 
 
 def _orders(data: Any) -> list[Any]:

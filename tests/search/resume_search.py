@@ -186,6 +186,8 @@ class Judge:
             verdict.outcome = TERMINATED
         elif announced:
             verdict.outcome, verdict.reason = ANNOUNCED, difference
+        elif plan["optimizer"] == "SGD fused" and "bf16 weights" in plan["layers"]:
+            verdict.outcome, verdict.reason = NO_FUNCTION, "torch's fused SGD over bf16 weights differs from itself"
         else:
             unsure = self._differs_from_itself(plan, whole, expected)
             verdict.outcome, verdict.reason = (FAILED, difference) if unsure is None else (NO_FUNCTION, unsure)
