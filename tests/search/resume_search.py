@@ -176,6 +176,8 @@ class Judge:
         code = self._run(plan, case, "resumed", None, server=1)
         verdict.features = _features(case, expected, total) | ({"happened: stopped twice"} if stopped > 1 else set())
         announced = _notes(case, "stopped", "announced ") + _notes(case, "resumed", "announced in the checkpoint")
+        if code == REFUSED_CODE and not _lines(case):  # killed before it was refused
+            return Verdict(REFUSED, _error(case), verdict.features)
         if code != 0:
             verdict.outcome, verdict.reason = FAILED, f"the resumed run ended with code {code}: {_error(case)}"
             return verdict
