@@ -190,10 +190,6 @@ class Trainer(Engine):
         """
         return self.state.start is Start.FRESH and name not in self.resume_state.loaded
 
-    def has_listeners(self, event: Any) -> bool:
-        """Whether ``event`` has a handler; one without need not be fired."""
-        return bool(bus.handlers_of(self, event))
-
     def run(
         self,
         data: Iterable[Any] | None = None,

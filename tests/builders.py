@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
+from tests.checkpointing.file_faults import start_child, wait_for
 
 
 class Numbers(Dataset[Any]):
@@ -99,3 +103,20 @@ OURS = tuple(TrainingEvents)
 def without_address(value: Any) -> str:
     """``str(value)``, the same in every process: several of them must name the tests alike."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def on_two_ranks(cases: Callable[[int], dict[str, Any]], meeting_point: Path) -> dict[str, list[Any]]:
+    """What ``cases(rank)`` answers on each of two gloo ranks, forked from this process, by the name of the answer."""
+
+    def one_rank(rank: int) -> dict[str, Any]:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        )
+        answers = cases(rank)
+        dist.destroy_process_group()
+        return answers
+
+    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(2)]  # type: ignore[misc]  # binds it
+    results = [wait_for(child, timeout_s=180) for child in children]
+    assert [code for code, _ in results] == [0, 0]
+    return {name: [result[name] for _, result in results] for name in results[0][1]}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 
 from ignite_engine.checkpointing import CheckpointError, LoadPlan
 from ignite_engine.handlers import Checkpoint
-from tests.builders import linear, numbers_loader, one, trainer_of, weights
-from tests.checkpointing.file_faults import start_child, wait_for
+from tests.builders import linear, numbers_loader, on_two_ranks, one, trainer_of, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
@@ -83,18 +80,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
         trainer, _ = attached(folder / name)
         trainer.run(numbers_loader(), max_iters=iterations)
 
-    def one_rank(rank: int) -> dict[str, Any]:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-        )
-        answers = cases(folder, rank)
-        dist.destroy_process_group()
-        return answers
-
-    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(2)]  # type: ignore[misc]  # binds it
-    results = [wait_for(child, timeout_s=120) for child in children]
-    assert [code for code, _ in results] == [0, 0]
-    return folder, {name: [result[name] for _, result in results] for name in results[0][1]}
+    return folder, on_two_ranks(lambda rank: cases(folder, rank), folder / "store")
 
 
 def test_rank_0_decides_whether_a_run_restarts_or_begins_with_another_ones_weights(

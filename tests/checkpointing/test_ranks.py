@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention
-from tests.checkpointing.file_faults import FileOperations, start_child, wait_for
+from tests.builders import on_two_ranks
+from tests.checkpointing.file_faults import FileOperations
 from tests.checkpointing.states import left_over, local_parts, shared_parts
 
 Answers = dict[str, list[Any]]
@@ -91,18 +91,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
     directory = tmp_path_factory.mktemp("checkpoints")
     meeting_point = tmp_path_factory.mktemp("meeting") / "file"
 
-    def one_rank(rank: int) -> dict[str, Any]:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-        )
-        answers = cases(directory, rank)
-        dist.destroy_process_group()
-        return answers
-
-    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(2)]  # type: ignore[misc]  # binds it
-    results = [wait_for(child, timeout_s=120) for child in children]
-    assert [code for code, _ in results] == [0, 0]
-    return directory, {name: [result[name] for _, result in results] for name in results[0][1]}
+    return directory, on_two_ranks(lambda rank: cases(directory, rank), meeting_point)
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]

@@ -9,6 +9,7 @@ import pytest
 from ignite.engine import Engine, Events
 
 from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine.engine.bus import handlers_of
 from tests.builders import numbers_loader, trainer_of, weights, without_address
 
 
@@ -195,7 +196,7 @@ def test_removed_handlers_are_not_heard() -> None:
     trainer.run([1, 2])
 
     assert heard == ["plain", "plain", "filtered", "both", "both"]
-    assert not trainer.has_event_handler(filtered) and not trainer.has_listeners(Events.ITERATION_COMPLETED)
+    assert not trainer.has_event_handler(filtered) and not handlers_of(trainer, Events.ITERATION_COMPLETED)
 
 
 def test_handler_that_removes_itself_lets_the_others_run() -> None:
@@ -261,9 +262,9 @@ def test_users_filter_is_asked_each_time() -> None:
 def test_event_without_handlers_has_no_listeners() -> None:
     trainer = Trainer(constant)
 
-    assert not trainer.has_listeners(TrainingEvents.BACKWARD_COMPLETED)
+    assert not handlers_of(trainer, TrainingEvents.BACKWARD_COMPLETED)
     trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED(every=1000), lambda: None)
-    assert trainer.has_listeners(TrainingEvents.BACKWARD_COMPLETED)
+    assert handlers_of(trainer, TrainingEvents.BACKWARD_COMPLETED)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.checkpointing import CheckpointStore
+from ignite_engine.engine.bus import handlers_of
 from ignite_engine.engine.loop import Loop
 from ignite_engine.handlers import Checkpoint, Evaluation, SaveEvery, StopFile, WallClockLimit, limits
 from tests.builders import numbers_loader, trainer_of, weights
@@ -339,4 +340,4 @@ def test_quiet_iterations_ask_for_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Loop, "_boundary", lambda loop, *, last: edges.append(loop.state.iteration))
     trainer.run(numbers_loader(8), max_epochs=2)
 
-    assert edges == [4, 8] and not trainer.has_listeners(TrainingEvents.RESUME_POINT)
+    assert edges == [4, 8] and not handlers_of(trainer, TrainingEvents.RESUME_POINT)

@@ -15,6 +15,7 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, Update
+from ignite_engine.engine.bus import handlers_of
 from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.throughput import Throughput
 
@@ -159,7 +160,7 @@ def test_it_does_not_listen_to_backward_and_saves_nothing() -> None:
     trainer = slow_trainer()
     saved = set(trainer.registry.objects)
     Throughput(count_tokens).attach(trainer)
-    assert not trainer.has_listeners(TrainingEvents.BACKWARD_COMPLETED)
+    assert not handlers_of(trainer, TrainingEvents.BACKWARD_COMPLETED)
     assert set(trainer.registry.objects) == saved
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from ignite.engine import Events
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing import CheckpointStore, filesystem
 from ignite_engine.handlers import Checkpoint
-from tests.builders import numbers_loader, trainer_of
-from tests.checkpointing.file_faults import start_child, wait_for
+from tests.builders import numbers_loader, on_two_ranks, trainer_of
 
 Answers = dict[str, list[Any]]
 
@@ -65,19 +63,8 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     folder = tmp_path_factory.mktemp("runs")
 
-    def one_rank(rank: int) -> dict[str, Any]:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-        )
-        answers = cases(folder, rank)
-        dist.destroy_process_group()
-        return answers
-
     with filesystem.held(folder / "held"):
-        children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(2)]  # type: ignore[misc]  # binds it
-        results = [wait_for(child, timeout_s=180) for child in children]
-    assert [code for code, _ in results] == [0, 0]
-    return {name: [result[name] for _, result in results] for name in results[0][1]}
+        return on_two_ranks(lambda rank: cases(folder, rank), folder / "store")
 
 
 def test_both_save_where_nothing_fails(two_ranks: Answers) -> None:
