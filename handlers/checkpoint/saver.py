@@ -91,7 +91,8 @@ class Saver:
         if trainer.state.start is Start.FRESH:
             self._saved_at = None
         if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
-            self.store = CheckpointStore(self.store.directory, agreement.cpu_group("checkpoint"))
+            group = agreement.cpu_group(f"checkpoints in {self.store.directory}")
+            self.store = CheckpointStore(self.store.directory, group)
         self.filter.check(trainer.registry.capture, trainer.registry.kinds)
         agreement.agreed(lambda: self._check_registered(trainer))
         agreement.agreed(lambda: self._take_folder(trainer) if agreement.rank() == 0 else None)

@@ -54,9 +54,22 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
             key = f"{name} {background}"
             answers[key] = trained(folder / key, iteration=at, state=state, background=background)
     answers["start"] = trained(folder / "start", iteration=0 if rank == 1 else -1, state=mine["foreign"])
+    answers["two handlers"] = [_two_at_once(folder / "two", attempt) for attempt in range(5)]
     dist.barrier()
     answers["held"] = trained(folder / "held")
     return answers
+
+
+def _two_at_once(folder: Path, attempt: int) -> list[list[str]]:
+    """What two handlers that save in the background at the same boundaries leave behind: reasons that it is invalid."""
+    trainer = trainer_of()
+    checkpoints = [
+        Checkpoint(folder / f"{attempt} {name}", keep_last=9, background=True, name=name) for name in ("one", "other")
+    ]
+    for each in checkpoints:
+        each.attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(numbers_loader(), max_iters=4)
+    return [each.store.verify(saved.path) for each in checkpoints for saved in each.store.checkpoints()]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +99,11 @@ def test_a_state_of_one_rank_that_cannot_be_saved_fails_the_save_of_both(
 def test_a_state_of_one_rank_that_cannot_be_saved_is_refused_at_the_start_on_both(two_ranks: Answers) -> None:
     for kind, error, iteration in two_ranks["start"]:
         assert (kind, iteration) == ("CheckpointError", 0) and error.startswith("failing['x'] is a builtins.object")
+
+
+def test_two_handlers_save_in_the_background_at_once(two_ranks: Answers) -> None:
+    for rank in two_ranks["two handlers"]:
+        assert rank == [[[]] * 8] * 5
 
 
 def test_a_folder_in_use_is_refused_on_both(two_ranks: Answers) -> None:
