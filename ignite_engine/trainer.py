@@ -20,7 +20,7 @@ from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets, unsettled_buckets
-from ignite_engine.ranks.ddp_buffers import unshared_statistics
+from ignite_engine.ranks.ddp_buffers import unshared_state
 from ignite_engine.state import Start, TrainingState
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import ResumeState
@@ -127,8 +127,8 @@ class Trainer(Engine):
         source = self.progress.source
         if source is not None and source.inexact is not None:
             reasons.append(source.inexact)
-        if (module := unshared_statistics(getattr(self.update, "model", None))) is not None:
-            reasons.append(f"{module} keeps statistics of each rank's own, and those of rank 0 alone are saved")
+        if (unshared := unshared_state(getattr(self.update, "model", None))) is not None:
+            reasons.append(unshared)
         reasons += [reason for model in self._models() if (reason := unsettled_buckets(model)) is not None]
         filters = self.registry.filters if only is None else [only]
         registry = self.registry

@@ -32,15 +32,24 @@ def share_buffers(model: object) -> None:
                 buffer.copy_(values.view_as(buffer))
 
 
-def unshared_statistics(model: object) -> str | None:
-    """Name of a module whose running statistics always differ between ranks; None: there is none."""
+def unshared_state(model: object) -> str | None:
+    """Why what a checkpoint holds of the model is not what every rank has, but rank 0's; None: it is."""
     wrapped = data_parallel(model)
-    if agreement.world_size() == 1 or not isinstance(model, nn.Module) or (wrapped and wrapped.broadcast_buffers):
+    if agreement.world_size() == 1 or not isinstance(model, nn.Module):
         return None
+    saved = {} if wrapped is None or wrapped.broadcast_buffers else wrapped.module.state_dict()
     for name, module in model.named_modules():
-        keeps = isinstance(module, _NormBase) and module.running_mean is not None
-        if keeps and not isinstance(module, nn.SyncBatchNorm):
-            return str(name).removeprefix("module.")
+        own = None
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            own = "rescales its weights (max_norm) on each rank by itself"
+        elif isinstance(module, _NormBase) and module.running_mean is not None:
+            shared = (wrapped and wrapped.broadcast_buffers) or isinstance(module, nn.SyncBatchNorm)
+            own = None if shared else "keeps statistics of each rank's own"
+        if own is not None:
+            return f"{str(name).removeprefix('module.')} {own}, and those of rank 0 alone are saved"
+    for name, buffer in wrapped.module.named_buffers() if wrapped is not None else ():
+        if name in saved and buffer.is_floating_point():
+            return f"the buffer {name} is each rank's own (broadcast_buffers=False), and that of rank 0 alone is saved"
     return None
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint, Evaluation
+from ignite_engine.ranks.ddp_buffers import unshared_state
 from tests.builders import Numbers, mse
 
 
@@ -45,12 +46,28 @@ def _train(folder: str, *, evaluate: bool, **options: Any) -> tuple[Any, dict[st
     return seen, {"saved": saved[2]["1.running_mean"], **saved[6]}, trainer.reproducibility()
 
 
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("cache", torch.ones(()), persistent=False)
+
+
+def _reasons() -> list[str | None]:
+    """For models under DDP: what their checkpoints would hold of rank 0 alone."""
+    words = nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))
+    shared, own = (DistributedDataParallel(_Scaled(), broadcast_buffers=value) for value in (True, False))
+    return [unshared_state(model) for model in (shared, own, DistributedDataParallel(words))]
+
+
 def _one_of_two_ranks(rank: int, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = [_train(folder, evaluate=evaluate) for evaluate in (True, False)]
     results.append(_train(folder, evaluate=True, broadcast_buffers=False))
     torch.save(results, f"{folder}/{rank}.pt")
+    torch.save(_reasons(), f"{folder}/reasons_{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -68,3 +85,7 @@ def test_each_rank_evaluates_the_statistics_that_are_saved(tmp_path: Path) -> No
     assert all(torch.equal(end[name], end_without[name]) for name in end)
     assert exactness == []
     assert inexact == ["1 keeps statistics of each rank's own, and those of rank 0 alone are saved"]
+    nothing, buffer, weights = torch.load(tmp_path / "reasons_0.pt", weights_only=True)
+    assert nothing is None
+    assert buffer is not None and buffer.startswith("the buffer scale is each rank's own (broadcast_buffers=False)")
+    assert weights is not None and weights.startswith("0 rescales its weights (max_norm) on each rank by itself")
