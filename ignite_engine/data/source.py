@@ -149,14 +149,11 @@ class DataSource:
     def _from_position(self) -> Iterator[Any]:
         at = self.position
         between_passes, at.between_passes = at.between_passes, False
+        self._set_epoch()
         if self.sampler is not None:
             assert self.data.batch_size is not None
-            self.sampler.pass_number = at.pass_number
             self.sampler.start = min(at.batch * self.data.batch_size, len(self.sampler))
             return self._open()
-        for order in _orders(self.data):
-            if hasattr(order, "set_epoch"):
-                order.set_epoch(at.pass_number)
         if at.loader is not None:
             self.data.load_state_dict(at.loader)
             at.loader = None
@@ -177,6 +174,15 @@ class DataSource:
             for batch in islice(iterator, at.batch):
                 self._replayed = batch
         return iterator
+
+    def _set_epoch(self) -> None:
+        """Tell the data which pass is read."""
+        if self.sampler is not None:
+            self.sampler.pass_number = self.position.pass_number
+            return
+        for order in _orders(self.data):
+            if hasattr(order, "set_epoch"):
+                order.set_epoch(self.position.pass_number)
 
     def _open(self) -> Iterator[Any]:
         self._iterator = begin_pass(self.data)
@@ -329,9 +335,9 @@ class DataSource:
             loader=state.get("loader"),
             generators=state.get("generators"),
         )
-        if self.sampler is not None:  # an evaluation may use it before the pass is opened
-            self.sampler.pass_number = self.position.pass_number
-        self._restore_generators(self.position.generators)  # an evaluation may draw from them before the pass is opened
+        # an evaluation may read the data before the pass is opened
+        self._set_epoch()
+        self._restore_generators(self.position.generators)
 
 
 def _is_replayed(data: Any) -> bool:

@@ -368,3 +368,16 @@ def test_generators_of_the_loader_are_loaded_with_the_position() -> None:
         torch.equal(one.get_state(), other.get_state())
         for one, other in zip(generators_of(saved.data), generators_of(source().data), strict=True)
     )
+
+
+def test_an_evaluation_before_the_first_batch_reads_the_pass_that_was_saved() -> None:
+    """An interrupted evaluation over the training data is done again when the run is resumed, before a pass is open."""
+    order = Shuffled(4)
+    for data, current in (
+        (ours := loader(TensorDataset(torch.arange(4)), 2), lambda: ours.sampler.pass_number),
+        (DataLoader(TensorDataset(torch.arange(4)), 2, sampler=order), lambda: order.epoch),
+    ):
+        source = DataSource(data, None)
+        source.agree_lengths()
+        source.load_state_dict({"pass": 3, "batch": 1, "ended": False})
+        assert current() == 3
