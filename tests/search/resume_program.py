@@ -39,12 +39,21 @@ class PlannedError(Exception):
     """The exception that a case raises to be stopped."""
 
 
-def run(plan: Plan, folder: str, role: str, stop: Plan | None) -> int:
+def run(
+    plan: Plan,
+    folder: str,
+    role: str,
+    stop: Plan | None,
+    program: type[Program] | None = None,
+    notes: Path | None = None,
+) -> int:
     """Run the program in ``folder``, resuming what is there.
 
     Args:
         role: ``whole`` (never stopped), ``stopped`` or ``resumed``.
         stop: how it is stopped, and ``at`` which iteration.
+        program: its class, if it is not Program.
+        notes: where this process writes what it did; None: in ``folder``.
 
     Returns:
         0 at its end or after an orderly stop; ``REFUSED`` if it raised before an iteration, ``RAISED`` after one, both
@@ -60,10 +69,11 @@ def run(plan: Plan, folder: str, role: str, stop: Plan | None) -> int:
     other = not begins and plan["resumed process"] == "other random numbers"
     seed = plan["seed"] + 1 + os.getpid() if other else plan["seed"]
     random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
-    journal = Journal(place, role)
+    notes = notes or place
+    journal = Journal(notes, role)
     try:
-        program = Program(plan, place, journal, stop)
-        program.train()
+        made = (program or Program)(plan, place, journal, stop)
+        made.train()
     except PlannedError:
         return PLANNED
     except SystemExit:
@@ -71,10 +81,10 @@ def run(plan: Plan, folder: str, role: str, stop: Plan | None) -> int:
     except BaseException as error:
         told = "".join(traceback.format_exception_only(error)).strip().splitlines()
         where = traceback.extract_tb(error.__traceback__)[-1]
-        (place / "error.txt").write_text(f"{told[0]} [{Path(where.filename).name}:{where.lineno} {where.name}]")
+        (notes / "error.txt").write_text(f"{told[0]} [{Path(where.filename).name}:{where.lineno} {where.name}]")
         traceback.print_exc()
         return RAISED if journal.trained else REFUSED
-    (place / f"{role}_end.json").write_text(json.dumps(program.end()))
+    (notes / f"{role}_end.json").write_text(json.dumps(made.end()))
     return 0
 
 
@@ -108,7 +118,7 @@ class Program:
         # overflows at its beginning, and later again
         scaler = {"init_scale": 2.0**17, "growth_interval": 3} if plan["precision"] == "fp16" else None
         update = Update(
-            self.model,
+            self.wrapped(self.model),
             optimizers,
             self.loss_fn,
             precision=plan["precision"],
@@ -121,6 +131,9 @@ class Program:
         self.trainer = Trainer(update, accumulation_steps=None if steps == "None" else int(steps))
         self.data = data_of(plan)
         self._attach()
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        return model
 
     def train(self) -> None:
         plan, numbers, trainer = self.plan, self.plan["numbers"], self.trainer
