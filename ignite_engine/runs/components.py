@@ -23,6 +23,7 @@ from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.run_directory import config_differences
 from ignite_engine.schedules import Schedule
+from ignite_engine.step.rank_local import check_model
 from ignite_engine.task import Task, TaskError, build_task, find_task
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -39,16 +40,20 @@ def total_updates(config: Config, samples: int) -> int:
     """Updates of the whole run over ``samples`` samples, on the longest rank.
 
     Raises:
-        ConfigError: an epoch has no update.
+        ConfigError: an epoch has no update, or a rank has no micro-batch in one.
     """
-    data = config.data
-    shard = -(-samples // mesh.data_size())
+    data, ranks, in_all = config.data, mesh.data_size(), config.update.global_micro_batches
+    if in_all is not None and in_all < ranks:
+        raise config.error(
+            "update.global_micro_batches", f"got {in_all} on {ranks} ranks, expected at least one for each."
+        )
+    shard = samples if in_all is not None else -(-samples // ranks)
     batches = shard // data.batch_size if data.drop_last else -(-shard // data.batch_size)
     if not batches:
         raise config.error(
             "data.batch_size", f"got {data.batch_size}, but a rank has {shard} samples; drop_last leaves none."
         )
-    per_epoch = -(-batches // (config.update.accumulation_steps or 1))
+    per_epoch = -(-batches // (in_all or config.update.accumulation_steps or 1))
     return config.run.max_iterations or (config.run.max_epochs or 0) * per_epoch
 
 
@@ -138,8 +143,17 @@ def check_fit(config: Config, task: Task) -> None:
 
 
 def on_device(config: Config, model: nn.Module) -> nn.Module:
-    """The model on its device, in DDP on several ranks; a collective there."""
-    if agreement.world_size() == 1:
+    """The model on its device, in DDP on several ranks unless it is trained rank-invariantly; a collective there.
+
+    Raises:
+        ConfigError: a setting does not fit, or the model cannot be trained rank-invariantly.
+    """
+    if config.update.rank_invariant:
+        try:
+            check_model(model.train())
+        except ValueError as error:
+            raise config.error("update.rank_invariant", str(error)) from None
+    if agreement.world_size() == 1 or config.update.rank_invariant:
         return model.to(idist.device())  # auto_model makes a DataParallel on several GPUs
     section = config.distributed
     if section.sync_batchnorm and idist.device().type != "cuda":

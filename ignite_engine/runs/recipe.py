@@ -77,8 +77,13 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             log_grad_norm=config.update.log_grad_norm,
             non_finite=config.update.non_finite,
             max_skips=config.update.max_skips,
+            rank_invariant=config.update.rank_invariant,
         )
-        trainer = Trainer(update, accumulation_steps=config.update.accumulation_steps)
+        trainer = Trainer(
+            update,
+            accumulation_steps=config.update.accumulation_steps,
+            global_micro_batches=config.update.global_micro_batches,
+        )
         schedule = make_schedule(config, optimizer, total)
         directory = RunDirectory(config.directory)
         length = {"max_iters": config.run.max_iterations, "max_epochs": config.run.max_epochs}

@@ -20,11 +20,12 @@ def inside_ddp(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_model(model: nn.Module, parameters: Sequence[Tensor]) -> None:
+def check_model(model: nn.Module, parameters: Sequence[Tensor] = ()) -> None:
     """Refuse what keeps rank-local state or reduces by itself.
 
     Args:
         model: in the mode in which it will be trained.
+        parameters: further ones that are trained.
 
     Raises:
         ValueError: it does, and how to change it.

@@ -148,6 +148,11 @@ WRONG = [
     ("run.time_limit=-5", "run.time_limit: got -5 seconds, expected seconds, such as 3600"),
     ("run.time_limit=2h", "run.time_limit: got '2h', expected seconds, such as 3600"),
     ("update.precision=fp61", "update.precision: got 'fp61', expected 'fp32', 'bf16' or 'fp16'; did you mean 'fp16'?"),
+    (
+        "update={accumulation_steps: 2, global_micro_batches: 8}",
+        "update.global_micro_batches: got 8 with update.accumulation_steps 2; set one of them, for all ranks or for ",
+    ),
+    ("update.rank_invariant=true", "update.rank_invariant: got true without update.global_micro_batches; set how many"),
     ("update.grad_scaler={init_scal: 3}", f"update.grad_scaler.init_scal: got 3 {UNKNOWN} 'init_scale'?"),
     (
         "schedule.warmup=1.5",

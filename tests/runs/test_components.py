@@ -34,6 +34,8 @@ def config(**sections: Any) -> Config:
         (10, {"data": {"batch_size": 2}, "update": {"accumulation_steps": 2}}, 1, 3 * 3),
         (10, {"data": {"batch_size": 2}}, 4, 3 * 2),  # the longest rank has 3 samples
         (10, {"run": {"max_iterations": 7}}, 1, 7),
+        (10, {"data": {"batch_size": 2}, "update": {"global_micro_batches": 4}}, 4, 3 * 2),
+        (10, {"data": {"batch_size": 2}, "update": {"global_micro_batches": 4}}, 1, 3 * 2),
     ],
 )
 def test_updates_of_the_run_are_those_of_the_longest_rank(
@@ -47,6 +49,25 @@ def test_updates_of_the_run_are_those_of_the_longest_rank(
 def test_epoch_without_an_update_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data.batch_size: got 16, but a rank has 10 samples; drop_last leaves none"):
         components.total_updates(config(data={"batch_size": 16, "drop_last": True}), 10)
+
+
+def test_more_ranks_than_micro_batches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "world_size", lambda: 3)
+
+    with pytest.raises(ConfigError, match=r"update.global_micro_batches: got 2 on 3 ranks, expected at least one for"):
+        components.total_updates(config(update={"global_micro_batches": 2}), 10)
+
+
+def test_rank_invariant_model_is_not_wrapped_and_refused_by_the_name_of_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agreement, "world_size", lambda: 2)
+    settings = config(update={"global_micro_batches": 2, "rank_invariant": True})
+    model = linear()
+
+    assert components.on_device(settings, model) is model
+    with pytest.raises(ConfigError, match=r"update.rank_invariant: .*0 is a BatchNorm1d that trains"):
+        components.on_device(settings, torch.nn.Sequential(torch.nn.BatchNorm1d(3), linear()))
 
 
 def test_only_training_shuffles_and_drops_the_last_batch() -> None:
