@@ -17,8 +17,16 @@ from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState,
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
 from ignite_engine.step.invariant import RankInvariance
-from ignite_engine.step.losses import scalar, unusable_result, weighted, weighted_by_name
-from ignite_engine.step.micro_batches import Group, WeightFn, check_accumulates, gradient_sync, micro_batch_scales
+from ignite_engine.step.loss_parallel import loss_parallel_context
+from ignite_engine.step.losses import scalar, unusable_result, weighted, weighted_by_name, whole
+from ignite_engine.step.micro_batches import (
+    Group,
+    WeightFn,
+    check_accumulates,
+    micro_batch_scales,
+    reducing_modules,
+    without_sync,
+)
 from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_of_first
 from ignite_engine.step.optimizer_step import needs_closure, step
 from ignite_engine.step.precision import autocast, check_precision, loss_scaler
@@ -36,7 +44,7 @@ class Update:
     ``(loss * scale).backward()`` outside of it, then clip, then step. No listener changes them.
 
     Args:
-        model: plain, DDP or FSDP2.
+        model: plain, DDP, FSDP2 (also HSDP), tensor parallel, or a plain one with such modules in it.
         optimizer: one, or a mapping of names to several: all of them step or none does. Their parameters and groups
             are read at each update, so they may change during a run.
         loss_fn: ``loss_fn(model, batch)`` with the batch on the model's device; returns the mean over the
@@ -54,6 +62,10 @@ class Update:
         max_skips: iterations that ``skip`` leaves out in a run at most; one more ends it.
         rank_invariant: the same bits on any number of ranks, for ``Trainer(update, global_micro_batches=...)``; of a
             model in DDP the module inside is trained, and DDP reduces nothing.
+        reduce_each_micro_batch: DDP and FSDP2 reduce gradients in each backward, not in a group's last only; FSDP2
+            then keeps no gradients of whole layers in between.
+        loss_parallel: forward and backward run in torch's ``loss_parallel``: the cross-entropy of logits that are
+            sharded by class, which are not gathered.
 
     ``state.output`` becomes a dict of detached device scalars: ``loss``, this rank's weighted sum, scaled so that
     its mean over ranks is the weighted mean of the whole group (on one process it is that mean); ``grad_norm``,
@@ -79,6 +91,8 @@ class Update:
         non_finite: str | None = None,
         max_skips: int = 10,
         rank_invariant: bool = False,
+        reduce_each_micro_batch: bool = False,
+        loss_parallel: bool = False,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, or None for no clipping, got {clip_norm}.")
@@ -103,7 +117,10 @@ class Update:
         self.stepping = False
         """An optimizer's step has begun and not all have ended: the weights are of no iteration."""
         self._has_gradients = False
-        self._wrapped = hasattr(self.model, "no_sync") or hasattr(self.model, "set_requires_gradient_sync")
+        self.reduce_each_micro_batch, self.loss_parallel = reduce_each_micro_batch, loss_parallel
+        self._reducing = reducing_modules(self.model)
+        self._is_fsdp = any(hasattr(each, "set_requires_gradient_sync") for each in self._reducing)
+        self._broken_off = False
         # one context for good: making one costs more than entering it
         self._autocast = autocast(precision, self.device.type)
         self._factors: dict[float, Tensor] = {}
@@ -134,7 +151,7 @@ class Update:
             return self._skip(engine, {"loss": torch.zeros((), device=self.device)})
         if self._invariance is not None:
             return self._step(engine, self._accumulate_invariant(self._invariance, engine, micro_batches, scales))
-        if not self._wrapped and 0.0 in scales and any(scales):
+        if not self._reducing and 0.0 in scales and any(scales):
             # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
             micro_batches = [each for each, scale in zip(micro_batches, scales, strict=True) if scale]
             scales = [scale for scale in scales if scale]
@@ -190,21 +207,30 @@ class Update:
     def _accumulate(self, engine: Engine, micro_batches: Any, scales: list[float]) -> dict[str, Tensor]:
         """Forward and backward of each micro-batch; the weighted means of what they report."""
         state: Any = engine.state
-        if self._wrapped and len(scales) > 1:
-            check_accumulates(self.model)
+        defers = self._reducing if len(scales) > 1 and not self.reduce_each_micro_batch else ()
+        for module in defers:
+            check_accumulates(module)
+        if self._broken_off:
+            raise RuntimeError(
+                "An update of this FSDP2 model raised, and FSDP2 keeps the gradients that it had by then: make the "
+                "model, its optimizer and Update again before you train on."
+            )
+        self._broken_off = self._is_fsdp
         losses: list[Tensor] = []
         extras: list[Mapping[str, Tensor]] = []
         handlers = engine._event_handlers  # between two steps of the optimizer each further call costs microseconds
         for batch in micro_batches if self._on_host else to_device(micro_batches, self.device):
             scale = scales[len(losses)]
-            if self._wrapped:
-                with gradient_sync(self.model, last=len(losses) == len(scales) - 1):
+            if defers or self.loss_parallel:
+                is_last = len(losses) == len(scales) - 1
+                with without_sync(() if is_last else defers), loss_parallel_context(self.loss_parallel):
                     losses.append(self._backward(batch, scale, extras))
             else:
                 losses.append(self._backward(batch, scale, extras))
             state.micro_batches += 1
             if handlers.get(TrainingEvents.BACKWARD_COMPLETED):
                 engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
+        self._broken_off = False
         output = {"loss": weighted(losses, scales)}
         return output if not extras else output | weighted_by_name(extras, scales)
 
@@ -240,6 +266,8 @@ class Update:
             result: Any = self.loss_fn(self.model, batch)
         try:
             loss, extra = result if isinstance(result, tuple) else (result, None)
+            if type(loss) is not Tensor:
+                loss = whole(loss)
             if loss.dim():
                 loss = loss.reshape(())
             loss.backward(self._incoming(scale, loss))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ignite_engine.step.micro_batches import check_accumulates
+from ignite_engine.step.micro_batches import check_accumulates, reducing_modules
 
 _SPARSE = 1 << 32  # counts ranks with a sparse gradient above those with a dense one
 
@@ -22,7 +22,13 @@ class Reduction:
         self._fsdp: list[Any] = []
         self._unknown: list[nn.Module] = []
         self._fsdp_reduces: bool | None = None
-        self._find(model)
+        for module in reducing_modules(model):
+            if hasattr(module, "set_requires_gradient_sync"):
+                self._fsdp.append(module)  # it reaches all below
+            elif "require_backward_grad_sync" in vars(module):
+                self._ddp.append(module)
+            else:
+                self._unknown.append(module)
 
     def __bool__(self) -> bool:
         return bool(self._ddp or self._fsdp)
@@ -124,17 +130,6 @@ class Reduction:
                 raise RuntimeError(_unknown_torch("FSDP2", "_root_post_backward_final_callback"))
             reduce()
         self._fsdp_reduces = True
-
-    def _find(self, module: nn.Module) -> None:
-        if hasattr(module, "set_requires_gradient_sync"):
-            self._fsdp.append(module)  # it reaches all below
-        elif "require_backward_grad_sync" in vars(module):
-            self._ddp.append(module)
-        elif callable(getattr(type(module), "no_sync", None)):
-            self._unknown.append(module)
-        else:
-            for child in module.children():
-                self._find(child)
 
 
 def _is_finished(ddp: Any) -> bool:

@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The joint L2 norm of ``gradients``, bit-equal to ``torch.nn.utils.get_total_norm`` where torch has one.
+    """The joint L2 norm of ``gradients``, bit-equal to ``torch.nn.utils.get_total_norm`` where none is sharded.
 
     Sparse gradients count by their coalesced values (an index twice in the batch is one row); sharded ones
-    (DTensor) by the whole tensor, which is one collective for each device mesh.
+    (DTensor) by the whole tensor, which is one collective for each device mesh, whatever their number.
 
     Returns:
         Shape ``()``, on the first gradient's device, in the widest dtype; zero on the CPU when there is none.
     """
-    by_mesh: dict[Any, list[Tensor]] = {}
+    by_mesh: dict[Any, list[Any]] = {}
     for gradient in gradients:
-        by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(_values(gradient))
-    norms: list[Any] = [get_total_norm(alike) for alike in by_mesh.values() or [[]]]
-    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    joint: Tensor = norms[0] if len(norms) == 1 else get_total_norm([norm.to(gradients[0].device) for norm in norms])
-    return joint
+        mesh = getattr(gradient, "device_mesh", None)
+        by_mesh.setdefault(mesh, []).append(_values(gradient) if mesh is None else _without_parts(gradient))
+    whole = by_mesh.pop(None, [])
+    if not by_mesh:
+        return get_total_norm(whole)
+    norms = [get_total_norm(whole)] if whole else []
+    norms += [_norm_over_mesh(mesh, sharded) for mesh, sharded in by_mesh.items()]
+    return norms[0] if len(norms) == 1 else get_total_norm([norm.to(gradients[0].device) for norm in norms])
+
+
+def _norm_over_mesh(mesh: DeviceMesh, gradients: Sequence[Any]) -> Tensor:
+    """The joint norm of DTensors of one mesh: each rank sums up its shards, and a replica counts on its first rank."""
+    place = mesh.get_coordinate()
+    assert place is not None
+    dims = [dim for dim in range(mesh.ndim) if any(not each.placements[dim].is_replicate() for each in gradients)]
+    groups: list[Any] = [mesh.get_group(dim) for dim in dims]
+    if len(dims) > 1 and mesh.size() == dist.get_world_size():
+        dims, groups = list(range(mesh.ndim)), [None]  # the world's group
+    counted = [
+        each.to_local()
+        for each in gradients
+        if all(place[dim] == 0 or not each.placements[dim].is_replicate() for dim in dims)
+    ]
+    # the same dtype on every rank, whatever it counts; in fp16 the square of 256 would overflow
+    widest = reduce(torch.promote_types, (each.dtype for each in gradients))
+    squared = get_total_norm(counted).to(gradients[0].device, torch.float64).square()
+    for group in groups:
+        dist.all_reduce(squared, group=group)
+    return squared.sqrt().to(widest)
 
 
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
@@ -67,6 +97,15 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         values = gradient.values()
         values.mul_((max_norm / (norm + 1e-6)).clamp_(max=1.0).to(values.device))
     return norm
+
+
+def _without_parts(gradient: Any) -> Any:
+    """A DTensor none of whose placements is a sum that is yet to be made: squares are not additive."""
+    if not any(each.is_partial() for each in gradient.placements):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -12,9 +12,14 @@ RESERVED = ("loss", "grad_norm")
 """Names in ``state.output`` that are the engine's own."""
 
 
+def whole(value: Tensor) -> Tensor:
+    """``value``, or the plain tensor that a DTensor stands for, in its graph; a collective unless it is replicated."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def scalar(value: Tensor) -> Tensor:
-    """A reported value of one element: detached, floating, shape ``()``, and not a view of a larger tensor."""
-    value = value.detach()
+    """A reported value of one element: detached, floating, shape ``()``, whole, and not a view of a larger tensor."""
+    value = whole(value.detach())
     if value.dim():
         value = value.reshape(())
     if not value.is_floating_point():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -17,29 +17,35 @@ class Group(list[Any]):
     """The micro-batches of one iteration, as the loader gave them."""
 
 
+def reducing_modules(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of ``model`` that reduce gradients over ranks: DDP, FSDP2, or others with ``no_sync``."""
+    # not by hasattr: a compiled module answers for the one inside, which is found below it
+    marks = ("set_requires_gradient_sync", "require_backward_grad_sync", "no_sync")
+    if any(name in vars(model) or callable(getattr(type(model), name, None)) for name in marks):
+        return [model]
+    return [found for child in model.children() for found in reducing_modules(child)]
+
+
 def gradient_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
     """A context for one micro-batch's forward AND backward: ranks reduce gradients only in the ``last`` of a group.
 
-    For DDP (which decides in forward) and FSDP2; any other model gets a null context. Leaving the context restores the
-    setting, on an error too.
+    For DDP (which decides in forward) and FSDP2, also inside of ``model``; any other model gets a null context. Leaving
+    the context restores the setting, on an error too.
     """
-    if last:
-        return nullcontext()
-    if hasattr(model, "no_sync"):
-        context: AbstractContextManager[Any] = model.no_sync()  # type: ignore[operator]  # DDP's method
-        return context
-    if hasattr(model, "set_requires_gradient_sync"):
-        return _fsdp_no_sync(model)
-    return nullcontext()
+    return nullcontext() if last else without_sync(reducing_modules(model))
 
 
 @contextmanager
-def _fsdp_no_sync(model: nn.Module) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)  # type: ignore[operator]  # FSDPModule's method
-    try:
+def without_sync(modules: Sequence[Any]) -> Iterator[None]:
+    """A context for forward and backward in which :func:`reducing_modules` reduce nothing."""
+    with ExitStack() as stack:
+        for module in modules:
+            if hasattr(module, "set_requires_gradient_sync"):  # FSDP2's; it reaches all modules below
+                stack.callback(module.set_requires_gradient_sync, True)
+                module.set_requires_gradient_sync(False)
+            else:
+                stack.enter_context(module.no_sync())
         yield
-    finally:
-        model.set_requires_gradient_sync(True)  # type: ignore[operator]
 
 
 def check_accumulates(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -42,14 +43,15 @@ class LossScaler(GradScaler):
     def unscale_all(self, optimizers: Iterable[Optimizer]) -> bool:
         """Unscale the gradients of ``optimizers``; whether all of them are finite (one read of the device).
 
+        Of sharded gradients (DTensor) the verdict is that of their whole device mesh, which is one collective.
+
         Call once per update, after the last backward and before clipping; True where there is no gradient.
         """
-        joint: Any = _JointOptimizer(optimizers)
-        if all(parameter.grad is None for group in joint.param_groups for parameter in group["params"]):
-            return True
-        self.unscale_(joint)
-        self._unscaled = True
-        return self.step(joint) is not None
+        joint: list[Any] = _joint_optimizers(optimizers)
+        for each in joint:
+            self.unscale_(each)
+        self._unscaled = bool(joint)
+        return all([self.step(each) is not None for each in joint])  # each of them is to be asked
 
     def adjust(self) -> None:
         """Raise or lower the scale by what :meth:`unscale_all` found; call once, after the step or its skip."""
@@ -67,13 +69,22 @@ class LossScaler(GradScaler):
 class _JointOptimizer:
     """Several optimizers as the one that torch's scaler asks for; its step is called where all is finite."""
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        unique = {id(parameter): parameter for group in groups for parameter in group["params"]}
-        self.param_groups = [{"params": list(unique.values())}]  # a parameter of two optimizers is unscaled once
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.param_groups = [{"params": parameters}]
 
     def step(self) -> bool:
         return True
+
+
+def _joint_optimizers(optimizers: Iterable[Optimizer]) -> list[_JointOptimizer]:
+    """One for the plain parameters that have a gradient and one for each device mesh, which torch takes apart only."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    unique = {id(parameter): parameter for group in groups for parameter in group["params"]}  # unscaled once
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in unique.values():
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    return [_JointOptimizer(parameters) for parameters in by_mesh.values()]
 
 
 def loss_scaler(precision: str, device_type: str, options: Mapping[str, Any] | None) -> LossScaler | None:

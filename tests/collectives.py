@@ -1,0 +1,40 @@
+"""Counting the collectives that a piece of code issues on this rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NAMES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "broadcast_": "broadcast",
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Within it, ``counts`` grows with each collective of this process, by kind, backward on the CPU included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each is DTensor for each in types):
+            return NotImplemented  # seen again when it has become operations on plain tensors
+        namespace, name = func.namespace, func._schema.name.partition("::")[2]
+        if (
+            namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+            and "wait" not in name
+            and "_wrap" not in name
+        ):
+            self.counts[NAMES.get(name, name)] += 1
+        return func(*args, **(kwargs or {}))
