@@ -191,7 +191,7 @@ class Update:
         """A run has ended without an error: one warning if it went wrong and nobody has said so; a collective."""
         state: Any = engine.state
         if state.not_finite_at is None:
-            warn_of_first(self._losses, self._parameters(), state.iteration)
+            state.not_finite_at = warn_of_first(self._losses, self._parameters(), state.iteration)
 
     def _scales_of(self, micro_batches: Any, state: Any) -> list[float] | None:
         key = len(micro_batches), state.padding, state.group_total

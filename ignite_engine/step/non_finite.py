@@ -151,27 +151,27 @@ def described(iteration: int, losses: Sequence[float], norms: Sequence[float | N
     return f"The gradient norm of iteration {iteration} is {values}, its loss is finite"
 
 
-def warn_of_first(losses: FirstNonFinite, parameters: Iterable[Tensor], iteration: int) -> None:
+def warn_of_first(losses: FirstNonFinite, parameters: Iterable[Tensor], iteration: int) -> int | None:
     """At the end of a run of which nobody has read the losses: one line if it went wrong; a collective.
 
     Args:
         iteration: the run's last.
+
+    Returns:
+        The iteration that the line names; None: all is finite.
     """
     local = [getattr(each, "to_local", lambda each=each: each)().detach() for each in parameters]
     healthy = all(bool(each.isfinite().all()) for each in local)
     rows = agreement.gather_objects((losses.read(), healthy))
-    firsts = [math.inf if first is None else first for first, _ in rows]
-    bad = [rank for rank, first in enumerate(firsts) if first == min(firsts) < math.inf]
-    if agreement.rank() != 0:
-        return
-    if bad:
-        logger.warning(
-            "The loss of iteration %d was the first that is not finite%s. %s",
-            *(min(firsts), agreement.on_ranks(bad), ADVICE),
-        )
-    elif broken := [rank for rank, (_, healthy) in enumerate(rows) if not healthy]:
+    first = min((first for first, _ in rows if first is not None), default=None)
+    broken = [rank for rank, (_, healthy) in enumerate(rows) if not healthy]
+    if agreement.rank() == 0 and first is not None:
+        ranks = agreement.on_ranks([rank for rank, (each, _) in enumerate(rows) if each == first])
+        logger.warning("The loss of iteration %d was the first that is not finite%s. %s", first, ranks, ADVICE)
+    elif agreement.rank() == 0 and broken:
         logger.warning(
             "The weights are not finite at the end of the run, iteration %d%s, though every loss was: the gradients of "
             "the last update were not, or the step was too large.",
             *(iteration, agreement.on_ranks(broken)),
         )
+    return first if first is not None or not broken else iteration

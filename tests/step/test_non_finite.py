@@ -89,7 +89,7 @@ def test_first_is_always_one_line(value: float, line: str, logger: bool, said: C
         MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=4))
     trainer.run(loader(Planted(value=value), 2))
 
-    assert trainer.state.status == "completed" and trainer.state.not_finite_at is (int(line[-2]) if logger else None)
+    assert trainer.state.status == "completed" and trainer.state.not_finite_at == int(line[-2])
     (first, *end) = said()
     assert first.startswith(line) and len(end) == int(logger and value != -1e3), said()
 
@@ -178,8 +178,10 @@ def test_policy_changes_no_bit_of_a_finite_run(precision: str) -> None:
     assert torch.equal(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1] > 6
 
 
-def test_overflow_of_the_scaler_is_not_of_the_policy(said: Callable[[], list[str]]) -> None:
-    options = {"precision": "fp16", "grad_scaler": {"init_scale": 2.0**8, "growth_interval": 100}}
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_overflow_of_the_scaler_is_not_of_the_policy(clip_norm: float | None, said: Callable[[], list[str]]) -> None:
+    options: dict[str, Any] = {"precision": "fp16", "grad_scaler": {"init_scale": 2.0**8, "growth_interval": 100}}
+    options["clip_norm"] = clip_norm
     trainer = trainer_with("skip", max_skips=1, **options)
     trainer.run(loader(Planted(value=1e3), 2))
     scaler = trainer.update.scaler  # type: ignore[attr-defined]
@@ -217,6 +219,24 @@ def test_too_many_end_the_run_and_the_count_is_resumed(tmp_path: Path) -> None:
         r"before the weights change\. Check the data",
     ):
         attempt(3)
+
+
+def test_a_fresh_run_in_the_same_process_begins_its_own_journal(said: Callable[[], list[str]]) -> None:
+    trainer = trainer_with("skip", max_skips=1)
+    for count in (1, 2):
+        state = trainer.run(loader(Planted(), 2))
+        assert (state.skipped_steps, len(said())) == (1, count)
+
+
+@pytest.mark.parametrize("logger", [True, False])
+def test_a_fresh_run_in_the_same_process_reports_its_own_first(logger: bool) -> None:
+    trainer = trainer_with(None)
+    if logger:
+        MetricLogger(console=False).attach(trainer)
+    for data, at in ((Planted(), 3), (Numbers(24), None)):
+        trainer.update.model.load_state_dict(linear().state_dict())  # type: ignore[attr-defined]  # an Update
+        trainer.update.optimizers["optimizer"].state.clear()  # type: ignore[attr-defined]
+        assert trainer.run(loader(data, 2)).not_finite_at == at
 
 
 # -- stop -------------------------------------------------------------------------------------------------------------
