@@ -14,6 +14,7 @@ from ignite_engine.handlers.progress import Progress
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink
 from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
 from ignite_engine.handlers.throughput import Throughput
+from ignite_engine.handlers.weight_drift import WeightDrift
 from ignite_engine.schedules import (
     Schedule,
     constant,
@@ -44,6 +45,7 @@ __all__ = [
     "TensorBoardSink",
     "Throughput",
     "WallClockLimit",
+    "WeightDrift",
     "constant",
     "warmup_constant",
     "warmup_cosine",

@@ -32,6 +32,10 @@ class RollBack(NotFinite):
     """The run goes back to its last healthy checkpoint; ``Trainer.run()`` catches it."""
 
 
+class RanksDiffer(RuntimeError):
+    """Ranks that must hold the same weights do not; one line, the same on all ranks."""
+
+
 def leave_out(*parts: str) -> str:
     """How to resume without a part that does not fit."""
     return f"resume(ignore={list(parts)}), or checkpoint.ignore in a config"

@@ -309,3 +309,4 @@ class DistributedSection(Section):
     find_unused_parameters: bool = False  # DDP: some parameters get no gradient in some steps
     gradient_as_bucket_view: bool = True  # DDP: gradients live in the reduction's buffers
     sync_batchnorm: bool = False  # batch statistics over all ranks; CUDA only
+    drift_every: Every | None = None  # compare the ranks' weights bit by bit; the run ends where they differ

@@ -173,6 +173,8 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
     if logging.throughput:
         handlers.Throughput(task.tokens_fn).attach(trainer, interval_event(logging.every))
     _metric_logger(config, run).attach(trainer, interval_event(logging.every))
+    if config.distributed.drift_every is not None:
+        handlers.WeightDrift().attach(trainer, interval_event(config.distributed.drift_every))
     if logging.progress:
         handlers.Progress().attach(trainer)
     stopping = config.early_stopping

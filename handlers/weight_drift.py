@@ -1,0 +1,184 @@
+"""Whether all ranks still hold the same weights: a hash of each tensor, compared at an event."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+
+from ignite_engine import Phase, Trainer
+from ignite_engine.errors import RanksDiffer
+from ignite_engine.ranks import agreement
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, clean_name, unwrap
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS, _ROWS = 4096, 4096
+"""Words in a row, and rows that are multiplied at a time on a GPU."""
+
+
+class WeightDrift:
+    """Compare the parameters of all ranks bit by bit; where they have drifted apart the run ends, or a line says so.
+
+    Args:
+        optimizers: compare the state of the optimizers, too.
+        on_drift: ``raise`` ends the run on all ranks; ``warn`` logs it once and training continues.
+
+    Each tensor is read once, without a copy, and one number for each way of sharding is exchanged, blocking. Sharded
+    tensors (DTensor) are compared between ranks that hold the same shard. Buffers are not compared: BatchNorm's differ
+    between ranks under DDP. On one process it does nothing.
+
+    Raises:
+        ValueError: ``on_drift`` is neither.
+    """
+
+    phase = Phase.MEASURE
+
+    def __init__(self, *, optimizers: bool = False, on_drift: str = "raise") -> None:
+        if on_drift not in ("raise", "warn"):
+            raise ValueError(f"on_drift must be 'raise' or 'warn', got {on_drift!r}.")
+        self.optimizers, self.on_drift = optimizers, on_drift
+        self._warned = False
+
+    def attach(self, trainer: Trainer, event: Any = None) -> None:
+        """Compare at ``event``, by default every 500 iterations."""
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=500) if event is None else event, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Compare now; a collective.
+
+        Raises:
+            RanksDiffer: they are not the same, on all ranks; unless it is to warn.
+        """
+        if agreement.world_size() == 1:
+            return
+        shards = list(_shards(trainer, self.optimizers))
+        hashes = [hashed(each.tensor) for each in shards]
+        if not _differ(agreement.gather_objects(_totals(shards, hashes))):
+            return
+        message = _described(trainer.state.iteration, shards, hashes)
+        if self.on_drift == "raise":
+            raise RanksDiffer(message)
+        if not self._warned and agreement.rank() == 0:
+            logger.warning("%s", message)
+        self._warned = True
+
+
+class _Shard(NamedTuple):
+    """This rank's part of a tensor."""
+
+    name: str
+    part: str
+    """Which part: it is compared between the ranks of which this is the same."""
+    tensor: Tensor
+
+
+def _shards(trainer: Trainer, optimizers: bool) -> Iterator[_Shard]:
+    names: dict[int, str] = {}
+    for obj in trainer.registry.objects.values():
+        model = obj.model if isinstance(obj, ModelState) else obj
+        if isinstance(model, nn.Module):
+            for name, parameter in unwrap(model).named_parameters():
+                names[id(parameter)] = clean_name(name)
+                yield _shard(clean_name(name), parameter)
+    for label, obj in trainer.registry.objects.items():
+        if optimizers and isinstance(obj, OptimizerState):
+            for number, (owner, state) in enumerate(obj.optimizer.state.items()):
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        yield _shard(f"{label}/{names.get(id(owner), number)}/{key}", value)
+
+
+def _shard(name: str, tensor: Any) -> _Shard:
+    tensor = tensor.detach()
+    if not hasattr(tensor, "to_local"):
+        return _Shard(name, "", tensor)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    place = [index for index, each in zip(mesh.get_coordinate(), placements, strict=True) if each.is_shard()]
+    return _Shard(name, f"{mesh.mesh.tolist()} {placements} {place}", tensor.to_local())
+
+
+def _totals(shards: list[_Shard], hashes: list[Tensor]) -> dict[str, int]:
+    """One number for each part that this rank holds; the device is read once."""
+    parts = list(dict.fromkeys(each.part for each in shards))
+    totals = [
+        sum(
+            (2 * n + 1) * each for n, (shard, each) in enumerate(zip(shards, hashes, strict=True)) if shard.part == part
+        )
+        for part in parts
+    ]
+    return dict(zip(parts, torch.stack(totals).tolist(), strict=True)) if totals else {}  # type: ignore[arg-type]
+
+
+def _differ(rows: list[dict[str, int]]) -> bool:
+    parts = {part for row in rows for part in row}
+    return any(len({row[part] for row in rows if part in row}) > 1 for part in parts)
+
+
+def _described(iteration: int, shards: list[_Shard], hashes: list[Tensor]) -> str:
+    """The first tensor that differs, on which ranks, and by how much; a collective."""
+    found = {(each.name, each.part): (int(value), each.tensor) for each, value in zip(shards, hashes, strict=True)}
+    rows = agreement.gather_objects({place: value for place, (value, _) in found.items()})
+    places = list(dict.fromkeys(place for row in rows for place in row))
+    apart = [place for place in places if len({row[place] for row in rows if place in row}) > 1]
+    if not apart:
+        return f"The ranks hold parameters of other names or in another order at iteration {iteration}."
+    place = apart[0]
+    values = {rank: row[place] for rank, row in enumerate(rows) if place in row}
+    usual = max(values, key=lambda rank: (list(values.values()).count(values[rank]), -rank))  # the first of the most
+    others = [rank for rank, value in values.items() if value != values[usual]]
+    difference = _largest_difference(found[place][1] if place in found else None, usual)
+    count = len({name for name, _ in apart})
+    return (
+        f"The ranks hold different weights at iteration {iteration}: {place[0]}{agreement.on_ranks(others)} differs "
+        f"from rank {usual}'s by up to {max(difference[rank] for rank in others):g} ({count} of "
+        f"{len({name for name, _ in places})} tensors differ). All must start alike and change by reduced gradients "
+        "only: look for a step, a clipping or a loading of weights that ranks do differently."
+    )
+
+
+def _largest_difference(tensor: Tensor | None, source: int) -> list[float]:
+    """The largest absolute difference of each rank's tensor from that of rank ``source``; a collective."""
+    mine = None if tensor is None else tensor.cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    (reference,) = agreement.gather_objects(mine)[source : source + 1]
+    largest = 0.0 if mine is None or reference is None else float((mine - reference).abs().max())
+    return [row[0] for row in agreement.gather_floats([largest])]
+
+
+def hashed(tensor: Tensor) -> Tensor:
+    """64 bits of a strided tensor's values and their places, shape ``()``, on its device; no host sync.
+
+    A linear function of the bits, eight bytes at a time, with odd factors that depend on the place, modulo 2**64. One
+    bit, element or word that changes always changes it; so does, unlike ``torch.hash_tensor``'s, an exchange of two.
+    """
+    values = tensor.detach().contiguous().reshape(-1)
+    values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
+    if values.storage_offset() * values.element_size() % 8:  # a part of another tensor: not to be read as words
+        values = values.clone()
+    content = values.view(torch.int8)
+    whole = len(content) // 8
+    words, rest = content[: whole * 8].view(torch.int64), content[whole * 8 :].long()
+    rows = whole // _COLUMNS
+    table, tail = words[: rows * _COLUMNS].view(rows, _COLUMNS), torch.cat([words[rows * _COLUMNS :], rest])
+    columns = _factors(_COLUMNS + 8, 0, words.device)
+    sums = _products(table, columns[:_COLUMNS])
+    return (sums * _factors(rows, 2**32, words.device)).sum() + (tail * columns[: len(tail)]).sum()
+
+
+def _products(table: Tensor, factors: Tensor) -> Tensor:
+    """The product of a matrix of integers and a vector."""
+    if table.device.type == "cpu":
+        return torch.mv(table, factors)  # without a second matrix; torch has none for integers on a GPU
+    return torch.cat([(rows * factors).sum(1) for rows in table.split(_ROWS)]) if len(table) else table.sum(1)
+
+
+def _factors(count: int, start: int, device: torch.device) -> Tensor:
+    """Odd factors of the places from ``start`` on, by the SplitMix64 finaliser without its last shift."""
+    mixed = torch.arange(start + 1, start + count + 1, device=device) * -7046029254386353131  # 0x9E3779B97F4A7C15
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):  # 0xBF58476D1CE4E5B9, 0x94D049BB...
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return mixed | 1
