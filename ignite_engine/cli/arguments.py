@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ignite_engine import __version__
-from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.cli import checkpoints, commands, pages, verify_resume
 from ignite_engine.config import ConfigWarning
 from ignite_engine.errors import did_you_mean
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             return commands.COMMANDS[options.command](options) or 0
-        except (*commands.USER_ERRORS, CheckpointError, FileNotFoundError) as error:
+        except (*commands.USER_ERRORS, *commands.RUN_ERRORS, FileNotFoundError) as error:
             if options.traceback or not commands.one_line_is_enough(error, options.command):
                 raise
             _print_line(f"error: {error}")

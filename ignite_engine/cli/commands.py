@@ -14,7 +14,7 @@ from ignite_engine.checkpointing import CheckpointError, NotExact
 from ignite_engine.cli import checkpoints, pages
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
-from ignite_engine.errors import StateMismatch
+from ignite_engine.errors import NotFinite, RanksDiffer, StateMismatch
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
@@ -23,18 +23,20 @@ from ignite_engine.runs import recipe
 FAILED, USAGE_ERROR = 1, 2
 USER_ERRORS = (ConfigError, StateMismatch, NotExact, RunDirectoryInUse)
 """What a user can fix, whatever the command: one line and code 2."""
+RUN_ERRORS = (CheckpointError, NotFinite, RanksDiffer)
+"""What ends a run and needs no traceback: one line and code 1."""
 
 
 def one_line_is_enough(error: BaseException, command: str) -> bool:
     """Whether a traceback would add nothing for the user."""
-    return isinstance(error, (*USER_ERRORS, CheckpointError)) or (
+    return isinstance(error, (*USER_ERRORS, *RUN_ERRORS)) or (
         isinstance(error, FileNotFoundError) and command != "train"
     )
 
 
 def code_of(error: BaseException, command: str) -> int:
     """The exit code of an error that is reported in one line."""
-    return FAILED if isinstance(error, CheckpointError) and command == "train" else USAGE_ERROR
+    return FAILED if isinstance(error, RUN_ERRORS) and command == "train" else USAGE_ERROR
 
 
 def train(options: argparse.Namespace) -> None:
@@ -96,7 +98,7 @@ def _rank_main(local_rank: int, work: Callable[..., None], config: Config, optio
     """One rank of several: a user error is printed once, and all ranks exit with its code."""
     try:
         work(config, options)
-    except (*USER_ERRORS, CheckpointError, FileNotFoundError) as error:
+    except (*USER_ERRORS, *RUN_ERRORS, FileNotFoundError) as error:
         if options.traceback or not one_line_is_enough(error, options.command):
             raise
         if agreement.rank() == 0:

@@ -40,6 +40,8 @@ def build(options):
             time.sleep(0.05)
         if options.get("fails"):
             raise RuntimeError("the loss is lost")
+        if options.get("diverges") and batch[0].max() > 0.9:
+            return (model(batch[0]) * float("inf")).sum()
         return (model(batch[0]) - 1).square().mean()
 
     return Task(model=model, loss_fn=loss, train_set=data, val_sets={"val": data})
@@ -282,6 +284,22 @@ def test_any_other_failure_is_code_1_with_its_traceback(folder: Path) -> None:
     assert error.count("RuntimeError: the loss is lost") == 1 and "my_task.py" in error
     assert (summary(folder)["status"], summary(folder)["reason"]) == ("failed", "RuntimeError: the loss is lost")
     assert "the loss is lost" in (folder / "run" / "logs" / "rank_0.log").read_text()
+
+
+def test_loss_that_is_not_finite_ends_the_run_as_asked_in_one_line_and_code_1(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("update.non_finite=stop", "checkpoint.every=1", "data.shuffle=false", "evaluation.every=null")
+    overrides = (*settings, "task_options.diverges=true", "logging.progress=false")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "my_config.yaml", *overrides]) == 1
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error: ")]
+
+    assert line.startswith("error: The loss of iteration 8 is ") and "the run ends before the weights change" in line
+    assert (summary(folder)["status"], summary(folder)["iteration"]) == ("failed", 8)
+    newest = CheckpointStore(folder / "run" / "checkpoints").latest(healthy_only=True).checkpoint
+    assert newest is not None and newest.iteration == 7
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
