@@ -128,9 +128,12 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading, without a buffer; a symbolic link is refused with an ``OSError``."""
-    if path.is_symlink():
+    """Open a file for reading, without a buffer; a symbolic link, a pipe or a device is refused with an ``OSError``."""
+    mode = os.lstat(path).st_mode
+    if stat.S_ISLNK(mode):
         raise OSError(errno.ELOOP, "It is a symbolic link, which is not followed", str(path))
+    if not stat.S_ISREG(mode):  # opening a pipe would wait for its other end
+        raise OSError(errno.EINVAL, "It is not a regular file", str(path))
     return open(path, "rb", buffering=0)
 
 

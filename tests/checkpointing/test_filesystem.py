@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ignite_engine.checkpointing import filesystem
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, filesystem
 from ignite_engine.checkpointing.filesystem import DirectoryInUse, held, open_regular, remove_tree, replace_file
 from tests.checkpointing.file_faults import FileOperations, in_child
+from tests.checkpointing.states import save
 
 
 def test_a_file_is_replaced_durably(tmp_path: Path) -> None:
@@ -89,3 +90,16 @@ def test_a_lock_that_cannot_be_deleted_is_left_and_harmless(tmp_path: Path) -> N
     with held(tmp_path):
         assert in_child(lambda: (tmp_path / ".lock").read_text())[1].startswith(f"process {os.getpid()}")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["shared.pt", "rank_0.pt", "manifest.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    """Opening it would wait for its other end."""
+    store = CheckpointStore(tmp_path)
+    path = save(store, 1)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+
+    with pytest.raises(CheckpointError, match=r"is not a regular file|is missing"):
+        store.load(path, 0)
+    assert store.latest().checkpoint is None
