@@ -100,6 +100,8 @@ class Loop:
         self.registry.check_all_claimed()
         self.resume.restore_metrics()
         within = self._within_epoch()
+        if within and self.progress.epoch_ends:
+            engine.should_terminate_single_epoch = self.progress.epoch_ends
         # an evaluation that is done again here publishes and ends what it would have in the uninterrupted run
         if not within or not (self._epoch_is_full() or engine.should_terminate_single_epoch):
             self._publish()  # else the end of the epoch does
@@ -303,6 +305,7 @@ class Loop:
         state.background_done = bool(agreed & BACKGROUND_DONE)
         state.last = last or state.stopping
         self._publish()
+        self.progress.epoch_ends = self.progress.epoch_iteration > 0 and engine.should_terminate_single_epoch
         state.last = state.last or bool(engine.should_terminate)  # what was measured may have ended the run
         if within_epoch and engine.should_terminate_single_epoch and not state.last:
             self.requests.request_again(agreed)

@@ -60,6 +60,8 @@ class Progress:
         """An epoch is one pass over data, nobody gave another length."""
         self.at_boundary = True
         """No update is half done."""
+        self.epoch_ends: bool | str = False
+        """``terminate_epoch()`` was asked for at this boundary; a stop came first."""
         self.ending = Ending.NONE
         self.left_at = (0, 0)
         """Iteration and epoch at that ending."""
@@ -205,6 +207,7 @@ class Progress:
         return counters | {
             "epochs_completed": self.epochs_completed,
             "epoch_iteration": self.epoch_iteration,
+            "epoch_ends": self.epoch_ends,
             "accumulation_steps": self.accumulation_steps,
             "global_micro_batches": self.global_micro_batches,
         }
@@ -213,6 +216,7 @@ class Progress:
         for name in ("iteration", *COUNTERS):
             setattr(self.state, name, saved[name])
         self.epochs_completed, self.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
+        self.epoch_ends = saved.get("epoch_ends", False)
         self.state.epoch = self.epochs_completed
         self._saved_with = saved["accumulation_steps"], saved.get("global_micro_batches")
         self._resume.counters = True

@@ -126,7 +126,7 @@ def test_boundary_of_an_epochs_last_iteration_is_after_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_iters": 6}], ids=["2 epochs", "6 iterations"])
-@pytest.mark.parametrize("asked_at", [TrainingEvents.EVALUATION_COMPLETED, TrainingEvents.METRICS_READY])
+@pytest.mark.parametrize("asked_at", [TrainingEvents.EVALUATION_COMPLETED, TrainingEvents.METRICS_READY, "beside"])
 @pytest.mark.parametrize("asked", ["nothing", "finish", "terminate_epoch"])
 @pytest.mark.parametrize(
     "evaluated_at", [Events.ITERATION_COMPLETED(once=4), Events.ITERATION_COMPLETED(once=6), Events.EPOCH_COMPLETED]
@@ -152,7 +152,10 @@ def test_what_a_repeated_evaluation_asks_for_happens_as_in_the_whole_run(
         Evaluation(evaluator, [torch.tensor([1.0])] * 3).attach(trainer, evaluated_at)
         checkpoint = Checkpoint(folder)
         checkpoint.attach(trainer)
-        trainer.add_event_handler(asked_at, ask)
+        if asked_at != "beside":
+            trainer.add_event_handler(asked_at, ask)
+        elif asked == "terminate_epoch":  # a handler of the same iteration, which the resumed run does not repeat
+            trainer.add_event_handler(evaluated_at, lambda: trainer.terminate_epoch())
         checkpoint.resume()
         seen = events_of(trainer, (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, TrainingEvents.METRICS_READY))
         seen_last = events_of(trainer, (Events.TERMINATE_SINGLE_EPOCH, Events.TERMINATE, Events.COMPLETED))
