@@ -24,6 +24,8 @@ from ignite_engine.checkpointing.digests import tensor_sha256
 from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.handlers import EMA, Checkpoint
 from ignite_engine.ranks import agreement
+from ignite_engine.run_directory import weights_sha256
+from ignite_engine.states.model_and_optimizer import gathered
 from tests.builders import Numbers, mse
 from tests.checkpointing.file_faults import start_child, wait_for
 
@@ -92,7 +94,9 @@ def train(trainer: Trainer, data: Sequence[Any], epochs: int = 2) -> dict[str, A
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, keep)
     trainer.run(data, max_epochs=epochs)
-    return {"losses": losses, "state": whole_digests(trainer)}
+    digest = weights_sha256(trainer.update.model)  # type: ignore[attr-defined]  # an Update
+    report = trainer.reproducibility()
+    return {"losses": losses, "state": whole_digests(trainer), "weights_sha256": digest, "report": report}
 
 
 def whole_digests(trainer: Trainer) -> dict[str, str]:
@@ -100,7 +104,7 @@ def whole_digests(trainer: Trainer) -> dict[str, str]:
     names = ("model", "optimizer", "ema")
     states = {name: trainer.registry.objects[name].state_dict() for name in names if name in trainer.registry.objects}
     leaves = {dotted(path): value for path, value in walk(states) if isinstance(value, Tensor)}
-    return {name: tensor_sha256(getattr(value, "full_tensor", lambda v=value: v)()) for name, value in leaves.items()}
+    return {name: tensor_sha256(gathered(value)) for name, value in leaves.items()}
 
 
 Phase = tuple[int, Callable[[], Any]]
@@ -115,6 +119,7 @@ def run_phases(folder: Path, phases: Mapping[str, Phase], *, timeout_s: float = 
     """
 
     def one_rank(rank: int) -> None:
+        torch.set_num_threads(1)
         logging.getLogger("torch").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
         answers = {}

@@ -157,6 +157,7 @@ class Checkpoint:
         reasons = list(dict.fromkeys(each for rank in agreement.gather_objects(mine) for each in rank))
         if self.options.strict:
             require_exact("This run", reasons)
+        reasons = [each for each in reasons if each not in trainer.registry.resumed_otherwise]  # which were logged
         if reasons and agreement.rank() == 0:
             logger.warning("A run resumed from these checkpoints may have other bits: %s.", "; ".join(reasons))
         self._saver.start(trainer)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ignite_engine.checkpointing.digests import tensor_bytes
 from ignite_engine.checkpointing.nested import children, dotted, walk
+from ignite_engine.checkpointing.shards import whole
 from ignite_engine.errors import shortened
 
 
@@ -60,7 +61,7 @@ def _compare_part(part: str, first: Any, second: Any) -> PartDifference:
     found.only_first = [name for name in before if name not in after]
     found.only_second = [name for name in after if name not in before]
     for name in (name for name in before if name in after):
-        one, other = before[name], after[name]
+        one, other = whole(before[name]), whole(after[name])
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             if (one.shape, one.dtype) != (other.shape, other.dtype):
                 found.kinds[name] = f"{_form(one)} -> {_form(other)}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ignite_engine.checkpointing.filesystem import replace_file
 from ignite_engine.checkpointing.load.part_names import averages
+from ignite_engine.checkpointing.shards import whole
 from ignite_engine.checkpointing.weights_source import Source, safetensors_torch
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -17,7 +18,7 @@ Format = Literal["safetensors", "state_dict"]
 
 
 def weights_of(source: Source, weights: str = "raw") -> dict[str, Any]:
-    """The model's state by name, with the averages of the part ``weights`` in the place of what it averages.
+    """The model's state by name, with the averages of the part ``weights`` in the place of what it averages; whole.
 
     Raises:
         CheckpointError: one line; it holds no model, or no such average.
@@ -26,13 +27,13 @@ def weights_of(source: Source, weights: str = "raw") -> dict[str, Any]:
     if model is None:
         raise CheckpointError(f"{source.path} holds no model; its parts: {', '.join(sorted(source.parts)) or 'none'}.")
     if weights == "raw":
-        return dict(model)
+        return {name: whole(value) for name, value in model.items()}
     known = averages(source.parts, source.kinds.get)
     if weights not in known:
         raise CheckpointError(
             f"{source.path} holds no average {weights!r}; expected raw{''.join(f' or {each}' for each in known)}."
         )
-    return {**model, **known[weights]}
+    return {name: whole(value) for name, value in {**model, **known[weights]}.items()}
 
 
 def write_weights(path: Path, weights: dict[str, Any], kind: Format, *, about: dict[str, str] | None = None) -> None:

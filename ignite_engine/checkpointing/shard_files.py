@@ -56,9 +56,11 @@ class ShardFiles:
                 pieces = load_plain(self._checkpoint / name, None, mmap=True)
                 for key, region, values in _pieces_of(pieces):
                     index.setdefault(key, []).append(Piece(region, values, partial(self._verify, name)))
-            except (CheckpointError, OSError, ValueError, TypeError, AttributeError):
+            except Exception as error:
                 self._verify(name)  # if it is damaged, that is the reason
-                raise
+                if isinstance(error, CheckpointError):
+                    raise
+                raise self._damaged(f"{name} does not hold pieces of tensors") from error
         return index
 
     def _verify(self, name: str) -> None:

@@ -32,6 +32,11 @@ class Region(NamedTuple):
     offset: Shape
     shape: Shape
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box in the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(*self, strict=True))
+
     def within(self, outer: Region) -> tuple[slice, ...]:
         """What both boxes share, as slices of a tensor that holds ``outer``; empty if they share nothing."""
         return tuple(
@@ -104,8 +109,8 @@ def region_of(tensor: Any) -> Region | None:
         step = -(-shape[dim] // mesh.shape[index])
         first = min(step * coordinate[index], shape[dim])
         offset[dim], shape[dim] = offset[dim] + first, min(step, shape[dim] - first)
-    if tuple(shape) != tuple(local_piece(tensor).shape):
-        held = tuple(local_piece(tensor).shape)
+    held = tuple(local_piece(tensor).shape)
+    if tuple(shape) != held and not (0 in shape and 0 in held):  # of nothing torch gives other shapes
         raise ValueError(f"this rank holds {held} of it where its placements {placements} give {tuple(shape)}")
     return Region(tuple(offset), tuple(shape))
 
@@ -256,12 +261,12 @@ def fitted_tensor(value: Any, target: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     held, region = local_piece(target), region_of(target)
-    if region is None:
+    if region is None or 0 in region.shape:
         piece = held.to(value.dtype)
     elif isinstance(value, Sharded):
         piece = _read(value, region)
     else:
-        piece = value[region.within(Region((0,) * value.dim(), tuple(value.shape)))].clone()
+        piece = value[region.slices].clone()
     return DTensor.from_local(
         piece.to(held.device),
         target.device_mesh,

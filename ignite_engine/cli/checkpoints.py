@@ -112,7 +112,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    first, second = (read_source(find_source(path), mmap=True) for path in (options.first, options.second))
+    first, second = (read_source(find_source(path), mmap=True, whole=False) for path in (options.first, options.second))
     print(_title("first ", first), _title("second", second), sep="\n")
     parts = compare(first.parts, second.parts)
     for line in in_columns(("", each.part, str(each)) for each in parts):
@@ -134,7 +134,7 @@ def _title(which: str, source: Source) -> str:
 
 def _export(options: argparse.Namespace) -> int:
     output: Path = options.output
-    source = read_source(find_source(options.where))
+    source = read_source(find_source(options.where), whole=False)
     weights = weights_of(source, options.weights)
     kind: Format = options.format or ("safetensors" if output.suffix == ".safetensors" else "state_dict")
     about = {"source": str(source.path), "weights": options.weights}

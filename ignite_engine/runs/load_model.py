@@ -45,7 +45,7 @@ def load_model(
         StateMismatch: the weights do not fit the model that the task builds.
     """
     path = find_source(checkpoint)
-    source = read_source(path)
+    source = read_source(path, whole=False)
     config = source.manifest.config if source.manifest is not None else None
     if config is None and task is None:
         raise CheckpointError(f"{path} holds no config, so how its model is built is unknown: give task=.")

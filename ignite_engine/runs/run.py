@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, LoadPlan, LoadTable
+from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, Loaded, LoadPlan, LoadTable
+from ignite_engine.checkpointing.shards import is_sharded
 from ignite_engine.ranks import agreement
 from ignite_engine.report import write_report
 from ignite_engine.report.lr_curve import Curve, lr_svg, lr_text
@@ -214,13 +215,8 @@ class Run:
             )
         if self.load is not None and self.always_load:
             self.load()
-        loaded = store.load(path, agreement.rank())
-        for name, each in self.trainer.registry.objects.items():
-            if name == "model" or getattr(each, "serves_evaluation", False):
-                if name in loaded.shared:
-                    self.trainer.registry.load_part(name, loaded.shared[name], loaded.manifest.left_out)
-                else:
-                    logger.warning("%s holds no %s: the model's own weights are evaluated.", path, name)
+        loaded = agreement.together(lambda: store.load(path, agreement.rank(), whole=False))
+        agreement.agreed(lambda: self._load_weights(loaded))
         self.trainer.state.iteration = loaded.manifest.iteration
         self.trainer.state.metrics.clear()
         for evaluation in self.evaluations():
@@ -230,6 +226,14 @@ class Run:
             "iteration": loaded.manifest.iteration,
             **dict(sorted(self.trainer.state.metrics.items())),
         }
+
+    def _load_weights(self, loaded: Loaded) -> None:
+        for name, each in self.trainer.registry.objects.items():
+            if name == "model" or getattr(each, "serves_evaluation", False):
+                if name in loaded.shared:
+                    self.trainer.registry.load_part(name, loaded.shared[name], loaded.manifest.left_out)
+                else:
+                    logger.warning("%s holds no %s: the model's own weights are evaluated.", loaded.path, name)
 
     def describe(self) -> str:
         """What will run, the learning rate over the run, and the bus, as text."""
@@ -317,8 +321,10 @@ class Run:
         state, update = self.trainer.state, self.trainer.update
         model = unwrap(update.model)  # type: ignore[attr-defined]  # build_run gave it an Update
         digest = None
-        if status != "running":
-            with contextlib.suppress(RuntimeError) if status == "failed" else contextlib.nullcontext():
+        failed = status == "failed"
+        # of a sharded model peers, which may be gone, hold the rest
+        if status != "running" and not (failed and any(map(is_sharded, model.state_dict().values()))):
+            with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
                 digest = weights_sha256(model)
         before = self._metrics_before if self.trained_nothing else {}
         summary: dict[str, Any] = {

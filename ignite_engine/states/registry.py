@@ -67,6 +67,8 @@ class Registry:
         """Attached objects with a state that could not be given a name of their own: they are not saved."""
         self.filters: list[SaveFilter] = []
         """What the attached checkpoint handlers leave out."""
+        self.resumed_otherwise: list[str] = []
+        """How this run's ranks, sharding or machine differ from those of the checkpoint that it was resumed from."""
         self._automatic: set[str] = set()
         self._resume = resume
 
@@ -211,7 +213,10 @@ class Registry:
             reasons.append(f"sharding: {_listed(manifest.sharding)} when it was saved, {_listed(sharding)} now")
         if strict:
             require_exact(path.name, [*manifest.reproducibility, *reasons])
-        if reasons:
+        self.resumed_otherwise = (
+            [f"resumed from {path.name} otherwise than saved ({'; '.join(reasons)})"] if reasons else []
+        )
+        if reasons and rank == 0:
             logger.warning("%s may go on with other bits: %s.", path.name, "; ".join(reasons))
         states = {**loaded.shared, **local}
         # pieces are read now, from files that one rank may not be able to read
@@ -276,7 +281,7 @@ class Registry:
 
     def inexact_reasons(self) -> list[str]:
         """Why a run resumed from what is captured now would have other states, for the reproducibility report."""
-        found = [f"{name} is attached but not saved" for name in self.nameless]
+        found = [*self.resumed_otherwise, *(f"{name} is attached but not saved" for name in self.nameless)]
         if self.filters and not self._holds_parameters():
             found.append("no parameters are saved, as no model is registered (trainer.register(name, model) saves one)")
         for name, obj in self.objects.items():

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
-from tests.sharded import run_phases, train, trainer_in
+from ignite_engine import Task, load_model
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadPlan, read_manifest
+from ignite_engine.checkpointing.digests import tensor_sha256
+from ignite_engine.checkpointing.filesystem import hash_file
+from ignite_engine.cli import main
+from ignite_engine.run_directory import weights_sha256
+from tests.builders import Numbers, mse
+from tests.checkpointing.test_damage import rewrite_manifest
+from tests.sharded import net, run_phases, train, trainer_in, whole_digests
 
 pytestmark = pytest.mark.distributed
 
@@ -53,7 +66,7 @@ OTHER = [
 
 
 def uninterrupted(folder: Path, layout: str, options: dict[str, Any]) -> Any:
-    trainer, _, data = trainer_in(layout, folder, **options)
+    trainer, _, data = trainer_in(layout, folder, config={}, **options)
     return train(trainer, data)
 
 
@@ -67,6 +80,31 @@ def resumed(source: Path, folder: Path, layout: str, options: dict[str, Any]) ->
     return train(trainer, data)
 
 
+def fine_tuned(source: Path, folder: Path, layout: str) -> Any:
+    """Begins with the average of another run."""
+    trainer, checkpoint, _ = trainer_in(layout, folder)
+    table = checkpoint.load(source, LoadPlan.fine_tune(weights="ema"))
+    return {"state": whole_digests(trainer), "complete": table.complete}
+
+
+def unreadable_on_rank_1(source: Path, folder: Path) -> Any:
+    """The disk of one rank fails when it reads the pieces."""
+    if dist.get_rank() == 0:
+        shutil.copytree(source / "iteration_00000002", folder / "iteration_00000002")
+    dist.barrier()
+    _, checkpoint, _ = trainer_in("plain", folder)
+    if dist.get_rank() == 1:
+        verify = checkpoint.store._verification.problem
+        checkpoint.store._verification.problem = (  # type: ignore[method-assign]
+            lambda path, record: "the disk is away" if path.name == "shards_1.pt" else verify(path, record)
+        )
+    try:
+        checkpoint.resume()
+    except CheckpointError as error:
+        return str(error)
+    return "resumed"
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
     folder = tmp_path_factory.mktemp("runs")
@@ -77,6 +115,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     for name, ranks, layout in [*((name, *SAVED[name][:2]) for name in SAVED), *OTHER]:
         key = f"{name} -> {layout} {ranks}"
         phases[key] = (ranks, partial(resumed, folder / name, folder / key, layout, SAVED[name][2]))
+    fsdp = folder / "fsdp" / "iteration_00000008"
+    phases["fine-tuned tp"] = (2, partial(fine_tuned, fsdp, folder / "fine-tuned tp", "tp"))
+    phases["fine-tuned fsdp"] = (3, partial(fine_tuned, fsdp, folder / "fine-tuned fsdp", "fsdp"))
+    phases["unreadable"] = (2, partial(unreadable_on_rank_1, folder / "fsdp", folder / "unreadable"))
     return folder, run_phases(folder, phases)
 
 
@@ -90,6 +132,8 @@ def test_on_the_same_ranks_and_layout_it_ends_with_the_same_bits(
         assert list(again["losses"]) == [str(each) for each in range(3, 9)]
         assert again["losses"] == {iteration: whole["losses"][iteration] for iteration in again["losses"]}
         assert again["state"] == whole["state"] and len(whole["state"]) > 20
+        assert again["weights_sha256"] == whole["weights_sha256"]
+        assert again["report"] == whole["report"]
 
 
 @pytest.mark.parametrize(("name", "ranks", "layout"), OTHER)
@@ -104,6 +148,10 @@ def test_on_other_ranks_or_another_layout_it_has_the_same_losses(
             {iteration: whole["losses"][iteration] for iteration in again["losses"]}, abs=1e-6
         )
         assert set(again["state"]) == set(whole["state"])
+        (reason,) = set(again["report"]) - set(whole["report"])
+        assert reason.startswith("resumed from iteration_00000002 otherwise than saved (")
+        assert ("ranks: " in reason) == (ranks != SAVED[name][0])
+        assert ("sharding: " in reason) == (name not in ("ddp", "plain") or layout not in ("ddp", "plain"))
 
 
 def test_each_piece_is_written_once(runs: tuple[Path, dict[str, list[Any]]]) -> None:
@@ -121,3 +169,150 @@ def test_each_piece_is_written_once(runs: tuple[Path, dict[str, list[Any]]]) -> 
         "tp": ["shards_0.pt", "shards_1.pt"],
         "tp+fsdp": [f"shards_{rank}.pt" for rank in range(4)],
     }
+
+
+def of_part(part: str, answer: Any) -> dict[str, str]:
+    """The digests of a part's tensors by name."""
+    prefix = {"model": "model.", "ema": "ema.weights."}[part]
+    found = answer["state"].items()
+    return {name.removeprefix(prefix): digest for name, digest in found if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("layout", ["tp", "fsdp"])
+def test_a_run_begins_with_the_average_of_a_sharded_one(runs: tuple[Path, dict[str, list[Any]]], layout: str) -> None:
+    _, answers = runs
+    for answer in answers[f"fine-tuned {layout}"]:
+        assert answer["complete"] and of_part("model", answer) == of_part("ema", answers["fsdp"][0])
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp+fsdp"])
+def test_the_command_line_reads_sharded_checkpoints(
+    runs: tuple[Path, dict[str, list[Any]]], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, answers = runs
+    last = folder / name / "iteration_00000008"
+    assert main(["checkpoints", "verify", str(folder / name)]) == 0
+    assert main(["checkpoints", "list", str(folder / name)]) == 0
+    for weights, part in (("raw", "model"), ("ema", "ema")):
+        for file in (tmp_path / "weights.safetensors", tmp_path / "weights.pt"):
+            assert main(["checkpoints", "export", str(last), "-o", str(file), "--weights", weights]) == 0
+            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+            assert {name: tensor_sha256(value) for name, value in read.items()} == of_part(part, answers[name][0])
+    _, layout, _ = SAVED[name]
+    same = folder / f"{name} -> {layout} {SAVED[name][0]}" / "iteration_00000008"
+    assert main(["checkpoints", "diff", str(last), str(same)]) == 0
+    capsys.readouterr()
+    assert main(["checkpoints", "diff", str(last), str(folder / f"{name} -> plain 1" / "iteration_00000008")]) == 1
+    table = capsys.readouterr().out
+    assert re.search(r"model +0 equal; 8 differ: \S+ by \d\.?\d*e-0[78]", table), table
+
+
+def test_a_model_is_rebuilt_from_a_sharded_checkpoint(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+    folder, answers = runs
+    for name in ("fsdp", "hsdp", "tp+fsdp"):
+        model = load_model(folder / name, task=lambda options: Task(net(), mse, Numbers(4)))
+        assert weights_sha256(model) == answers[name][0]["weights_sha256"]
+
+
+def test_a_tensor_is_whole_for_who_only_looks(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+    folder, answers = runs
+    path = folder / "fsdp" / "iteration_00000008"
+    loaded = CheckpointStore(folder / "fsdp").load(path)
+    weights = {name: tensor_sha256(value) for name, value in loaded.shared["model"].items()}
+    assert weights == of_part("model", answers["fsdp"][0])
+
+
+def test_a_piece_that_one_rank_cannot_read_is_the_same_error_on_all(
+    runs: tuple[Path, dict[str, list[Any]]],
+) -> None:
+    folder, answers = runs
+    expected = f"{folder / 'unreadable' / 'iteration_00000002'} is damaged: the disk is away."
+    assert answers["unreadable"] == [expected] * 2
+
+
+def remove(checkpoint: Path) -> str:
+    (checkpoint / "shards_1.pt").unlink()
+    return "shards_1.pt is missing"
+
+
+def truncate(checkpoint: Path) -> str:
+    file = checkpoint / "shards_1.pt"
+    os.truncate(file, file.stat().st_size // 2)
+    return "shards_1.pt has .* bytes, the manifest says"
+
+
+def flip_a_byte(checkpoint: Path) -> str:
+    data = bytearray((checkpoint / "shards_0.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (checkpoint / "shards_0.pt").write_bytes(data)
+    return "shards_0.pt has changed: SHA-256"
+
+
+def of_another(checkpoint: Path) -> str:
+    shutil.copy(checkpoint.with_name("iteration_00000002") / "shards_0.pt", checkpoint / "shards_0.pt")
+    return "shards_0.pt has (changed: SHA-256|.* bytes)"
+
+
+def of_another_rank(checkpoint: Path) -> str:
+    shutil.copy(checkpoint / "shards_1.pt", checkpoint / "shards_0.pt")
+    return "shards_0.pt has (changed: SHA-256|.* bytes)"
+
+
+def link(checkpoint: Path) -> str:
+    file = checkpoint / "shards_1.pt"
+    file.rename(checkpoint / "elsewhere.pt")
+    file.symlink_to(checkpoint / "elsewhere.pt")
+    return "shards_1.pt is missing"
+
+
+def forget(checkpoint: Path) -> str:
+    """As if a rank had not taken part, with a manifest that is right in itself."""
+    files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
+    (checkpoint / "shards_1.pt").unlink()
+    rewrite_manifest(checkpoint, files={name: record for name, record in files.items() if name != "shards_1.pt"})
+    return "model 0.weight is not whole: its 1 pieces hold 9 of 18 numbers"
+
+
+def replace_both(checkpoint: Path) -> str:
+    """Twice the same rank's pieces, with a manifest that is right in itself."""
+    shutil.copy(checkpoint / "shards_0.pt", checkpoint / "shards_1.pt")
+    files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
+    rewrite_manifest(checkpoint, files={**files, "shards_1.pt": files["shards_0.pt"]})
+    return "model 0.weight is not whole: its 2 pieces overlap"
+
+
+def not_pieces(checkpoint: Path) -> str:
+    """A file of another program, with a manifest that is right in itself."""
+    torch.save({"model": {"0.weight": torch.zeros(6, 3)}}, checkpoint / "shards_1.pt")
+    files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
+    with open(checkpoint / "shards_1.pt", "rb", buffering=0) as file:
+        rewrite_manifest(checkpoint, files={**files, "shards_1.pt": vars(hash_file(file))})
+    return "shards_1.pt does not hold pieces of tensors"
+
+
+DAMAGES = [remove, truncate, flip_a_byte, of_another, of_another_rank, link, forget, replace_both, not_pieces]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_pieces_are_found_and_the_checkpoint_before_is_taken(
+    runs: tuple[Path, dict[str, list[Any]]], tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    folder, _ = runs
+    for name in ("iteration_00000002", "iteration_00000004"):
+        shutil.copytree(folder / "fsdp" / name, tmp_path / name)
+    reason = damage(tmp_path / "iteration_00000004")
+    store = CheckpointStore(tmp_path)
+    newest, skipped = store.latest()
+    assert newest is not None and newest.iteration == 2
+    ((path, found),) = skipped
+    assert path.name == "iteration_00000004" and re.search(reason, found), found
+    with pytest.raises(CheckpointError, match=reason) as raised:
+        CheckpointStore(tmp_path).load(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unsharded_release_refuses_it_in_one_line(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+    """What it cannot read it must not take for a model without values."""
+    folder, _ = runs
+    assert read_manifest(folder / "fsdp" / "iteration_00000008").format_version == 3
+    assert read_manifest(folder / "ddp" / "iteration_00000008").format_version == 2
