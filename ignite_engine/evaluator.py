@@ -11,7 +11,7 @@ from ignite.engine import Engine
 from ignite.metrics import Metric
 from torch import nn
 
-from ignite_engine.data.sampler import ResumableSampler
+from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.data.source import generators_of
 from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.step.device import device_of, to_device
@@ -73,14 +73,15 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def whole_pass(data: Any) -> Iterator[None]:
+def whole_pass(data: Any, dealing: Dealing | None = None) -> Iterator[None]:
     """Iterate over a loader that training may be in the middle of: from its first batch, and restore its position.
 
+    ``dealing`` says which batches of a ``loader()`` are this rank's; None: single samples are dealt out.
     The generators of the loader and its samplers are restored, too: the order of the next pass is as without this one.
     """
     sampler, generators = getattr(data, "sampler", None), generators_of(data)
     states = [generator.get_state() for generator in generators]
-    with sampler.by_hand() if isinstance(sampler, ResumableSampler) else nullcontext():
+    with sampler.by_hand(dealing) if isinstance(sampler, ResumableSampler) else nullcontext():
         try:
             yield
         finally:

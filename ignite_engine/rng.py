@@ -101,6 +101,13 @@ def mix(*numbers: int) -> int:
     return value
 
 
+def seed_device(seed: int, device: torch.device) -> None:
+    """As :func:`seed_host`, and the generator of ``device``, the current one of its kind."""
+    seed_host(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
 def seed_host(seed: int) -> None:
     """Seed Python, NumPy and torch's CPU generator with one 64-bit number; CUDA is not touched."""
     random.seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from numbers import Real
@@ -16,10 +17,14 @@ from torch import nn
 from ignite_engine import Phase, Trainer, TrainingEvents, rng
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
+from ignite_engine.handlers.evaluation.invariant import InvariantSums, dealing_of, unsummed
 from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress
+from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.state import OngoingEvaluation, Start
 from ignite_engine.states.model_and_optimizer import unwrap
+
+logger = logging.getLogger(__name__)
 
 
 class Evaluation:
@@ -30,7 +35,7 @@ class Evaluation:
         data: a loader, on several ranks of this rank's share, with at least one batch on every rank. A plain
             ``DataLoader`` is rebuilt as for training, so it is sharded over the ranks.
         name: of the set; unique for each Evaluation of one trainer.
-        limit: batches per evaluation, None for all.
+        limit: batches per evaluation and rank, None for all. Where the update is rank-invariant: over all ranks.
         progress: directory in which an evaluation saves its progress, for long ones: interrupted or killed, it
             continues from there in the resumed run, to the same bits. What handlers of ``evaluator`` other than
             Ignite's metrics have collected is not saved.
@@ -82,6 +87,12 @@ class Evaluation:
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Evaluate at ``event``; several events: ``|``, or attach again."""
         trainer.register(self.name, self)
+        if self._progress is not None and getattr(trainer.update, "rank_invariant", False):
+            logger.warning(
+                "progress has no effect with rank_invariant: the evaluation of %s always starts at its first batch.",
+                self.label,
+            )
+            self._progress = None
         if not trainer.has_event_handler(self._start, Events.STARTED):
             trainer.add_event_handler(Events.STARTED, self._start)
             if self._progress is not None:
@@ -114,6 +125,8 @@ class Evaluation:
         if trainer.starts_fresh(self.name):
             self._reset()
         check_loader(self.label, self._loader())
+        if getattr(trainer.update, "rank_invariant", False) and agreement.rank() == 0:
+            self._say_what_is_not_invariant()
         if self._unfinished_at == trainer.state.iteration:
             self._evaluate(trainer)
 
@@ -145,19 +158,33 @@ class Evaluation:
         """Whether it completed."""
         model, evaluator, data = self._model(trainer), self.evaluator, self._loader()
         own = getattr(evaluator, "model", None)
-        with rng.isolated(), eval_mode(own) if own is not None else nullcontext(), whole_pass(data):
+        dealing = dealing_of(data, self.limit) if getattr(trainer.update, "rank_invariant", False) else None
+        with rng.isolated(), eval_mode(own) if own is not None else nullcontext(), whole_pass(data, dealing):
             if self._rng is not None:
                 rng.restore(self._rng)
-            batches = EvaluationBatches(data, self.label, self.limit, trainer, evaluator)
+            limit = self.limit if dealing is None else None
+            batches = EvaluationBatches(data, self.label, limit, trainer, evaluator)
             if self._progress is not None and self._progress.usable(evaluator, model, sized=batches.sized):
                 batches.keep_progress(self._progress, model)
             # at each evaluation: Ignite would keep the length of the first pass
             evaluator.state.max_epochs = evaluator.state.epoch_length = None
-            with batches.progress.restoring() if batches.progress else nullcontext():
+            sums = nullcontext() if dealing is None else InvariantSums(evaluator, dealing).collecting()
+            with sums, batches.progress.restoring() if batches.progress else nullcontext():
                 evaluator.run(batches, max_epochs=1, epoch_length=batches.length)
         if batches.progress is not None and not batches.interrupted:
             batches.progress.complete()
         return not batches.interrupted
+
+    def _say_what_is_not_invariant(self) -> None:
+        found = [f"its metric {name!r} is no function of sums" for name in unsummed(self.evaluator)]
+        if dealing_of(self._loader(), self.limit) is None:
+            found = [f"its {type(self._loader()).__name__} is not made by loader()"]
+        if found:
+            logger.warning(
+                "The evaluation of %s may have other bits on another number of ranks: %s.",
+                self.label,
+                ", ".join(found),
+            )
 
     def _stop(self, trainer: Trainer) -> None:
         """All ranks have interrupted the evaluation: nothing is trained before the run ends."""

@@ -34,7 +34,7 @@ def metrics_of(engine: Engine) -> dict[str, Metric]:
                     found[words[0]] = metric
                 else:
                     unnamed[id(metric)] = metric
-    covered = {id(each) for metric in found.values() for each in _with_inner(metric)}
+    covered = {id(each) for metric in found.values() for each in inner_metrics(metric)}
     left = [metric for key, metric in unnamed.items() if key not in covered]
     return found | {f"unnamed {index} {type(each).__name__}": each for index, each in enumerate(left)}
 
@@ -100,11 +100,12 @@ def _changeable(metric: Metric) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _with_inner(metric: Metric) -> Iterator[Metric]:
+def inner_metrics(metric: Metric) -> Iterator[Metric]:
+    """``metric`` and every metric that it is computed from."""
     yield metric
     for _, value in _changeable(metric):
         for each in _metrics_in(value):
-            yield from _with_inner(each)
+            yield from inner_metrics(each)
 
 
 def _metrics_in(value: Any) -> Iterator[Metric]:

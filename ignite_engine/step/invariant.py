@@ -159,10 +159,7 @@ class RankInvariance:
 
     def _seed_generators(self, iteration: int, micro_batch: int) -> None:
         assert self._seed is not None
-        seed = rng.mix(self._seed, iteration, micro_batch)
-        rng.seed_host(seed)
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).manual_seed(seed)
+        rng.seed_device(rng.mix(self._seed, iteration, micro_batch), self._device)
 
     def _check_buffers(self) -> None:
         changed = [

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from ignite.engine import Events
+from ignite.metrics import Accuracy, Average, Loss, MeanSquaredError, Precision, Recall
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from ignite_engine import Trainer, Update, loader
-from ignite_engine.handlers import Checkpoint, LRSchedule, MetricLogger, warmup_cosine
+from ignite_engine import Trainer, Update, create_evaluator, loader
+from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLogger, warmup_cosine
 from ignite_engine.ranks import agreement
 from tests.ranks.forked import on_ranks
 
@@ -40,6 +41,8 @@ class Case:
     clip_norm: float | None = None
     workers: int = 0
     log_every: int = 1
+    evaluate: bool = True
+    limit: int | None = None  # of the evaluation, over all ranks
     invariant: bool = True
 
 
@@ -62,18 +65,20 @@ class Ragged(Dataset[Any]):
 
 
 class Net(nn.Module):
-    """The head of the second kind gets a gradient in a few micro-batches only, the last one in none."""
+    """Some parameters get a gradient in a few micro-batches only, in one case of -0.0, and one in none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(17, 24)
         self.body = nn.Sequential(nn.Linear(24, 33), nn.LayerNorm(33), nn.GELU(), nn.Dropout(0.3), nn.Linear(33, 24))
         self.head, self.rare = nn.Linear(24, 17), nn.Linear(24, 17)
-        self.unused = nn.Parameter(torch.ones(3))
+        self.unused, self.negative_zero = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.body(self.embedding(tokens.clamp_min(0)))
         logits: Tensor = self.head(hidden)
+        if int(tokens.sum()) % 3 == 0:
+            logits = logits - 0.0 * self.negative_zero.sum()
         return logits + self.rare(hidden) if int(tokens.sum()) % 5 == 0 else logits
 
 
@@ -86,6 +91,24 @@ def loss_fn(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]
 
 def count_tokens(batch: Tensor) -> int:
     return int((batch[:, 1:] >= 0).sum())
+
+
+def predict(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits that are perturbed at random, and targets."""
+    logits = model(batch[:, :-1])
+    return logits.flatten(0, 1).double() + torch.rand(()), batch[:, 1:].flatten().clamp_min(0)
+
+
+def metrics() -> dict[str, Any]:
+    """Counts, sums of floats, and what is computed from such."""
+    precision, recall = Precision(average=False), Recall(average=False)
+    return {
+        "accuracy": Accuracy(),
+        "loss": Loss(nn.functional.cross_entropy),
+        "spread": Average(lambda output: output[0].std()),
+        "squared": MeanSquaredError(lambda output: (output[0].amax(dim=1), output[1].double())),
+        "f1": (precision * recall * 2 / (precision + recall + 1e-20)).mean(),
+    }
 
 
 def start(folder: str, ranks: int, case: dict[str, Any], kill_at: int | None) -> int:
@@ -117,15 +140,26 @@ def train(folder: Path, case: Case, kill_at: int | None = None) -> None:
     trainer = Trainer(update, global_micro_batches=case.micro_batches)
     LRSchedule(warmup_cosine(optimizer, warmup=2, total=12)).attach(trainer)
     MetricLogger(folder, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=case.log_every))
+    if case.evaluate:
+        evaluator = create_evaluator(model, predict, metrics(), precision=case.precision)
+        evaluation = Evaluation(evaluator, loader(Ragged(31), 2), limit=case.limit)
+        evaluation.attach(trainer, Events.ITERATION_COMPLETED(every=3) | Events.STARTED)
     checkpoint = Checkpoint(folder / "checkpoints", strict=case.invariant)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     checkpoint.resume()
     if kill_at is not None:
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=kill_at), _kill)
+    gradients = hashlib.sha256()
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note() -> None:
+        gradients.update(digest([each.grad for each in model.parameters()]).encode())
+
     data = loader(Ragged(case.samples), case.batch_size, shuffle=True, seed=3, num_workers=case.workers)
     trainer.run(data, max_epochs=3)
     if agreement.rank() == 0:
         held = {"model": digest(model.state_dict()), "optimizer": digest(optimizer.state_dict())}
+        held["gradients"] = gradients.hexdigest()  # of this process
         (folder / "end.json").write_text(json.dumps(held))
 
 

@@ -1,0 +1,137 @@
+"""An evaluation whose batches and sums are the same on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from ignite import metrics as ignite_metrics
+from ignite.engine import Engine, Events
+from ignite.metrics import Metric
+from torch import Tensor
+
+from ignite_engine import rng
+from ignite_engine.data.sampler import Dealing, ResumableSampler
+from ignite_engine.ranks import agreement, mesh
+from ignite_engine.states.metrics import inner_metrics, metrics_of
+from ignite_engine.step.device import device_of
+from ignite_engine.step.tree_sum import TreeSum
+
+Sums = list[dict[str, Any]]
+
+SUMMED: tuple[type[Metric], ...] = (
+    ignite_metrics.Accuracy,
+    ignite_metrics.Average,
+    ignite_metrics.ConfusionMatrix,
+    ignite_metrics.CosineSimilarity,
+    ignite_metrics.Entropy,
+    ignite_metrics.GeometricAverage,
+    ignite_metrics.KLDivergence,
+    ignite_metrics.Loss,
+    ignite_metrics.MeanAbsoluteError,
+    ignite_metrics.MeanPairwiseDistance,
+    ignite_metrics.MeanSquaredError,
+    ignite_metrics.Precision,
+    ignite_metrics.PSNR,
+    ignite_metrics.Recall,
+    ignite_metrics.TopKCategoricalAccuracy,
+)
+"""Metrics that are functions of sums over the samples; also what is computed from such by arithmetic."""
+
+
+def dealing_of(data: Any, limit: int | None) -> Dealing | None:
+    """How the first ``limit`` batches of ``data`` are dealt to the ranks, in contiguous shares.
+
+    Returns:
+        None: its order is not ours to deal.
+    """
+    if not isinstance(getattr(data, "sampler", None), ResumableSampler):
+        return None
+    samples, size = data.sampler.data_length(), data.batch_size
+    total = samples // size if data.drop_last else -(-samples // size)
+    evaluated = total if limit is None else min(limit, total)
+    first, end = (round(evaluated * (mesh.data_rank() + at) / mesh.data_size()) for at in (0, 1))
+    return Dealing(size, total, first, end)
+
+
+def unsummed(evaluator: Engine) -> list[str]:
+    """Names of the metrics of ``evaluator`` that are not functions of sums alone, of which nothing is promised."""
+    return [
+        name
+        for name, metric in metrics_of(evaluator).items()
+        if not all(isinstance(each, (*SUMMED, ignite_metrics.MetricsLambda)) for each in inner_metrics(metric))
+    ]
+
+
+class InvariantSums:
+    """Sums the metrics of ``evaluator`` over batches in the order of one tree, whatever rank evaluated which.
+
+    Args:
+        dealing: of the batches, of which each rank has a contiguous share.
+    """
+
+    def __init__(self, evaluator: Engine, dealing: Dealing) -> None:
+        self._evaluator, self._dealing = evaluator, dealing
+        found = {id(each): each for metric in metrics_of(evaluator).values() for each in inner_metrics(metric)}
+        self._metrics = [each for each in found.values() if isinstance(each, SUMMED)]
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """While the evaluator runs; a collective after the last batch of each rank.
+
+        What it draws at random is a function of the batch and of the generators now, which are the same on every rank.
+        """
+        self._batch, self._seed = self._dealing.first, torch.initial_seed()
+        self._tree: TreeSum[Sums] = TreeSum(_added)
+        on = self._evaluator.add_event_handler
+        with on(Events.ITERATION_STARTED, self._draw), on(Events.ITERATION_COMPLETED, self._collect):
+            yield
+
+    def _draw(self) -> None:
+        model = getattr(self._evaluator, "model", None)
+        device = torch.device("cpu") if model is None else device_of(model)
+        rng.seed_device(rng.mix(self._seed, self._batch), device)
+
+    def _collect(self) -> None:
+        """Take each metric's sums over one batch out of it; after the last batch it gets those over all."""
+        sums: Sums = []
+        for metric in self._metrics:
+            sums.append({name: getattr(metric, name) for name in metric._state_dict_all_req_keys})
+            metric.reset()
+        self._tree.push((self._batch, 0), sums)
+        self._batch += 1
+        if self._batch == self._dealing.end:
+            self._share()
+
+    def _share(self) -> None:
+        rows = agreement.gather_objects([(node, _on_host(sums)) for node, sums in self._tree.nodes])
+        tree: TreeSum[Sums] = TreeSum(_added)
+        for node, sums in itertools.chain(*rows):
+            tree.push(node, sums)
+        for metric, total in zip(self._metrics, tree.total(), strict=True):
+            for name, value in total.items():
+                # metrics add up over ranks by themselves: one rank has all, the others nothing
+                own = value if agreement.rank() == 0 else _nothing(value)
+                device = getattr(getattr(metric, name), "device", metric._device)
+                setattr(metric, name, own.to(device) if isinstance(own, Tensor) else own)
+
+
+def _added(left: Sums, right: Sums) -> Sums:
+    return [{name: _sum(one[name], other[name]) for name in one} for one, other in zip(left, right, strict=True)]
+
+
+def _sum(left: Any, right: Any) -> Any:
+    return left or right if isinstance(left, bool) else left + right  # flags: it has been updated
+
+
+def _nothing(value: Any) -> Any:
+    return value if isinstance(value, bool) else value * 0
+
+
+def _on_host(sums: Sums) -> Sums:
+    return [
+        {name: value.cpu() if isinstance(value, Tensor) else value for name, value in each.items()} for each in sums
+    ]

@@ -1,0 +1,112 @@
+"""Evaluations of a rank-invariant run on one process; tests/ranks compares them over ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ignite.metrics as ignite_metrics
+import pytest
+import torch
+from ignite.engine import Engine
+from ignite.metrics import EpochMetric, Loss, Metric, RunningAverage
+from torch.utils.data import DataLoader
+
+from ignite_engine import Trainer, Update, create_evaluator, loader
+from ignite_engine.handlers import Evaluation
+from ignite_engine.handlers.evaluation.invariant import SUMMED, dealing_of, unsummed
+from tests.builders import Numbers, linear, mse
+
+GENERATOR = torch.Generator().manual_seed(0)
+SAMPLES = [(torch.rand(3, generator=GENERATOR), torch.randint(3, (), generator=GENERATOR)) for _ in range(23)]
+SAME_SHAPE = {
+    "CosineSimilarity",
+    "KLDivergence",
+    "MeanAbsoluteError",
+    "MeanPairwiseDistance",
+    "MeanSquaredError",
+    "PSNR",
+}
+ALONE = {"Average", "GeometricAverage"}
+
+
+def made(kind: type[Metric]) -> Metric:
+    """The metric over rows of three numbers and their class, given what it wants to compare."""
+    options: dict[str, Any] = {
+        "ConfusionMatrix": {"num_classes": 3},
+        "Loss": {"loss_fn": torch.nn.functional.cross_entropy},
+        "PSNR": {"data_range": 1.0},
+        "TopKCategoricalAccuracy": {"k": 2},
+    }.get(kind.__name__, {})
+    if kind.__name__ in SAME_SHAPE:
+        options["output_transform"] = lambda output: (output[0].double(), output[0].double().flip(1))
+    elif kind.__name__ in ALONE:
+        options["output_transform"] = lambda output: output[0]
+    return kind(**options)
+
+
+def evaluated(metrics: dict[str, Metric], *, invariant: bool, limit: int | None = None) -> dict[str, Any]:
+    model = linear()
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=invariant)
+    trainer = Trainer(update, global_micro_batches=2)
+    evaluator = create_evaluator(model, lambda model, batch: batch, metrics)
+    Evaluation(evaluator, loader(SAMPLES, 4), limit=limit)(trainer)
+    return dict(evaluator.state.metrics)
+
+
+@pytest.mark.parametrize("kind", SUMMED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("limit", [None, 3])
+def test_each_metric_is_what_ignite_computes(kind: type[Metric], limit: int | None) -> None:
+    expected = evaluated({"metric": made(kind)}, invariant=False, limit=limit)["metric"]
+    found = evaluated({"metric": made(kind)}, invariant=True, limit=limit)["metric"]
+
+    torch.testing.assert_close(
+        torch.as_tensor(found).double(), torch.as_tensor(expected).double(), rtol=0, atol=3e-7
+    )  # Entropy's in fp32
+
+
+def test_metric_that_is_used_twice_is_summed_once() -> None:
+    def metrics() -> dict[str, Metric]:
+        loss = Loss(torch.nn.functional.cross_entropy)
+        return {"loss": loss, "perplexity": ignite_metrics.MetricsLambda(torch.tensor, loss).exp()}
+
+    expected, found = (evaluated(metrics(), invariant=each) for each in (False, True))
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-12)
+    assert float(found["perplexity"]) == pytest.approx(float(expected["perplexity"]), abs=1e-6)
+
+
+def test_what_is_not_promised_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    model = linear()
+    metrics: dict[str, Metric] = {
+        "loss": Loss(torch.nn.functional.mse_loss),
+        "curve": EpochMetric(lambda y_pred, y: 0.0, check_compute_fn=False),
+    }
+    evaluator = create_evaluator(model, lambda model, batch: (model(batch[0]), batch[1]), metrics)
+    assert unsummed(evaluator) == ["curve"]
+    average = Engine(lambda engine, batch: batch)
+    RunningAverage(Loss(torch.nn.functional.mse_loss)).attach(average, "average")
+    assert unsummed(average) == ["average"]
+
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=True)
+    trainer = Trainer(update, global_micro_batches=2)
+    Evaluation(evaluator, loader(Numbers(8), 2), name="odd", progress="unused").attach(trainer)
+    batches = DataLoader(Numbers(8), batch_sampler=[[0, 1], [2]])
+    Evaluation(create_evaluator(model, lambda model, batch: None), batches, name="own").attach(trainer)
+    with caplog.at_level(logging.WARNING):
+        trainer.run(loader(Numbers(8), 2), max_epochs=1)
+
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0].startswith("progress has no effect with rank_invariant: the evaluation of odd")
+    unpromised = "The evaluation of odd may have other bits on another number of ranks: its metric 'curve'"
+    assert said[1].startswith(unpromised)
+    assert said[2].endswith("ranks: its DataLoader is not made by loader().") and len(said) == 3
+
+
+def test_shares_are_contiguous_and_complete() -> None:
+    dealing = dealing_of(loader(Numbers(23), 4), 5)
+
+    assert dealing is not None
+    assert (dealing.batch_size, dealing.cycle, dealing.first, dealing.end) == (4, 6, 0, 5)
+    assert dealing_of([1, 2], None) is None
+    dropped = dealing_of(loader(Numbers(23), 4, drop_last=True), None)
+    assert dropped is not None and dropped.end == 5
