@@ -109,6 +109,8 @@ class TrainingState(State):
     """The directory of the checkpoint committed last, None before the first. Writer: Checkpoint."""
     windows: int
     """Windows of a streamed source begun. Writer: the windowed loader."""
+    micro_batch_limit: int | None
+    """Samples above which micro-batches are split, since one ran out of memory; None: none did. Writer: Update."""
     padding: int
     """Micro-batches at the end of this iteration's group that repeat one with weight zero, because this rank's data
     ran out before its peers'. Writer: Trainer."""
@@ -143,6 +145,7 @@ class TrainingState(State):
         for name in COUNTERS:
             setattr(self, name, 0)
         self.checkpoint_path = None
+        self.micro_batch_limit = None
         self.padding = 0
         self.group_total = 0
         self.status = "created"

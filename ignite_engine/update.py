@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
+from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
+from ignite_engine.step import out_of_memory
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
 from ignite_engine.step.invariant import RankInvariance
@@ -150,12 +152,12 @@ class Update:
         if scales is None:
             return self._skip(engine, {"loss": torch.zeros((), device=self.device)})
         if self._invariance is not None:
-            return self._step(engine, self._accumulate_invariant(self._invariance, engine, micro_batches, scales))
+            return self._step(engine, self._accumulate_in_memory(engine, micro_batches, scales))
         if not self._reducing and 0.0 in scales and any(scales):
             # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
             micro_batches = [each for each, scale in zip(micro_batches, scales, strict=True) if scale]
             scales = [scale for scale in scales if scale]
-        return self._step(engine, self._accumulate(engine, micro_batches, scales))
+        return self._step(engine, self._accumulate_in_memory(engine, micro_batches, scales))
 
     @property
     def rank_invariant(self) -> bool:
@@ -203,6 +205,33 @@ class Update:
             if self.weight_fn is None and scales is not None:
                 self._scales[key] = scales
         return scales
+
+    def _accumulate_in_memory(self, engine: Engine, micro_batches: Any, scales: list[float]) -> dict[str, Tensor]:
+        """Accumulate; where a micro-batch does not fit into the memory of one process, again with smaller ones."""
+        state: Any = engine.state
+        before, counted = out_of_memory.Generators(self.device), state.micro_batches
+        while True:
+            pieces, shares = micro_batches, scales
+            if state.micro_batch_limit is not None and self._invariance is None:
+                pieces, shares = out_of_memory.split(micro_batches, scales, state.micro_batch_limit, self.weight_fn)
+            try:
+                if self._invariance is not None:
+                    return self._accumulate_invariant(self._invariance, engine, pieces, shares)
+                return self._accumulate(engine, pieces, shares)
+            except torch.OutOfMemoryError as error:
+                batch = pieces[state.micro_batches - counted]
+                # else peers wait for this rank's reduction, or the bits are those of whole micro-batches
+                alone = agreement.world_size() == 1 and not self._reducing and self._invariance is None
+                limit = out_of_memory.halved(batch) if alone else None
+                if limit is None:
+                    raise out_of_memory.refusal(error, batch, state.iteration) from error
+                logger.warning("%s", out_of_memory.report(batch, limit, state.iteration, self.model))
+            # here the error is gone, and with it what its frames have held
+            state.micro_batch_limit, state.micro_batches = limit, counted
+            self._clear_gradients()
+            del batch, pieces
+            out_of_memory.free()
+            before.restore()
 
     def _accumulate(self, engine: Engine, micro_batches: Any, scales: list[float]) -> dict[str, Tensor]:
         """Forward and backward of each micro-batch; the weighted means of what they report."""
@@ -373,4 +402,5 @@ class Update:
 def _prepare_plain_engine(engine: Engine) -> None:
     if not engine.has_registered_events(TrainingEvents.BACKWARD_COMPLETED):
         engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
+    engine.state.micro_batch_limit = None  # type: ignore[attr-defined]
     engine.state.padding = engine.state.group_total = 0  # type: ignore[attr-defined]

@@ -209,6 +209,7 @@ class Progress:
             "epoch_iteration": self.epoch_iteration,
             "epoch_ends": self.epoch_ends,
             "accumulation_steps": self.accumulation_steps,
+            "micro_batch_limit": self.state.micro_batch_limit,
             "global_micro_batches": self.global_micro_batches,
         }
 
@@ -217,6 +218,7 @@ class Progress:
             setattr(self.state, name, saved[name])
         self.epochs_completed, self.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
         self.epoch_ends = saved.get("epoch_ends", False)
+        self.state.micro_batch_limit = saved.get("micro_batch_limit")  # it was not always saved
         self.state.epoch = self.epochs_completed
         self._saved_with = saved["accumulation_steps"], saved.get("global_micro_batches")
         self._resume.counters = True

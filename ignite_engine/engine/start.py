@@ -86,7 +86,7 @@ def begin(
             state.metrics.fresh = {}
         for counter in ("iteration", "epoch", *COUNTERS):
             setattr(state, counter, 0)
-        state.not_finite_at = None
+        state.not_finite_at = state.micro_batch_limit = None
         progress.epochs_completed = progress.epoch_iteration = 0
     elif start is Start.RESET:
         progress.epochs_completed, progress.epoch_iteration = state.epoch, 0
