@@ -27,7 +27,7 @@ from ignite_engine.checkpointing import (
 from ignite_engine.checkpointing.background import ChangedWhileCopied
 from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
-from ignite_engine.checkpointing.shards import Shards, local_piece, split
+from ignite_engine.checkpointing.shards import Shards, is_sharded, split
 from ignite_engine.errors import one_line
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
@@ -204,15 +204,14 @@ class Saver:
         """Whether a tensor is copied beside the next forward and backward: only optimizers' states are.
 
         Weights are copied at once: user code may change them through ``.data``, NumPy or ``no_grad`` before the step,
-        without a trace.
+        without a trace. So are sharded states: what changes a DTensor in place leaves none in its local tensor.
         """
         known: set[int] = set()
         if self._copies_late:
             for obj in trainer.registry.objects.values():
                 if isinstance(obj, OptimizerState):
                     for values in obj.optimizer.state.values():
-                        tensors = (local_piece(each) for each in values.values() if _is_strided(each))
-                        known.update(each.data_ptr() for each in tensors)
+                        known.update(each.data_ptr() for each in values.values() if _has_memory(each))
         return lambda tensor: tensor.data_ptr() in known
 
     def finish(self, trainer: Trainer) -> None:
@@ -274,6 +273,6 @@ def _boundary_of(trainer: Trainer) -> tuple[int, int]:
     return trainer.state.iteration, trainer.progress.epochs_completed
 
 
-def _is_strided(value: object) -> bool:
-    """Whether it is a tensor with memory of its own, unlike the momentum of sparse gradients."""
-    return isinstance(value, Tensor) and value.layout is torch.strided
+def _has_memory(value: object) -> bool:
+    """Whether it is a tensor with memory of its own, unlike the momentum of sparse gradients, or a sharded one."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not is_sharded(value)

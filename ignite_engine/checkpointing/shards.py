@@ -232,6 +232,11 @@ def whole(value: Any) -> Any:
     return _read(value, Region((0,) * value.dim(), tuple(value.shape))) if isinstance(value, Sharded) else value
 
 
+def has_sharded(state: Any) -> bool:
+    """Whether a nested state holds a tensor that is sharded, in memory or on disk."""
+    return any(is_sharded(value) or isinstance(value, Sharded) for _, value in walk(state))
+
+
 def fitted(state: Any, own: Any) -> Any:
     """``state``, sharded as ``own`` is: of each tensor what this rank holds there, and no more is read.
 
@@ -241,14 +246,12 @@ def fitted(state: Any, own: Any) -> Any:
             result if it has the same shape; any other tensor is whole.
 
     Returns:
-        Copies where one of the two is sharded; ``state`` itself if nothing is.
+        A copy: the tensors may be on disk (``mmap``).
 
     Raises:
         CheckpointError: a file with a needed piece is damaged.
     """
     targets = {path: value for path, value in walk(own) if is_sharded(value)}
-    if not targets and not any(isinstance(value, Sharded) for _, value in walk(state)):
-        return state
     return rebuilt_with_paths(state, lambda path, value: fitted_tensor(value, targets.get(path)))
 
 

@@ -14,11 +14,11 @@ from ignite_engine.checkpointing.shards import (
     Sharded,
     fitted,
     fitted_tensor,
+    has_sharded,
     is_sharded,
     local_piece,
     region_of,
     replicated,
-    whole,
 )
 from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.ranks import agreement
@@ -83,7 +83,8 @@ class ModelState:
         """
         model, present = unwrap(self.model), self.state_dict()
         own = {clean_name(name): name for name in model.state_dict()}
-        state = fitted(state, present)
+        if has_sharded((present, state)):
+            state = fitted(state, present)
         try:
             model.load_state_dict({own.get(name, name): value for name, value in state.items()})
         except RuntimeError as error:  # torch's has a line for each parameter
@@ -232,7 +233,9 @@ class OptimizerState:
             {**group, "params": [index_of[name] for name in own["params"]]}
             for group, own in zip(state["param_groups"], self._groups(), strict=True)
         ]
-        loading = {name: _laid_out(values, parameters.get(name)) for name, values in state["state"].items()}
+        loading = state["state"]
+        if has_sharded((loading, list(parameters.values()))):
+            loading = {name: _laid_out(values, parameters.get(name)) for name, values in loading.items()}
         numbered = {index_of[name]: value for name, value in loading.items() if name in index_of}
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
         for name, values in loading.items():
@@ -330,12 +333,10 @@ def _copied(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _laid_out(values: Mapping[str, Any], parameter: Tensor | None) -> dict[str, Any]:
-    """A parameter's state, sharded as the parameter is; a step count is whole, as torch's optimizers have it."""
-    if not is_sharded(parameter):
-        return {name: whole(value) for name, value in values.items()}
+    """A copy of a parameter's state, sharded as the parameter is; a step count is whole, as in torch's optimizers."""
     fit = {name: fitted_tensor(value, None if name == "step" else parameter) for name, value in values.items()}
     for name, value in values.items():  # of another shape than the parameter
-        if isinstance(value, Sharded) and not is_sharded(fit[name]):
+        if isinstance(value, Sharded) and is_sharded(parameter) and not is_sharded(fit[name]):
             fit[name] = replicated(fit[name], parameter)
     return fit
 

@@ -26,7 +26,7 @@ from ignite_engine.checkpointing import (
 from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
 from ignite_engine.checkpointing.load.part_names import filled
 from ignite_engine.checkpointing.nested import walk
-from ignite_engine.checkpointing.shards import Sharded, fitted, layout_of
+from ignite_engine.checkpointing.shards import fitted, has_sharded, layout_of
 from ignite_engine.errors import StateMismatch, leave_out, shortened
 from ignite_engine.ranks import agreement
 from ignite_engine.states.metrics import MetricState
@@ -305,11 +305,11 @@ class Registry:
         return [each for each in self.objects.values() if isinstance(each, MetricState)]
 
     def _fitted(self, name: str, state: Any) -> Any:
-        """A state with its tensors sharded as the object has them; where nothing is sharded, the state itself."""
-        saved_sharded = any(isinstance(leaf, Sharded) for _, leaf in walk(state))
-        if saved_sharded or (name in self.shared and self._sharding()):
-            return fitted(state, self.objects[name].state_dict())
-        return state
+        """A copy of a state with its tensors sharded as the object has them; where nothing is sharded, itself."""
+        saved_sharded = has_sharded(state)
+        if not (saved_sharded or self._sharding()):
+            return state
+        return fitted(state, self.objects[name].state_dict() if saved_sharded or name in self.shared else None)
 
     def _sharding(self) -> list[str]:
         """How the models of this run are sharded; empty: they are not."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ignite.engine import Events
 from safetensors.torch import load_file
 
 from ignite_engine import Task, load_model
@@ -22,9 +23,10 @@ from ignite_engine.checkpointing.digests import tensor_sha256
 from ignite_engine.checkpointing.filesystem import hash_file
 from ignite_engine.cli import main
 from ignite_engine.run_directory import weights_sha256
+from ignite_engine.states.model_and_optimizer import gathered, unwrap
 from tests.builders import Numbers, mse
 from tests.checkpointing.test_damage import rewrite_manifest
-from tests.sharded import net, run_phases, train, trainer_in, whole_digests
+from tests.sharded import in_layout, net, run_phases, train, trainer_in, whole_digests
 
 pytestmark = pytest.mark.distributed
 
@@ -101,6 +103,49 @@ def unreadable_on_rank_1(source: Path, folder: Path) -> Any:
     return "resumed"
 
 
+class Kept:
+    """An object of a user's own, not the same on all ranks, that holds a sharded tensor and a plain one."""
+
+    def __init__(self, layout: str) -> None:
+        self.weight = next(in_layout(layout)[0].parameters()).detach().clone()
+        self.own = torch.full((3,), float(dist.get_rank()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight, "own": self.own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight.copy_(state["weight"])
+        self.own = state["own"]
+
+
+def with_an_object(folder: Path, layout: str, resume: bool) -> Any:
+    """It is saved without the first layer, which stays as it was built, and with the object."""
+    model = net()
+    with torch.no_grad():
+        model[0].bias.fill_(1.0 + resume)
+    trainer, checkpoint, data = trainer_in(layout, folder, model=model, exclude=["model:0.*"])
+    trainer.register("kept", kept := Kept(layout))
+    kept.weight.mul_(0 if resume else 2)
+    if resume:
+        checkpoint.resume()
+    else:
+        trainer.run(data, max_iters=2)
+    bias = gathered(unwrap(trainer.update.model)[0].bias.detach())  # type: ignore[attr-defined]  # an Update
+    return {"kept": gathered(kept.weight).tolist(), "own": kept.own.tolist(), "left out": bias.tolist()}
+
+
+def changed_while_written(folder: Path) -> Any:
+    """A handler changes sharded states of the optimizer in place while they are written in the background."""
+    trainer, _, data = trainer_in("fsdp", folder, background=True)
+    optimizer = trainer.registry.objects["optimizer"].optimizer  # type: ignore[attr-defined]  # an OptimizerState
+
+    def change() -> None:
+        torch._foreach_mul_([values["exp_avg"] for values in optimizer.state.values()], 2.0)
+
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), change)
+    trainer.run(data, max_iters=4)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
     folder = tmp_path_factory.mktemp("runs")
@@ -115,6 +160,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     phases["fine-tuned tp"] = (2, partial(fine_tuned, fsdp, folder / "fine-tuned tp", "tp"))
     phases["fine-tuned fsdp"] = (3, partial(fine_tuned, fsdp, folder / "fine-tuned fsdp", "fsdp"))
     phases["unreadable"] = (2, partial(unreadable_on_rank_1, folder / "fsdp", folder / "unreadable"))
+    phases["object saved"] = (2, partial(with_an_object, folder / "object", "fsdp", False))
+    phases["object resumed"] = (3, partial(with_an_object, folder / "object", "fsdp", True))
+    phases["object resumed plain"] = (1, partial(with_an_object, folder / "object", "plain", True))
+    phases["changed"] = (2, partial(changed_while_written, folder / "changed"))
     return folder, run_phases(folder, phases)
 
 
@@ -216,6 +265,28 @@ def test_a_tensor_is_whole_for_who_only_looks(runs: tuple[Path, dict[str, list[A
     loaded = CheckpointStore(folder / "fsdp").load(path)
     weights = {name: tensor_sha256(value) for name, value in loaded.shared["model"].items()}
     assert weights == of_part("model", answers["fsdp"][0])
+
+
+def test_an_object_of_a_users_own_may_hold_sharded_tensors(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+    _, answers = runs
+    weight = (2 * next(net().parameters())).tolist()
+    assert [each["kept"] for each in answers["object saved"]] == [weight] * 2
+    resumed = answers["object resumed"] + answers["object resumed plain"]
+    assert [each["kept"] for each in resumed] == [weight] * 4
+    assert [each["own"][0] for each in resumed] == [0, 1, 0, 0]  # the third rank did not exist: it has rank 0's
+    assert all(each["left out"] == [2.0] * 6 for each in resumed)
+
+
+def test_what_changes_a_sharded_state_in_the_background_changes_no_checkpoint(
+    runs: tuple[Path, dict[str, list[Any]]],
+) -> None:
+    folder, _ = runs
+    states = [
+        CheckpointStore(folder / name).load(folder / name / f"iteration_{iteration:08d}").shared["optimizer"]["state"]
+        for name, iteration in (("changed", 2), ("fsdp", 2), ("changed", 4), ("fsdp", 4))
+    ]
+    digests = [tensor_sha256(state["0.weight"]["exp_avg"]) for state in states]
+    assert digests[0] == digests[1] and digests[2] != digests[3]
 
 
 def test_a_piece_that_one_rank_cannot_read_is_the_same_error_on_all(

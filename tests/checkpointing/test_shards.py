@@ -19,7 +19,6 @@ from ignite_engine.checkpointing.shards import (
     Piece,
     Region,
     Sharded,
-    fitted,
     join,
     local_piece,
     region_of,
@@ -163,11 +162,6 @@ def test_values_that_were_not_read_are_never_taken_for_numbers() -> None:
     found = joined(Region((0, 0), (4, 3)))
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         torch.zeros(4, 3).copy_(found)
-
-
-def test_a_state_without_sharded_tensors_is_passed_as_it_is() -> None:
-    state = {"weight": torch.ones(2), "list": [1, 2]}
-    assert fitted(state, {"weight": torch.zeros(2)}) is state
 
 
 def test_a_file_is_verified_before_its_values_are_read_and_no_other_is() -> None:
