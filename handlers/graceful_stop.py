@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any
@@ -15,12 +16,10 @@ from typing import Any
 from ignite.engine import Events
 
 from ignite_engine import Interrupted, Phase, StopRequested, Trainer, TrainingEvents
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, signals
 
 logger = logging.getLogger(__name__)
 
-_FORCE_AFTER_S = 0.5
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _Lines = SimpleQueue[tuple[int, str] | None]
 
 
@@ -28,11 +27,12 @@ class GracefulStop:
     """The first SIGINT, SIGTERM or SIGHUP on any rank stops all ranks at the same iteration, where Checkpoint saves.
 
     Args:
-        exit: ``run()`` then raises ``Interrupted`` (exit code 128 + signal); False: it returns, with
-            ``state.status == "interrupted"``.
+        exit: ``run()`` then raises ``Interrupted`` (exit code 130 for SIGINT, 143 for SIGTERM and SIGHUP); False: it
+            returns, with ``state.status == "interrupted"``.
 
     A signal only sets a flag and logs one line; on one process it also interrupts a wait for the loader. A second
-    signal 0.5 s or more after the first ends the run at once, without a save. SIGTERM after the last checkpoint is
+    signal 0.5 s or more after the first ends the run at once, without a save. What the parent of a spawned rank
+    forwards is never a second signal: Ctrl-C reaches the rank itself, too. SIGTERM after the last checkpoint is
     ignored: launchers send it to processes that are still exiting. SIGHUP stays ignored under ``nohup``.
 
     The signal handlers are installed while ``run()`` runs and restored after it; but with ``Interrupted`` the three
@@ -51,6 +51,7 @@ class GracefulStop:
         """The first signal of this run that stops it."""
         self._received_at = 0.0
         self._saved = self._forced = False
+        self._counts: Counter[int] = Counter()
         self._pid = -1
         self._before: dict[int, Any] = {}
         self._lines: _Lines = SimpleQueue()
@@ -71,11 +72,13 @@ class GracefulStop:
             )
             return
         self._trainer, self._received, self._saved, self._forced, self._pid = trainer, None, False, False, os.getpid()
+        self._counts.clear()
         # a signal handler must not log: it may have interrupted the main thread while it was writing to the same stream
         self._logging = threading.Thread(target=_log_lines, args=(self._lines,), name="GracefulStop", daemon=True)
         self._logging.start()
         trainer.call_at_end(self._restore)
-        for number in (*_STOPS, signal.SIGUSR1):
+        forwarded = [number for number in signals.FORWARDED.values() if signal.getsignal(number) is signals.dispatch]
+        for number in (*signals.SIGNALS, *forwarded):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._on_signal)
 
@@ -83,25 +86,39 @@ class GracefulStop:
         # a forked loader worker inherits this handler
         if os.getpid() != self._pid or self._trainer is None:
             return
-        if number == signal.SIGUSR1:
-            self._trainer.request_save()
-            self._log(logging.INFO, number, "Checkpoint saves at the next step boundary.")
+        signalled = signals.origin(number)
+        again = self._is_another(number)
+        if signalled == signal.SIGUSR1:
+            if again:
+                self._trainer.request_save()
+                self._log(logging.INFO, signalled, "Checkpoint saves at the next step boundary.")
             return
         now = time.monotonic()
         if self._received is None:
-            self._received, self._received_at = number, now
-            self._trainer.request_stop(signal.Signals(number).name, number if self.exit else None)
+            self._received, self._received_at = signalled, now
+            treated_as = signals.treated_as(signalled)
+            self._trainer.request_stop(signal.Signals(signalled).name, treated_as if self.exit else None)
             self._log(
                 logging.WARNING,
-                number,
+                signalled,
                 "the run stops at the next step boundary, where Checkpoint saves. Another signal ends it at once, "
                 "without a save.",
             )
             if self._trainer.requests.waiting_for_data and agreement.world_size() == 1:
                 raise StopRequested
-        elif now - self._received_at >= _FORCE_AFTER_S and not (self._saved and number == signal.SIGTERM):
+        elif (
+            again
+            and now - self._received_at >= signals.FORCE_AFTER_S
+            and not (self._saved and signals.treated_as(signalled) == signal.SIGTERM)
+        ):
             self._forced = True
-            raise Interrupted(number)
+            raise Interrupted(signals.treated_as(signalled))
+
+    def _is_another(self, number: int) -> bool:
+        """Count a signal; whether it is not just the other way by which one arrives: directly, and forwarded."""
+        other_way = signals.FORWARDED.get(number, signals.origin(number))
+        self._counts[number] += 1
+        return other_way == number or self._counts[number] > self._counts[other_way]
 
     def _log(self, level: int, number: int, what: str) -> None:
         assert self._trainer is not None
@@ -116,7 +133,7 @@ class GracefulStop:
         exits = stopped and self.exit and not hasattr(sys, "ps1")  # an interactive session outlives Interrupted
         before, self._before, self._trainer = self._before, {}, None
         for number, handler in before.items():
-            if exits and number in _STOPS:
+            if exits and signals.origin(number) in signals.STOPS:
                 handler = signal.SIG_IGN
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._logging is not None:
@@ -125,7 +142,7 @@ class GracefulStop:
         if self._received is None:
             return
         own = before.get(self._received)
-        if callable(own) and own is not signal.default_int_handler:
+        if callable(own) and not signals.is_default(own):
             try:
                 own(self._received, None)
             except BaseException:

@@ -36,6 +36,10 @@ class RanksDiffer(RuntimeError):
     """Ranks that must hold the same weights do not; one line, the same on all ranks."""
 
 
+class LaunchError(RuntimeError):
+    """The ranks could not be started or cannot meet; the message is one line."""
+
+
 def leave_out(*parts: str) -> str:
     """How to resume without a part that does not fit."""
     return f"resume(ignore={list(parts)}), or checkpoint.ignore in a config"
@@ -105,6 +109,8 @@ class StopRequested(BaseException):
 
 class Interrupted(SystemExit):
     """Raised by ``Trainer.run()`` after a run that a signal stopped was saved on every rank.
+
+    Under ``Parallel`` and in the command line also by a signal before the run, when there is nothing to save.
 
     Args:
         signal: its number; the exit code is 128 + signal (130 for SIGINT, 143 for SIGTERM).

@@ -15,6 +15,7 @@ from ignite_engine import __version__
 from ignite_engine.cli import checkpoints, commands, pages, verify_resume
 from ignite_engine.config import ConfigWarning
 from ignite_engine.errors import did_you_mean
+from ignite_engine.ranks import signals
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", ConfigWarning)
         warnings.showwarning = _show_warning
         try:
-            return commands.COMMANDS[options.command](options) or 0
+            with signals.ending_the_process():
+                return commands.COMMANDS[options.command](options) or 0
         except (*commands.USER_ERRORS, *commands.RUN_ERRORS, FileNotFoundError) as error:
             if options.traceback or not commands.one_line_is_enough(error, options.command):
                 raise

@@ -78,6 +78,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Namespace], None]) -> None:
     """Call ``work`` here, on the ranks of a launcher that started this process, or on ranks that are spawned."""
     config = load_config(options.config, options.overrides)
+    timeout = config.distributed.timeout.total_s if config.distributed.timeout else None
     processes = options.nproc_per_node or config.distributed.nproc_per_node
     backend = options.backend or config.distributed.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl" and not torch.cuda.is_available():
@@ -85,10 +86,10 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
     if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         if options.nproc_per_node:
             raise ConfigError("--nproc-per-node: the launcher that started this process sets how many; leave it out.")
-        with Parallel(backend=backend) as parallel:
+        with Parallel(backend=backend, timeout=timeout) as parallel:
             parallel.run(_rank_main, work, config, options)
     elif processes is not None and processes > 1:
-        with Parallel(backend=backend, nproc_per_node=processes) as parallel:
+        with Parallel(backend=backend, nproc_per_node=processes, timeout=timeout) as parallel:
             parallel.run(_rank_main, work, config, options)
     else:
         work(config, options)

@@ -306,6 +306,7 @@ class DistributedSection(Section):
 
     nproc_per_node: Count | None = None  # processes to spawn; --nproc-per-node overrides it
     backend: Literal["gloo", "nccl"] | None = None  # default: nccl with CUDA, otherwise gloo
+    timeout: TimeLimit | None = None  # how long a rank waits for another one; default: torch's own
     find_unused_parameters: bool = False  # DDP: some parameters get no gradient in some steps
     gradient_as_bucket_view: bool = True  # DDP: gradients live in the reduction's buffers
     sync_batchnorm: bool = False  # batch statistics over all ranks; CUDA only

@@ -7,6 +7,7 @@ in the same order.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -50,15 +51,23 @@ def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
     """
     default = dist.group.WORLD
     assert default is not None
-    key = (
-        id(default),
-        purpose,
-    )  # not the group itself: one that outlives the default group aborts the process at its exit
+    # not the group itself: one that outlives the default group aborts the process at its exit
+    key = (id(default), purpose)
     if key not in _groups:
         for stale in [each for each in _groups if each[0] != id(default)]:
             del _groups[stale]
-        _groups[key] = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+        _groups[key] = dist.new_group(backend="gloo", timeout=timeout())
     return _groups[key]
+
+
+def timeout() -> timedelta:
+    """How long a rank waits for the others, in the default group and therefore in every other one."""
+    default = dist.group.WORLD
+    assert default is not None
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        with contextlib.suppress(RuntimeError, AttributeError):  # no backend for it; or not torch's own any more
+            return default._get_backend(device).options._timeout
+    return timedelta(minutes=30)
 
 
 def forget_groups() -> None:

@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import socket
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
 from ignite.distributed.launcher import Parallel as IgniteParallel
-from torch.multiprocessing.spawn import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from ignite_engine.ranks import agreement
+from ignite_engine.errors import LaunchError
+from ignite_engine.ranks import agreement, signals
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SIGNALS = (*STOPS, signal.SIGUSR1)
+_stores: Any = dist  # they are documented, but not exported for type checkers
+
+_FORCED_RANKS_MAY_END_S = 5.0
+_PEERS_OF_A_FAILURE_MAY_END_S = 5.0
+_TERMINATED_RANKS_MAY_END_S = 30.0
 
 
 class Parallel(IgniteParallel):
     """Launch a function on one process or many; arguments and use are those of ``idist.Parallel``.
 
-    In addition, where it spawns the ranks itself (``nproc_per_node``): a free port instead of the fixed 2222, so that
-    two runs can share a machine; SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the parent are forwarded to every rank, and the
-    parent waits for them; a rank that ends with ``SystemExit`` passes its code to the parent, which exits with it once
-    every rank is done. (A child's own exit status would make torch send SIGTERM to its peers while they save.) A signal
-    before the ranks train, while they import or build, ends them with code 128 + n.
+    Args:
+        timeout: how long a rank waits for another one, in every group, the votes' included; seconds or a timedelta.
+            None: torch's own (30 min on gloo, 10 min on nccl).
+
+    In addition:
+
+    - From the first line on, a signal ends a process with code 128 + n: not with 0, nor with a traceback.
+    - Groups end with the ``with`` block, also under torchrun and SLURM.
+    - A rank whose launcher has died (this parent, or torchrun's agent) saves and ends, as on SIGTERM.
+    - torchrun's ``--max-restarts`` works: ranks of one attempt never meet those of another.
+
+    Where it spawns the ranks itself (``nproc_per_node``): the parent hosts the store at which the ranks meet, on a port
+    that is free, so that two runs can share a machine and rank 0 may die. SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the
+    parent are forwarded to every rank, and the parent waits for them; what it forwards is never taken for a second
+    signal of the user. A second stop signal to the parent, 0.5 s or more after the first, ends them within 5 s.
+    A rank that ends with ``SystemExit`` passes its code to the parent, which exits with it once every rank is done.
+    When a rank fails, the others have 5 s to end by themselves, then they get SIGTERM, and SIGKILL after 30 s more.
+
+    Raises:
+        TypeError: an option that does not exist.
+        LaunchError: (when it is entered, or run) the ranks cannot meet, because the port is in use, say; one line.
     """
 
     def __init__(
@@ -37,128 +69,390 @@ class Parallel(IgniteParallel):
         nproc_per_node: int | None = None,
         *,
         init_method: str | None = None,
+        timeout: float | timedelta | None = None,
         **options: Any,
     ) -> None:
-        one_node = options.get("nnodes", 1) in (None, 1)
-        if nproc_per_node is not None and one_node and init_method in (None, "env://"):
-            options["master_port"] = options.get("master_port") or free_port()
         super().__init__(backend=backend, nproc_per_node=nproc_per_node, init_method=init_method, **options)
+        known = {"nnodes", "node_rank", "master_addr", "master_port", "start_method", "daemon"}
+        if unknown := sorted(options.keys() - known):
+            raise TypeError(f"Parallel got {', '.join(unknown)}; its other options are {', '.join(sorted(known))}.")
+        self._timeout = timeout if isinstance(timeout, timedelta | None) else timedelta(seconds=timeout)
+        self._within = contextlib.ExitStack()
+
+    def __enter__(self) -> Parallel:
+        if not self._is_ours:
+            super().__enter__()
+        elif self._spawn_params is None:
+            assert self.backend is not None
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(signals.ending_the_process())
+                torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # another launcher may end before its processes
+                stack.enter_context(signals.listening(os.getppid() if torchrun else None))
+                _connect(self.backend, self.init_method, self._timeout)
+                stack.callback(_disconnect)
+                self._within = stack.pop_all()
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        agreement.forget_groups()
-        super().__exit__(*error)
+        if not self._is_ours:
+            super().__exit__(*error)
+        self._within.close()
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call ``func(local_rank, *args, **kwargs)`` on every rank.
 
         Raises:
             SystemExit: a rank ended with one; its code, the largest if they differ. Or a signal ended it.
+            ProcessRaisedException: (of torch) the error of the rank that failed first, with its traceback.
+            ProcessExitedException: (of torch) a rank was killed.
         """
-        if self._spawn_params is None or self.backend is None:
+        if not self._is_ours:
             super().run(func, *args, **kwargs)
-            return
-        codes = _Codes(multiprocessing.get_context("spawn").SimpleQueue())
-        try:
-            with _forwarding_signals():
-                super().run(_rank_main, func, codes, *args, **kwargs)
-        except ProcessExitedException as error:
-            number = -error.exit_code if error.exit_code < 0 else error.exit_code - 128
-            if number in STOPS:  # a signal ended it before it trained
-                sys.exit(128 + number)
-            raise
-        if code := codes.largest():
-            sys.exit(code)
+        elif self._spawn_params is None:
+            func(idist.get_local_rank(), *args, **kwargs)
+        else:
+            assert self.backend is not None
+            _Ranks(self.backend, self._spawn_params, self._timeout).run(func, args, kwargs)
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether torch connects the ranks; Ignite launches the other kinds, and a process without a backend."""
+        return self.backend is not None and dist.is_available() and dist.is_backend_available(self.backend)
 
 
-class _Codes:
-    """Exit codes on their way from the ranks to the parent.
+# -- meeting the other ranks ------------------------------------------------------------------------------------------
 
-    They are the first of our own objects that a rank unpickles, after its imports: there it lets signals in, which the
-    parent blocks for the processes it starts, or an import would end with a traceback.
+
+def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -> None:
+    """Join the other ranks, as the environment says; ``ignite.distributed`` takes the group over.
+
+    Raises:
+        LaunchError: it cannot be.
     """
-
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _codes_of_rank, (self._queue,)
-
-    def put(self, code: int) -> None:
-        self._queue.put(code)
-
-    def largest(self) -> int:
-        """The largest code of all ranks, 0 if none ended with one."""
-        largest = 0
-        while not self._queue.empty():
-            largest = max(largest, self._queue.get())
-        return largest
-
-
-def _codes_of_rank(queue: Any) -> _Codes:
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGINT, leave)  # SIGTERM ends it by itself, also while it waits for its peers
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    return _Codes(queue)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    with signals.killing_the_process(), _one_line_where_they_cannot_meet():
+        store = _store(options) if init_method in (None, "env://") else None
+        if store is None:  # as torch and Ignite do it, under SLURM for instance
+            idist.initialize(backend, init_method=init_method, **options)
+            return
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+        slurm = os.environ.pop("SLURM_JOB_ID", None)  # or Ignite takes SLURM's local rank: 0 on all of torchrun's
+        idist.sync()
+        if slurm is not None:
+            os.environ["SLURM_JOB_ID"] = slurm
 
 
-def _rank_main(local_rank: int, func: Callable[..., Any], codes: Any, *args: Any, **kwargs: Any) -> None:
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a forked rank has unpickled nothing
-        func(local_rank, *args, **kwargs)
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        codes.put(end.code if isinstance(end.code, int) else int(end.code is not None))
-    except KeyboardInterrupt:  # torch's own launcher swallows it
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        codes.put(128 + signal.SIGINT)
-    finally:
-        agreement.forget_groups()
+def _store(options: dict[str, Any]) -> Any:
+    """Where ranks meet that torchrun or this module started, or a process alone; None: it is to be found by torch."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, **options)
+        # torch's own rendezvous keeps the keys of all attempts in one place: a rank could meet one that is dead
+        return _stores.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return None if {"RANK", "WORLD_SIZE", "SLURM_JOB_ID"} & os.environ.keys() else _stores.HashStore()
+
+
+def _disconnect() -> None:
+    agreement.forget_groups()
+    idist.finalize()
 
 
 @contextmanager
-def _forwarding_signals() -> Iterator[None]:
-    """Forward signals to all children, from a thread; the main one blocks them, so that children start like that.
-
-    Python's handlers run in the main thread only, which waits for the children; the number of a signal is written to
-    the wakeup descriptor by whichever thread received it. Outside the main thread nothing can be forwarded.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received, sender = socket.socketpair()
-    sender.setblocking(False)
-    before = {number: signal.signal(number, lambda number, frame: None) for number in SIGNALS}
-    descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=_forward, args=(received,), name="signals", daemon=True)
-    thread.start()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+def _one_line_where_they_cannot_meet(address: str | None = None, port: int | None = None) -> Iterator[None]:
     try:
         yield
+    except dist.DistNetworkError as error:
+        where = f"{address or os.environ.get('MASTER_ADDR')}, port {port or os.environ.get('MASTER_PORT')}"
+        in_use = "EADDRINUSE" in str(error)
+        reason = "the port is in use" if in_use else str(error).splitlines()[0].rstrip(".")
+        remedy = "end what uses it, or give another port (master_port, or MASTER_PORT)"
+        raise LaunchError(f"The ranks cannot meet at {where}: {reason}{'; ' + remedy if in_use else ''}.") from error
+
+
+# -- ranks that are spawned here --------------------------------------------------------------------------------------
+
+
+class _Place:
+    """The environment in which a rank meets the others.
+
+    It is the first of our own objects that a rank unpickles, after its imports: there it lets signals in, which the
+    parent blocks for the processes it starts, or an import would end with a traceback.
+    """
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _place_in_rank, (self.environment,)
+
+
+def _place_in_rank(environment: dict[str, str]) -> _Place:
+    signals.let_signals_in()
+    return _Place(environment)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a rank ended.
+
+    Attributes:
+        code: for the parent to exit with; None: it raised, or was killed.
+        traceback: of what it raised.
+        at: seconds since the epoch.
+    """
+
+    code: int | None
+    at: float
+    traceback: str = ""
+
+
+def _rank_main(
+    place: _Place,
+    connection: tuple[str, str | None, timedelta | None],
+    report: Any,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    signals.let_signals_in()  # a forked rank has unpickled nothing
+    os.environ.update(place.environment)
+    code: int | None = 0
+    text = ""
+    try:
+        with signals.ending_the_process(), signals.listening(os.getppid()):
+            signals.receive_forwarded()
+            _connect(*connection)
+            try:
+                func(int(os.environ["LOCAL_RANK"]), *args, **kwargs)
+            finally:
+                signals.ignore_all()
+                agreement.forget_groups()
+            idist.finalize()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr, flush=True)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except Exception:
+        code, text = None, traceback.format_exc()
+    # a code is not the process's own exit status: none of its peers is ended because of it, they may be saving
+    with contextlib.suppress(OSError):  # the parent is gone
+        report.send(_End(code, time.time(), text))
+    if code is None:
+        sys.exit(1)
+
+
+@dataclass
+class _Rank:
+    """A rank as its parent sees it.
+
+    Attributes:
+        number: in the whole group.
+        report: its end of the pipe on which the rank says how it ended.
+        end: what it said, or else its exit status; None: it runs.
+        killed_by: the signal that ended it before it could say anything, unless this parent sent that.
+        ended_here: this parent sent it SIGTERM or SIGKILL.
+    """
+
+    number: int
+    process: Any
+    report: Any
+    end: _End | None = None
+    killed_by: int | None = None
+    ended_here: bool = False
+
+    @property
+    def runs(self) -> bool:
+        return self.process.exitcode is None
+
+    def look(self) -> None:
+        """Take what the rank has said; when its process has ended without a word, its status is what counts."""
+        ended = not self.runs
+        with contextlib.suppress(EOFError, OSError):
+            if self.end is None and self.report.poll():
+                self.end = self.report.recv()
+        if ended and self.end is None:
+            code = self.process.exitcode
+            if code < 0:
+                self.killed_by = None if self.ended_here else -code
+                stopped = signals.origin(-code) in signals.STOPS  # before it trained
+                code = 128 + signals.treated_as(-code) if stopped else None
+            self.end = _End(code, time.time())
+
+    @property
+    def failed(self) -> bool:
+        """Its peers cannot go on: it raised, was killed, or ended its process in the middle of everything."""
+        return self.end is not None and (self.end.code is None or self.process.exitcode not in (None, 0))
+
+    def send(self, number: int) -> None:
+        if self.runs:
+            os.kill(self.process.pid, number)
+
+
+class _Ranks:
+    """The ranks of this machine, from their start until all have ended."""
+
+    def __init__(self, backend: str, params: dict[str, Any], timeout: timedelta | None) -> None:
+        self._backend, self._params, self._timeout = backend, params, timeout
+        self._ranks: list[_Rank] = []
+        self._first_stop_at: float | None = None
+        self._forced_by: int | None = None
+        self._deadlines: list[tuple[float, Callable[[], None]]] = []
+        self._peer_failed = False
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with _receiving_signals() as received:
+            try:
+                store = self._start(func, args, kwargs)  # the ranks meet there as long as they run
+                while any(rank.runs for rank in self._ranks):
+                    self._wait(received)
+                del store
+            finally:
+                self._kill()
+        for rank in self._ranks:
+            rank.look()
+        self._finish()
+
+    def _start(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        params = self._params
+        count, nodes, node = params["nproc_per_node"], params.get("nnodes", 1), params.get("node_rank", 0)
+        address, port = params.get("master_addr", "127.0.0.1"), params.get("master_port", 0)
+        init_method, store = params.get("init_method"), None
+        if init_method in (None, "env://") and node == 0:
+            with _one_line_where_they_cannot_meet(address, port):
+                store = _stores.TCPStore(address, port, is_master=True, wait_for_workers=False)
+            port = store.port
+        context: Any = multiprocessing.get_context(params.get("start_method", _start_method()))
+        resource_tracker.ensure_running()  # its start lets signals in again
+        for local_rank in range(count):
+            rank = node * count + local_rank
+            environment = {
+                "RANK": rank,
+                "LOCAL_RANK": local_rank,
+                "WORLD_SIZE": nodes * count,
+                "MASTER_ADDR": address,
+                "MASTER_PORT": port,
+                "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is this process's
+            }
+            place = _Place({name: str(value) for name, value in environment.items()})
+            received, report = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main,
+                args=(place, (self._backend, init_method, self._timeout), report, func, args, kwargs),
+                daemon=params.get("daemon", False),
+            )
+            with signals.blocked():
+                process.start()
+            report.close()
+            self._ranks.append(_Rank(rank, process, received))
+        return store
+
+    def _wait(self, received: socket.socket | None) -> None:
+        """Until something happens; then act on it."""
+        running = [rank for rank in self._ranks if rank.runs]
+        sources = [rank.process.sentinel for rank in running] + [rank.report for rank in running if rank.end is None]
+        sources += [received] if received is not None else []
+        next_deadline = min((at for at, _ in self._deadlines), default=None)
+        wait_s = None if next_deadline is None else max(next_deadline - time.monotonic(), 0.0)
+        if received in multiprocessing.connection.wait(sources, wait_s) and received is not None:
+            for number in received.recv(64):
+                self._forward(number)
+        for rank in self._ranks:
+            rank.look()
+        if not self._peer_failed and any(rank.failed for rank in self._ranks):
+            self._peer_failed = True
+            self._after(_PEERS_OF_A_FAILURE_MAY_END_S, self._terminate)
+        for deadline in [each for each in self._deadlines if each[0] <= time.monotonic()]:
+            self._deadlines.remove(deadline)
+            deadline[1]()
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        self._deadlines.append((time.monotonic() + seconds, act))
+
+    def _forward(self, number: int) -> None:
+        if number not in signals.SIGNALS:
+            return
+        now = time.monotonic()
+        if number in signals.STOPS:
+            if self._first_stop_at is None:
+                self._first_stop_at = now
+            elif now - self._first_stop_at >= signals.FORCE_AFTER_S and self._forced_by is None:
+                self._forced_by = number
+                self._after(_FORCED_RANKS_MAY_END_S, self._kill)
+        for rank in self._ranks:
+            rank.send(signals.FORWARDED[number])
+
+    def _terminate(self) -> None:
+        for rank in self._ranks:
+            if rank.runs:
+                rank.ended_here = True
+                rank.send(signal.SIGKILL if _is_stopped(rank.process.pid) else signal.SIGTERM)
+        self._after(_TERMINATED_RANKS_MAY_END_S, self._kill)
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            if rank.runs:
+                rank.ended_here = True
+                rank.send(signal.SIGKILL)
+                rank.process.join()
+
+    def _finish(self) -> None:
+        """Exit with the ranks' code, or raise what the first one that failed raised."""
+        if self._forced_by is not None:
+            sys.exit(128 + signals.treated_as(self._forced_by))
+        ended = [(rank, rank.end) for rank in self._ranks if rank.end is not None and rank.end.code != 0]
+        if not ended:
+            return
+        # peers of a killed rank may have noticed it before this process did
+        cause, end = min(ended, key=lambda each: (each[0].killed_by is None, each[1].at))
+        if end.code is not None:
+            sys.exit(max(end.code for _, end in ended if end.code is not None))
+        pid = cause.process.pid
+        if (number := cause.killed_by) is None:
+            text = f"\n\n-- Rank {cause.number} ended with the following error:\n{end.traceback}"
+            raise ProcessRaisedException(text, cause.number, pid)
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        text = f"Rank {cause.number} (process {pid}) was killed by {name}."
+        raise ProcessExitedException(text, cause.number, pid, exit_code=-number, signal_name=name)
+
+
+@contextmanager
+def _receiving_signals() -> Iterator[socket.socket | None]:
+    """A socket from which the numbers of received signals are read; they do nothing else. None outside the main thread.
+
+    A signal that is ignored (``nohup``) stays so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    received, sender = socket.socketpair()
+    received.setblocking(False)
+    sender.setblocking(False)
+    handled = [number for number in signals.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: None) for number in handled}
+    descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    try:
+        yield received
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.set_wakeup_fd(descriptor)
-        sender.close()
-        thread.join()
-        received.close()
         for number, handler in before.items():
             signal.signal(number, handler)
+        sender.close()
+        received.close()
 
 
-def _forward(received: socket.socket) -> None:
-    while numbers := received.recv(64):
-        for child in multiprocessing.active_children():
-            for number in numbers:
-                if child.pid is not None and number in SIGNALS:
-                    os.kill(child.pid, number)
+def _start_method() -> str:
+    """As Ignite: in a notebook a function cannot be imported by a process that is spawned."""
+    return "fork" if "__IPYTHON__" in builtins.__dict__ else "spawn"
 
 
-def free_port() -> int:
-    """A TCP port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z): it would not receive SIGTERM. False where it is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, Loaded, LoadPlan, LoadTable
 from ignite_engine.checkpointing.shards import is_sharded
+from ignite_engine.errors import Interrupted
 from ignite_engine.ranks import agreement
 from ignite_engine.report import write_report
 from ignite_engine.report.lr_curve import Curve, lr_svg, lr_text
@@ -118,8 +120,9 @@ class Run:
             trainer.run(self.loader, **self.length)
         except BaseException as error:
             status = trainer.state.status
-            if isinstance(error, KeyboardInterrupt) and status != "interrupted":  # before GracefulStop was attached
-                status, trainer.state.reason = "interrupted", "SIGINT"
+            if isinstance(error, KeyboardInterrupt | Interrupted) and status != "interrupted":  # before GracefulStop
+                number = error.signal if isinstance(error, Interrupted) else signal.SIGINT
+                status, trainer.state.reason = "interrupted", signal.Signals(number).name
             status = status if status in ("interrupted", "failed") else "failed"
             trainer.state.reason = trainer.state.reason or f"{type(error).__name__}: {error}"
             if status == "failed":

@@ -1,0 +1,197 @@
+"""What a signal does to a process while nothing else handles it, and how a parent forwards one to its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from ignite_engine.errors import Interrupted
+
+logger = logging.getLogger(__name__)
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (*STOPS, signal.SIGUSR1)
+FORCE_AFTER_S = 0.5
+"""A second stop signal of the user ends the run at once if it comes so long after the first."""
+
+# Signals of their own: Ctrl-C goes to the ranks too, and what the parent forwards must not look like a second one.
+# Where there are none (macOS), it is the signal itself.
+FORWARDED: dict[int, int] = {
+    number: getattr(signal, "SIGRTMAX", number + place) - place for place, number in enumerate(SIGNALS)
+}
+_ORIGINS = {forwarded: number for number, forwarded in FORWARDED.items()}
+
+_WAKE = getattr(signal, "SIGRTMAX", signal.SIGURG + len(SIGNALS)) - len(SIGNALS)
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+_ORPHANS_MAY_SAVE_S = 30.0  # as torchrun allows from SIGTERM to SIGKILL
+
+
+def origin(number: int) -> int:
+    """The signal that the parent received, if ``number`` is the one with which it forwards it; else ``number``."""
+    return _ORIGINS.get(number, number)
+
+
+def treated_as(number: int) -> int:
+    """The signal whose exit code is used, as 128 + it: a closed terminal (SIGHUP) is a SIGTERM."""
+    return signal.SIGTERM if origin(number) == signal.SIGHUP else origin(number)
+
+
+@contextmanager
+def ending_the_process() -> Iterator[None]:
+    """Within it a stop that nothing else handles raises :class:`Interrupted`; SIGUSR1, which asks to save, is ignored.
+
+    Handlers that are not Python's own stay as they are, and ignored signals stay ignored (``nohup``). Outside the main
+    thread, which alone may handle signals, it does nothing.
+    """
+    with _default_handlers_are(_End()):
+        yield
+
+
+@contextmanager
+def killing_the_process() -> Iterator[None]:
+    """Within it a stop that nothing else handles kills: the main thread waits in C++, where Python's handlers wait."""
+    with _default_handlers_are(signal.SIG_DFL):
+        yield
+
+
+@contextmanager
+def _default_handlers_are(handler: Any) -> Iterator[None]:
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        wanted = {**dict.fromkeys(STOPS, handler), signal.SIGUSR1: _ignore}
+        for number, wants in wanted.items():
+            if (found := signal.getsignal(number)) in _DEFAULTS:
+                before[number] = found
+                signal.signal(number, wants)
+    try:
+        yield
+    finally:
+        for number, found in before.items():
+            if signal.getsignal(number) in (handler, _ignore):  # not what was installed since
+                signal.signal(number, found)
+
+
+def is_default(handler: Any) -> bool:
+    """Whether ``handler`` is Python's or this module's, not one of the user."""
+    return handler is None or isinstance(handler, _End) or handler in (*_DEFAULTS, signal.SIG_IGN, _ignore, dispatch)
+
+
+class _End:
+    """Raise :class:`Interrupted`, once for one signal; a process forked from here, such as a loader worker, is killed.
+
+    Attributes:
+        raised_at: when it did, in monotonic seconds; None: not yet.
+    """
+
+    def __init__(self) -> None:
+        self.raised_at: float | None = None
+        self._pid = os.getpid()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self.raised_at is None or time.monotonic() - self.raised_at >= FORCE_AFTER_S:
+            self.raised_at = time.monotonic()
+            raise Interrupted(treated_as(number))
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN, which processes started from here would inherit."""
+
+
+def dispatch(number: int, frame: FrameType | None) -> None:
+    """A forwarded signal does what the signal itself would do here; it ends no process a second time."""
+    handler = signal.getsignal(origin(number))
+    if isinstance(handler, _End) and handler.raised_at is not None:
+        return
+    if callable(handler):
+        handler(origin(number), frame)
+    elif handler is signal.SIG_DFL:
+        os.kill(os.getpid(), origin(number))
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Within it this thread, and processes started from it, block signals."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, *FORWARDED.values()})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def let_signals_in() -> None:
+    """In a process that was started with signals blocked: from here on one kills it, until more is known.
+
+    The exit status then names the signal; the parent exits with 128 + it.
+    """
+    for number in (*STOPS, *(FORWARDED[stop] for stop in STOPS)):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGUSR1, FORWARDED[signal.SIGUSR1]):  # there is nothing to save yet
+        signal.signal(number, _ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*SIGNALS, *FORWARDED.values()})
+
+
+def receive_forwarded() -> None:
+    """From here on a forwarded signal does what the signal itself would do."""
+    for number in _ORIGINS.keys() - set(SIGNALS):
+        signal.signal(number, dispatch)
+
+
+def ignore_all() -> None:
+    """The process ends: what comes now is late."""
+    for number in (*SIGNALS, *FORWARDED.values()):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def listening(parent: int | None) -> Iterator[None]:
+    """Within it the main thread handles a signal at once, even where the system hands it to one of gloo's threads.
+
+    Python's handlers run in the main thread, whose wait is only interrupted by a signal of its own: a thread sends it.
+    The same thread looks every second whether a process is gone, then and after the end of the block.
+
+    Args:
+        parent: the process that started this rank, or None. Its end is treated as SIGTERM, and a rank that is not
+            through 30 s later, because it waits for a peer that is gone, say, is ended.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received, sender = socket.socketpair()
+    received.settimeout(1.0)
+    sender.setblocking(False)
+    signal.signal(_WAKE, _ignore)
+    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    # the thread keeps the sender open: a process forked from here may write to it
+    threading.Thread(target=_listen, args=(received, sender, parent), name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+
+
+def _listen(received: socket.socket, sender: socket.socket, parent: int | None) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    while parent is None or os.getppid() == parent:
+        with contextlib.suppress(TimeoutError):
+            if set(received.recv(64)) - {_WAKE}:
+                for delay in (0.0, 0.1, 0.4):  # it may have been about to wait: between Python's last look and the wait
+                    time.sleep(delay)
+                    signal.pthread_kill(main, _WAKE)
+    logger.warning("The process that started this rank (%d) is gone: the rank stops, as on SIGTERM.", parent)
+    signal.pthread_kill(main, signal.SIGTERM)
+    time.sleep(_ORPHANS_MAY_SAVE_S)
+    os._exit(128 + signal.SIGTERM)
