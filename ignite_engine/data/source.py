@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -74,6 +75,7 @@ class DataSource:
         """The loader has ended its pass, perhaps while the last group was gathered."""
         self._iterator: Any = None
         self._replayed: Any = None
+        self._is_replayed = _is_replayed(data)
 
     def agree_lengths(self) -> None:
         """Read the length of the pass that starts; of sized loaders the ranks exchange theirs. A collective.
@@ -131,7 +133,7 @@ class DataSource:
     @property
     def keeps_state(self) -> bool:
         """The data has a ``state_dict`` of its own, which holds the position in a pass."""
-        return self.sampler is None and hasattr(self.data, "state_dict") and not _is_replayed(self.data)
+        return self.sampler is None and hasattr(self.data, "state_dict") and not self._is_replayed
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the current pass, from the position on."""
@@ -332,7 +334,7 @@ class DataSource:
             skipped=skipped,
             ended=state["ended"],
             between_passes=bool(state.get("between_passes")),
-            loader=state.get("loader"),
+            loader=None if self._is_replayed else state.get("loader"),
             generators=state.get("generators"),
         )
         # an evaluation may read the data before the pass is opened
@@ -343,9 +345,15 @@ class DataSource:
 def _is_replayed(data: Any) -> bool:
     """A loader with a state over a stream without one: torchdata counts twice what it replays, and loses as much."""
     dataset = getattr(data, "dataset", None)
-    if not isinstance(dataset, IterableDataset) or hasattr(dataset, "state_dict"):
+    if not hasattr(data, "state_dict") or not isinstance(dataset, IterableDataset) or hasattr(dataset, "state_dict"):
         return False
-    return inspect.isgeneratorfunction(type(dataset).__iter__)  # else its iterator may have a state
+    if inspect.isgeneratorfunction(type(dataset).__iter__):
+        return True
+    try:
+        with rng.isolated():
+            return not hasattr(iter(copy(dataset)), "state_dict")
+    except Exception:  # it may be iterated in a worker alone; without torchdata's state it is right, if slower
+        return True
 
 
 def _orders(data: Any) -> list[Any]:

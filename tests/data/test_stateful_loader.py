@@ -109,8 +109,42 @@ class Generated(IterableDataset[Any]):
             yield torch.full((3,), float(index)), torch.ones(1)
 
 
+class Listed(IterableDataset[Any]):
+    """The same by a method that is no generator function."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([(torch.full((3,), float(index)), torch.ones(1)) for index in range(9)])
+
+
+class CountedIterator(Iterator[tuple[Tensor, Tensor]]):
+    """Over the same, with a state."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        if self.given == 9:
+            raise StopIteration
+        self.given += 1
+        return torch.full((3,), float(self.given - 1)), torch.ones(1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+class Counted(IterableDataset[Any]):
+    """A stream whose iterator has a state."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return CountedIterator()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_stream_without_a_state_goes_on_where_it_was_in_a_second_resume_too(workers: int) -> None:
+@pytest.mark.parametrize("stream", [Generated, Listed, Counted])
+def test_stream_goes_on_where_it_was_in_a_second_resume_too(stream: type[IterableDataset[Any]], workers: int) -> None:
     """Torchdata counts twice what it has replayed."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -123,8 +157,12 @@ def test_stream_without_a_state_goes_on_where_it_was_in_a_second_resume_too(work
         )
         if state is not None:
             trainer.registry.load(state, source="memory")
-        trainer.run(StatefulDataLoader(Generated(), 1, num_workers=workers), max_iters=limit)
-        assert "its batches are replayed" in trainer.reproducibility()[0]
+        trainer.run(StatefulDataLoader(stream(), 1, num_workers=workers), max_iters=limit)
+        assert [reason for reason in trainer.reproducibility() if "its batches are replayed" in reason] == (
+            []
+            if stream is Counted
+            else [f"StatefulDataLoader with {stream.__name__} keeps no state: its batches are replayed"]
+        )
         shared, local = trainer.registry.capture()
         state = copy.deepcopy({**shared, **local})
 
