@@ -26,6 +26,8 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 ROOT = Path(__file__).resolve().parents[2]
+AFTER_SIGKILL_S = 30.0
+"""For how long the end of a killed child is waited for."""
 
 
 class Child:
@@ -46,12 +48,13 @@ class Child:
         """Its exit code.
 
         Raises:
-            TimeoutError: it did not end; it is killed.
+            TimeoutError: it did not end; it is killed, and so is its server if it does not hear of that.
         """
         code = self.poll(timeout_s)
         if code is None:
             self.signal(signal.SIGKILL)
-            self.poll(30.0)
+            if self.poll(AFTER_SIGKILL_S) is None:
+                self._server.drop()
             raise TimeoutError(f"A child did not end within {timeout_s} s.")
         return code
 
@@ -72,15 +75,17 @@ class ForkServer:
     def __init__(self, modules: Sequence[str], **environment: str) -> None:
         command = [sys.executable, "-m", "tests.faults.fork_server", *modules]
         path = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
-        )
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+
+        def launch() -> subprocess.Popen[str]:
+            pipe = subprocess.PIPE
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, cwd=ROOT, env=variables)
+
+        self._launch = launch
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = self._launch()
         self._selector = selectors.DefaultSelector()
         assert self._process.stdout is not None
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -114,6 +119,12 @@ class ForkServer:
         if not line:
             raise RuntimeError(f"The fork server ended with code {self._process.wait()}.")
         return int(line)
+
+    def drop(self) -> None:
+        """Begin again with a new server: what the present one still answers is of a child that was given up."""
+        self._process.kill()
+        self.close()
+        self._begin()
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
