@@ -102,7 +102,16 @@ class EarlyStopping:
         if trainer.starts_fresh(self.name):
             self.best, self.bad = None, 0
         self._followed.begin(trainer)
-        self._finish_if_due(trainer)
+        if not trainer.progress.epoch_is_full():
+            self._finish_if_due(trainer)
+            return
+
+        def at_its_end(trainer: Trainer) -> None:
+            epoch_ends.remove()
+            self._finish_if_due(trainer)
+
+        # a stop came between the value that decided and the end of its epoch
+        epoch_ends = trainer.add_event_handler(Events.EPOCH_COMPLETED, at_its_end)
 
     def _finish_if_due(self, trainer: Trainer) -> None:
         if self.bad < self.patience:

@@ -103,7 +103,7 @@ class Loop:
         if within and self.progress.epoch_ends:
             engine.should_terminate_single_epoch = self.progress.epoch_ends
         # an evaluation that is done again here publishes and ends what it would have in the uninterrupted run
-        if not within or not (self._epoch_is_full() or engine.should_terminate_single_epoch):
+        if not within or not (self.progress.epoch_is_full() or engine.should_terminate_single_epoch):
             self._publish()  # else the end of the epoch does
         self._restore_rng()
         if within and not engine.should_terminate:
@@ -124,7 +124,7 @@ class Loop:
         try:
             if begun:
                 yield from self._pause_or_end()
-            while not self._epoch_is_full():  # a resumed epoch may be, but for its EPOCH_COMPLETED
+            while not progress.epoch_is_full():  # a resumed epoch may be, but for its EPOCH_COMPLETED
                 state.batch = None
                 if state.dataloader is not None and self._fire(Events.GET_BATCH_STARTED):
                     yield from self._pause_or_end()
@@ -146,7 +146,7 @@ class Loop:
                 progress.group_consumed()
                 self._fire(Events.ITERATION_COMPLETED)
 
-                if self._epoch_is_full():
+                if progress.epoch_is_full():
                     if engine.should_terminate:
                         self._boundary(last=True)
                     yield from self._pause_or_end()
@@ -272,12 +272,7 @@ class Loop:
         state, progress = self.state, self.progress
         if not state.start.continues or progress.epoch_iteration == 0:
             return False
-        return self._epoch_is_full() or not is_done(state, progress.epochs_completed)
-
-    def _epoch_is_full(self) -> bool:
-        """Whether the epoch has all its iterations; a pass over data of unknown length ends with the data."""
-        length = self.state.epoch_length
-        return length is not None and self.progress.epoch_iteration >= length and not self.progress.measured
+        return progress.epoch_is_full() or not is_done(state, progress.epochs_completed)
 
     def _boundary_matters(self) -> bool:
         """Whether anything can happen at the boundary of this iteration."""

@@ -139,6 +139,11 @@ class Progress:
 
     # -- counting -------------------------------------------------------------------------------------------------
 
+    def epoch_is_full(self) -> bool:
+        """Whether the epoch has all its iterations; a pass over data of unknown length ends with the data."""
+        length = self.state.epoch_length
+        return length is not None and self.epoch_iteration >= length and not self.measured
+
     def group_fetched(self, group: Any) -> None:
         self.at_boundary = False
         self._optimizer_steps = self.state.optimizer_steps

@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from ignite.engine import Events
+from ignite.metrics import Average
 
-from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers import Checkpoint, EarlyStopping
-from tests.builders import numbers_loader, trainer_of, weights
+from ignite_engine import Trainer, TrainingEvents, create_evaluator
+from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation
+from tests.builders import events_of, numbers_loader, trainer_of, weights
 
 FALLING_THEN_FLAT = (5.0, 4.0, 4.0, 3.0, 3.0, 3.5, 3.0, 2.0)
 
@@ -129,6 +130,36 @@ def test_stop_at_the_deciding_value_is_a_stop_and_the_resumed_run_only_completes
     assert (first.state.status, first.state.reason) == ("interrupted", "enough")
     assert (resumed.state.status, resumed.state.iteration, resumed.state.epoch) == ("completed", 36, 6)
     assert str(resumed.state.reason).startswith("early stopping: val/loss was not below 3")
+
+
+def test_decision_before_a_cut_off_evaluation_comes_after_the_epoch_has_completed(tmp_path: Path) -> None:
+    """Two evaluations at an epoch's last iteration, a stop in the second, and the first one's value ends the run."""
+
+    def run_in(folder: Path, stop: bool) -> list[tuple[str, int]]:
+        trainer = trainer_of()
+
+        def predict(model: Any, batch: Any) -> Any:
+            if stop and trainer.state.epoch == 2:
+                trainer.request_stop("enough")
+            return batch
+
+        at = Events.ITERATION_COMPLETED(every=6)
+        for name, process in (("val", lambda model, batch: batch), ("test", predict)):
+            evaluator = create_evaluator(trainer.update.model, process, {"loss": Average()})  # type: ignore[attr-defined]  # an Update
+            Evaluation(evaluator, [torch.tensor([1.0])] * 2, name=name).attach(trainer, at)
+        seen = events_of(trainer, (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED))
+        metrics = list[tuple[str, int]]()
+        trainer.add_event_handler(
+            TrainingEvents.METRICS_READY, lambda: metrics.extend((key, 0) for key in trainer.state.metrics.fresh)
+        )
+        run(trainer, 4, patience=1, folder=folder)
+        assert trainer.state.status == ("interrupted" if stop else "completed")
+        return [*[(name, iteration) for name, _, iteration in seen], *metrics]
+
+    whole = run_in(tmp_path / "whole", stop=False)
+    assert ("EPOCH_COMPLETED", 12) in whole
+    cut = run_in(tmp_path / "cut", stop=True) + run_in(tmp_path / "cut", stop=False)
+    assert sorted(cut) == sorted(whole)
 
 
 @pytest.mark.parametrize(
