@@ -1,12 +1,14 @@
-"""What the same bits on any number of ranks cost: ``python -m benchmarks.rank_invariant``; the README has the method."""
+"""What the same bits on any number of ranks cost, as ``benchmarks/README.md`` describes."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +30,7 @@ WARMUP_ROUNDS = 2
 FEATURES = 256
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the ratios; the exit code is 0 whatever they are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rank_invariant", description=__doc__)
     parser.add_argument("--rounds", type=int, default=30, help="per contender, default 30")
@@ -37,7 +39,7 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=4, help="of an update, over all ranks, default 4")
     parser.add_argument("--batch", type=int, default=64, help="samples of a micro-batch, default 64")
     parser.add_argument("--width", type=int, default=1024, help="of the hidden layers, default 1024: 2.6 M parameters")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     for ranks in options.ranks:
         times = measured(ranks, vars(options))
         usual, ours = times["usual"], times["invariant"]
@@ -85,7 +87,7 @@ class _Contender:
         width, batch, steps = options["width"], options["batch"], options["steps"]
         widths = (FEATURES, width, width, width, FEATURES)
         layers: list[nn.Module] = []
-        for ins, outs in zip(widths, widths[1:], strict=False):
+        for ins, outs in itertools.pairwise(widths):
             layers += [nn.Linear(ins, outs), nn.GELU()]
         model: nn.Module = nn.Sequential(*layers)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -279,14 +279,15 @@ class Update:
         state: Any = engine.state
         losses: list[Tensor] = []
         extras: list[Mapping[str, Tensor]] = []
-        for index, batch in enumerate(to_device(micro_batches, self.device)):
-            if scales[index]:
-                invariance.seed(index)
-                losses.append(self._backward(batch, scales[index], extras))
-            state.micro_batches += 1
-            if engine._event_handlers.get(TrainingEvents.BACKWARD_COMPLETED):
-                engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
-            invariance.collect(index)
+        with invariance.collecting():
+            for index, batch in enumerate(to_device(micro_batches, self.device)):
+                if scales[index]:
+                    invariance.before(index)
+                    losses.append(self._backward(batch, scales[index], extras))
+                state.micro_batches += 1
+                if engine._event_handlers.get(TrainingEvents.BACKWARD_COMPLETED):
+                    engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
+                invariance.after(index)
         return invariance.reduce(losses, extras)
 
     def _backward(self, batch: Any, scale: float, extras: list[Mapping[str, Tensor]]) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from ignite_engine import rng
 from ignite_engine.ranks import agreement
 from ignite_engine.step.exchange import Exchange, gradient_group
+from ignite_engine.step.gradient_tree import GradientTree
 from ignite_engine.step.losses import names_of
 from ignite_engine.step.micro_batches import WeightFn, check_weight, share
 from ignite_engine.step.rank_local import check_model
-from ignite_engine.step.tree_sum import Gradients, TreeSum, add_gradients, nodes_of
+from ignite_engine.step.tree_sum import Gradients, nodes_of
 
 _BETWEEN_UPDATES = -1
 """In the place of a micro-batch: the random numbers that handlers and evaluations draw."""
@@ -25,8 +27,8 @@ _BETWEEN_UPDATES = -1
 class RankInvariance:
     """Random numbers and sums of one update after the other.
 
-    In each :meth:`begin`; for every micro-batch :meth:`seed`, forward and backward, :meth:`collect`; :meth:`reduce`.
-    Its state is the seed of the model's random numbers.
+    In each :meth:`begin`; while :meth:`collecting`, for every micro-batch :meth:`before`, forward and backward,
+    :meth:`after`; then :meth:`reduce`. Its state is the seed of the model's random numbers.
 
     Args:
         model: the user's own, not wrapped for data parallelism.
@@ -91,8 +93,7 @@ class RankInvariance:
         self._leaves = [range(min(first, total), min(end, total)) for first, end in ends]
         self._own = self._leaves[agreement.rank()]
         assert len(self._own) == len(micro_batches)
-        self._parameters = [each for each in self._all_parameters() if each.requires_grad]
-        self._tree: TreeSum[Gradients] = TreeSum(add_gradients)
+        self._tree = GradientTree([each for each in self._all_parameters() if each.requires_grad])
         self._versions = [each._version for each in self._buffers.values()]
         self._scales = [1.0 / total] * len(micro_batches)
         if weight_fn is None:
@@ -106,29 +107,28 @@ class RankInvariance:
         self._scales = [weight / summed for weight in weights] if summed else []
         return self._scales if summed else None
 
-    def seed(self, index: int) -> None:
-        """Before the forward of this rank's micro-batch ``index``."""
-        self._seed_generators(self._iteration, self._own[index])
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """For the forwards and backwards of this rank's micro-batches."""
+        with self._tree.collecting():
+            yield
 
-    def collect(self, index: int) -> None:
+    def before(self, index: int) -> None:
+        """Before the forward of this rank's micro-batch ``index``, which weighs something."""
+        leaf = self._own[index]
+        self._seed_generators(self._iteration, leaf)
+        self._tree.before(leaf, sibling_follows=leaf % 2 == 0 and any(self._scales[index + 1 : index + 2]))
+
+    def after(self, index: int) -> None:
         """After the backward of this rank's micro-batch ``index``, or in its place where it weighs nothing.
 
         Raises:
-            ValueError: a gradient is sparse.
+            ValueError: a gradient is sparse, or came in several parts.
         """
-        leaf, weighs = self._own[index], self._scales[index] > 0
-        if not weighs:
-            self._tree.push((leaf, 0), [None] * len(self._parameters))
-            return
-        if leaf % 2 == 0 and index + 1 < len(self._own) and self._scales[index + 1] > 0:
-            return  # autograd adds its sibling's gradients to these, while they are in the cache
-        gradients: Gradients = [each.grad for each in self._parameters]
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = None
-            if gradient is not None and gradient.is_sparse:
-                raise ValueError("rank_invariant cannot sum sparse gradients: use sparse=False in the embeddings.")
-        has_sibling = leaf % 2 == 1 and index > 0 and self._scales[index - 1] > 0
-        self._tree.push((leaf - 1, 1) if has_sibling else (leaf, 0), gradients)
+        if self._scales[index]:
+            self._tree.after()
+        else:
+            self._tree.leave_out(self._own[index])
 
     def reduce(self, losses: Sequence[Tensor], extras: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Give the parameters the sum of all gradients; a collective.
@@ -149,7 +149,7 @@ class RankInvariance:
             gradients: Gradients = self._tree.total()
         else:
             gradients, products = self._over_ranks(products)
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        for parameter, gradient in zip(self._tree.parameters, gradients, strict=True):
             parameter.grad = gradient
         self._seed_generators(self._iteration, _BETWEEN_UPDATES)
         assert self._names is not None
@@ -203,10 +203,11 @@ class RankInvariance:
         return products
 
     def _over_ranks(self, products: Tensor) -> tuple[Gradients, Tensor]:
-        if self._exchange is None or not self._exchange.is_for(self._parameters):
-            self._exchange = Exchange(self._parameters)
+        parameters = self._tree.parameters
+        if self._exchange is None or not self._exchange.is_for(parameters):
+            self._exchange = Exchange(parameters)
         ranks, own = agreement.world_size(), [gradients for _, gradients in self._tree.nodes]
-        has_any = [any(each[at] is not None for each in own) for at in range(len(self._parameters))]
+        has_any = [any(each[at] is not None for each in own) for at in range(len(parameters))]
         present = torch.tensor(has_any, dtype=torch.uint8)
         everyones_present = [torch.empty_like(present) for _ in range(ranks)]
         padded = products.new_zeros(len(products), max(map(len, self._leaves)))

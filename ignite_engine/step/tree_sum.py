@@ -29,7 +29,7 @@ class TreeSum(Generic[T]):
 
     def push(self, node: Node, value: T) -> None:
         """Add the subtree that follows the last one."""
-        while self.nodes and _are_siblings(self.nodes[-1][0], node):
+        while self.nodes and are_siblings(self.nodes[-1][0], node):
             node, left = self.nodes.pop()
             value, node = self._add(left, value), (node[0], node[1] + 1)
         self.nodes.append((node, value))
@@ -42,7 +42,8 @@ class TreeSum(Generic[T]):
         return total
 
 
-def _are_siblings(left: Node, right: Node) -> bool:
+def are_siblings(left: Node, right: Node) -> bool:
+    """Whether ``right``, which follows ``left``, is the right child of its parent."""
     return left[1] == right[1] and left[0] % (2 << left[1]) == 0
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpoint_function
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint
@@ -159,6 +160,13 @@ def sparse(model: Any, batch: Any) -> Tensor:
     return nn.functional.embedding(torch.tensor([1]), model.weight, sparse=True).sum()
 
 
+def in_several_parts(model: Any, batch: Any) -> Tensor:
+    """Each reentrant checkpoint is a backward of its own, which adds to the same gradient."""
+    inputs = batch[0].requires_grad_()
+    twice = (checkpoint_function(model, inputs, use_reentrant=True) for _ in range(2))
+    return sum(twice, torch.zeros(())).sum()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -167,6 +175,7 @@ def sparse(model: Any, batch: Any) -> Tensor:
         (lambda: invariant(nn.DataParallel(nn.Linear(3, 1))), "a DataParallel reduces gradients"),
         (lambda: invariant(nn.Embedding(3, 1, sparse=True)), "the model is a Embedding with sparse gradients"),
         (lambda: invariant(nn.Embedding(3, 1), loss_fn=sparse), "cannot sum sparse gradients"),
+        (lambda: invariant(linear(), loss_fn=in_several_parts), "came in several parts in one backward"),
         (lambda: invariant(Counting(in_place=True)), "it changed 'calls'"),
         (lambda: invariant(Counting(in_place=False)), "it changed 'calls'"),
     ],
