@@ -104,7 +104,7 @@ class GracefulStop:
                 "the run stops at the next step boundary, where Checkpoint saves. Another signal ends it at once, "
                 "without a save.",
             )
-            if self._trainer.requests.waiting_for_data and agreement.world_size() == 1:
+            if self._trainer.requests.waiting_for_data:
                 raise StopRequested
         elif (
             again

@@ -122,3 +122,16 @@ class Interrupted(SystemExit):
 
     def __str__(self) -> str:
         return f"interrupted by {signals.Signals(self.signal).name}"
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed, and this one cannot go on without it.
+
+    Args:
+        line: names the rank and its error, the same on every rank.
+        code: the exit code of a process that ends with it.
+    """
+
+    def __init__(self, line: str, code: int = 1) -> None:
+        super().__init__(line)
+        self.code = code

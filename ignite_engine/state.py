@@ -116,6 +116,8 @@ class TrainingState(State):
     ran out before its peers'. Writer: Trainer."""
     group_total: int
     """Micro-batches with weight in this iteration's group over all ranks; 0: as many on every rank. Writer: Trainer."""
+    group_weights: Any
+    """A ``GroupWeights``: what ``weight_fn`` gave for this group, where ranks agreed on it ahead. Writer: Trainer."""
     status: str
     """``created``, ``running``, ``completed``, ``interrupted`` or ``failed``. Writer: Trainer."""
     start: Start
@@ -148,6 +150,7 @@ class TrainingState(State):
         self.micro_batch_limit = None
         self.padding = 0
         self.group_total = 0
+        self.group_weights = None
         self.status = "created"
         self.start = Start.FRESH
         self.reason = None

@@ -82,10 +82,16 @@ class Trainer(Engine):
         self.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
         self.resume_state = ResumeState()
         self.registry = Registry(self.resume_state)
-        self.progress = Progress(
-            self.state, self.resume_state, accumulation_steps, global_micro_batches, may_be_empty=rank_invariant
-        )
         self.requests = StopRequests()
+        self.progress = Progress(
+            self.state,
+            self.resume_state,
+            accumulation_steps,
+            global_micro_batches,
+            may_be_empty=rank_invariant,
+            weigh=None if rank_invariant else getattr(update, "weight_fn", None),
+            waiting=self.requests,
+        )
         for name, part in self.progress.parts().items():
             self.registry.register(name, part, kind={"trainer": "counters"}.get(name, name))
         for name, obj, shared in getattr(update, "stateful", lambda: ())():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ignite_engine.step.loss_parallel import loss_parallel_context
 from ignite_engine.step.losses import scalar, unusable_result, weighted, weighted_by_name, whole
 from ignite_engine.step.micro_batches import (
     Group,
+    GroupWeights,
     WeightFn,
     check_accumulates,
     micro_batch_scales,
@@ -33,6 +35,7 @@ from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_
 from ignite_engine.step.optimizer_step import needs_closure, step
 from ignite_engine.step.precision import autocast, check_precision, loss_scaler
 from ignite_engine.step.rank_local import inside_ddp
+from ignite_engine.step.without_trace import without_trace
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +148,7 @@ class Update:
             self.non_finite.keep(self.model.buffers())
         micro_batches = batch if grouped or isinstance(batch, Group) else (batch,)
         if self._invariance is None:
-            scales = self._scales_of(micro_batches, state)
+            scales = self._scales_of(batch, micro_batches, state)
         else:
             scales = self._begin_invariant(self._invariance, engine, micro_batches)
         self._clear_gradients()
@@ -195,7 +198,10 @@ class Update:
         if state.not_finite_at is None:
             state.not_finite_at = warn_of_first(self._losses, self._parameters(), state.iteration)
 
-    def _scales_of(self, micro_batches: Any, state: Any) -> list[float] | None:
+    def _scales_of(self, batch: Any, micro_batches: Any, state: Any) -> list[float] | None:
+        weights: GroupWeights | None = state.group_weights
+        if weights is not None and weights.batch is batch:  # else a handler has given another one
+            return weights.scales()
         key = len(micro_batches), state.padding, state.group_total
         scales = self._scales.get(key)
         if scales is None:
@@ -250,9 +256,14 @@ class Update:
         handlers = engine._event_handlers  # between two steps of the optimizer each further call costs microseconds
         for batch in micro_batches if self._on_host else to_device(micro_batches, self.device):
             scale = scales[len(losses)]
-            if defers or self.loss_parallel:
+            repeated = not scale and len(losses) >= len(scales) - state.padding
+            if defers or self.loss_parallel or repeated:
                 is_last = len(losses) == len(scales) - 1
-                with without_sync(() if is_last else defers), loss_parallel_context(self.loss_parallel):
+                with (
+                    without_sync(() if is_last else defers),
+                    loss_parallel_context(self.loss_parallel),
+                    without_trace(self.model) if repeated else nullcontext(),
+                ):
                     losses.append(self._backward(batch, scale, extras))
             else:
                 losses.append(self._backward(batch, scale, extras))
@@ -404,4 +415,5 @@ def _prepare_plain_engine(engine: Engine) -> None:
     if not engine.has_registered_events(TrainingEvents.BACKWARD_COMPLETED):
         engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
     engine.state.micro_batch_limit = None  # type: ignore[attr-defined]
+    engine.state.group_weights = None  # type: ignore[attr-defined]
     engine.state.padding = engine.state.group_total = 0  # type: ignore[attr-defined]

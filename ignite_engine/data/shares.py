@@ -7,27 +7,35 @@ from itertools import islice
 from typing import Any
 
 from ignite_engine.data.loader import resumable
+from ignite_engine.data.lookahead import Waiting
 from ignite_engine.data.sampler import Dealing
 from ignite_engine.data.source import DataSource
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import Group, share
+from ignite_engine.step.micro_batches import Group, WeightFn, share
 
 
 def source_of(
-    data: Any, accumulation_steps: int | None, global_micro_batches: int | None, *, may_be_empty: bool = False
+    data: Any,
+    accumulation_steps: int | None,
+    global_micro_batches: int | None,
+    *,
+    may_be_empty: bool = False,
+    weigh: WeightFn | None = None,
+    waiting: Waiting | None = None,
 ) -> DataSource:
     """The source over a user's data.
 
     Args:
         global_micro_batches: of an iteration, over all ranks; then ``accumulation_steps`` is None.
         may_be_empty: of a :class:`SharedSource`.
+        weigh, waiting: of a :class:`DataSource`.
 
     Raises:
         ValueError: there are fewer micro-batches than ranks, or data of the ranks' own cannot be dealt out.
     """
     data = resumable(data)
     if global_micro_batches is None:
-        return DataSource(data, accumulation_steps)
+        return DataSource(data, accumulation_steps, weigh=weigh, waiting=waiting)
     share(global_micro_batches, mesh.data_rank(), mesh.data_size())
     source = DataSource(data, global_micro_batches)
     if source.sampler is not None:

@@ -14,11 +14,12 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ignite_engine import rng
+from ignite_engine.data.lookahead import Before, LookAhead, Waiting, batch_to_repeat
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import Group
+from ignite_engine.step.micro_batches import Group, GroupWeights, WeightFn
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,10 @@ class Position:
     """A state for the loader itself, with which the pass is opened; None: there is none, or the pass is open."""
     generators: Any = None
     """The states of the loader's own random number generators (:func:`generators_of`) that belong to it."""
+    rng: Any = None
+    """The global generators with which the next batch was fetched, ahead of the point where they were saved."""
+    exhausted: bool = False
+    """This rank has consumed the pass, a peer has not: there is no batch left to fetch."""
 
 
 class DataSource:
@@ -57,12 +62,23 @@ class DataSource:
     Args:
         data: a loader or any iterable of batches.
         accumulation_steps: batches in a group; None yields the batches themselves.
+        weigh: weight of a batch, which the ranks then exchange ahead; None: none.
+        waiting: its ``waiting_for_data`` is set where a signal may end a wait that the ranks agree on.
 
-    On several ranks a sized loader that is shorter than its peers' repeats its last batch until the longest has ended
-    (``uneven``); :meth:`padded` counts what of a group weighs nothing.
+    On several ranks one that is exhausted before its peers repeats its last batch until all are; :meth:`padded` counts
+    what of a group weighs nothing. Of sized loaders the lengths are exchanged when a pass starts. Where they do not
+    tell, or groups are weighed, the ranks agree on each group one ahead (:class:`LookAhead`).
     """
 
-    def __init__(self, data: Any, accumulation_steps: int | None) -> None:
+    def __init__(
+        self,
+        data: Any,
+        accumulation_steps: int | None,
+        *,
+        weigh: WeightFn | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
+        self.weigh, self.waiting = weigh, waiting
         self.data, self.steps = data, accumulation_steps or 1
         self.grouped = accumulation_steps is not None
         self.sampler: ResumableSampler | None = getattr(data, "sampler", None) if type(data) is DataLoader else None
@@ -74,30 +90,22 @@ class DataSource:
         self._exhausted = False
         """The loader has ended its pass, perhaps while the last group was gathered."""
         self._iterator: Any = None
-        self._replayed: Any = None
         self._is_replayed = _is_replayed(data)
+        self._looks_ahead = False
+        self._ahead: LookAhead | None = None
+        self._loaded: Before | None = None
+        """The saved place at which the present pass was opened, until the first fetch of it."""
 
     def agree_lengths(self) -> None:
-        """Read the length of the pass that starts; of sized loaders the ranks exchange theirs. A collective.
-
-        Raises:
-            ValueError: a rank has no batch at all, or only some ranks know their length.
-        """
+        """Read the length of the pass that starts; of sized loaders the ranks exchange theirs. A collective."""
         if self.sampler is not None:
             self.sampler.length, self.sampler.skipped = self.sampler.data_length(), self.position.skipped
         own = length_of(self.data)
-        rows = mesh.by_data_rank(agreement.gather_floats([-1.0 if own is None else float(own)]))
-        lengths = [int(row[0]) for row in rows]
-        if len(rows) == 1 or max(lengths) < 0:
-            self.lengths = None if own is None else [own]
-            return
-        if min(lengths) < 1 and not self.position.skipped:
-            raise ValueError(
-                f"Every rank needs at least one batch of data with a known length, got {lengths} by rank: "
-                "use fewer ranks, a smaller batch_size or more data."
-            )
-        self.lengths = lengths
-        self.uneven = len(set(lengths)) > 1
+        rows = agreement.gather_floats([-1.0 if own is None else float(own)])
+        lengths = [int(row[0]) for row in mesh.by_data_rank(rows)]
+        self.lengths = lengths if min(lengths) >= 0 else None
+        self._looks_ahead = len(rows) > 1 and (self.lengths is None or self.weigh is not None)
+        self.uneven = len(set(lengths)) > 1 and not self._looks_ahead
 
     @property
     def batches(self) -> int | None:
@@ -139,10 +147,57 @@ class DataSource:
         """The rest of the current pass, from the position on."""
         if self.position.ended:
             return iter(())
+        if self._looks_ahead:
+            return self._agreed_ahead()
         batches = self._from_position()
         if self.uneven and self.batches is not None:
             batches = self._repeat_last(batches, self.batches - self.position.batch)
         return self._groups(batches) if self.grouped else batches
+
+    def _agreed_ahead(self) -> Iterator[Any]:
+        at, batches = self.position, self.batches
+        fetched_with, at.rng = at.rng, None
+        if at.loader is not None or at.exhausted:
+            self._loaded = Before(at.loader, at.generators, None, at.exhausted, at.between_passes)
+        self._ahead = LookAhead(
+            self._from_position(),
+            steps=self.steps if self.grouped else None,
+            position=None if self.sampler is not None else self._present,
+            weigh=self.weigh,
+            waiting=self.waiting,
+            left=None if batches is None else batches - at.batch,
+        )
+        if fetched_with is not None:  # what the fetch drew was drawn before the generators were saved
+            with rng.isolated():
+                rng.restore(fetched_with)
+                self._ahead.fetch()
+        return self._ahead
+
+    def _present(self) -> Before:
+        """Where the data is before the next fetch."""
+        if (loaded := self._loaded) is not None:
+            if not loaded.exhausted:  # else the loader is not used in this pass
+                self._loaded = None
+            return replace(loaded, rng=rng.capture())
+        own = self.data.state_dict() if self.keeps_state else None
+        return Before(own, self._generator_states(), rng.capture())
+
+    def _place(self) -> Before:
+        """Where the data is without what was fetched ahead, as a checkpoint holds it."""
+        at = self.position
+        if self._ahead is not None and (before := self._ahead.before) is not None:
+            return before
+        if at.loader is not None or at.exhausted or at.rng is not None:  # the pass is not open
+            return Before(at.loader, at.generators, at.rng, at.exhausted, at.between_passes)
+        own = self.data.state_dict() if self.keeps_state else None
+        return Before(own, self._generator_states(), None, between_passes=at.between_passes)
+
+    def _stay(self) -> None:
+        """Let the position be where it is now, whatever becomes of the loader."""
+        at, place = self.position, self._place()
+        at.loader, at.generators, at.rng = place.loader, place.generators, place.rng
+        at.exhausted, at.between_passes = place.exhausted, place.between_passes
+        self._ahead = None
 
     def _groups(self, batches: Iterator[Any]) -> Iterator[Group]:
         while group := Group(islice(batches, self.steps)):
@@ -156,6 +211,8 @@ class DataSource:
             assert self.data.batch_size is not None
             self.sampler.start = min(at.batch * self.data.batch_size, len(self.sampler))
             return self._open()
+        if at.exhausted:
+            return iter(())
         if at.loader is not None:
             self.data.load_state_dict(at.loader)
             at.loader = None
@@ -173,8 +230,8 @@ class DataSource:
                 type(self.data).__name__,
                 at.batch,
             )
-            for batch in islice(iterator, at.batch):
-                self._replayed = batch
+            for _ in islice(iterator, at.batch):
+                pass
         return iterator
 
     def _set_epoch(self) -> None:
@@ -211,29 +268,17 @@ class DataSource:
             generator.set_state(state)
 
     def _repeat_last(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        assert self.lengths is not None
         batch, given = None, 0
-        for batch in islice(batches, count):
+        if min(self.lengths) <= self.position.batch:  # some rank has no batch left
+            first = list(islice(batches, 1))
+            batch, given = batch_to_repeat(first[0] if first else None, has_own=bool(first)), len(first)
+            yield from first
+        for batch in islice(batches, count - given):
             given += 1
             yield batch
-        if given < count and not given:
-            batch = self._last_batch()
         for _ in range(count - given):
             yield batch
-
-    def _last_batch(self) -> Any:
-        """The last batch of this rank's shard, which an exhausted rank repeats after a resume."""
-        if self.sampler is None:
-            if self._replayed is None:
-                raise ValueError(
-                    f"The {type(self.data).__name__} of this rank was at its end when the run was saved, and its "
-                    "peers' were not: resume needs loader(), or as many batches on every rank."
-                )
-            return self._replayed
-        assert self.data.batch_size is not None
-        if not len(self.data):  # of the rest of a pass this rank has none: any batch is as good
-            self.sampler.skipped = 0
-        self.sampler.start = (len(self.data) - 1) * self.data.batch_size
-        return next(iter(self.data))
 
     def size_of(self, group: Any) -> int:
         """How far ``group`` moves the position."""
@@ -241,19 +286,39 @@ class DataSource:
 
     def padded(self, count: int) -> tuple[int, int]:
         """Of the next ``count`` batches: how many repeat the last, and how many do not, over all data ranks."""
+        if self._ahead is not None:
+            return self._ahead.padding, self._ahead.total
         assert self.lengths is not None
         real = [max(0, min(count, length - self.position.batch)) for length in self.lengths]
         return count - real[mesh.data_rank()], sum(real)
 
+    @property
+    def pads(self) -> bool:
+        """A rank may have to repeat a batch, or groups are weighed ahead."""
+        return self.uneven or self._looks_ahead
+
+    @property
+    def weights(self) -> GroupWeights | None:
+        """Of the group that was taken last, where the ranks have agreed on them."""
+        return None if self._ahead is None else self._ahead.weights
+
+    def consumed(self, batches: int) -> None:
+        """So many are trained on."""
+        self.position.batch += batches
+        if self._ahead is not None:
+            self._ahead.consumed()
+
     def abandon(self) -> None:
         """End the workers of the present pass at once: they may be busy for long with what is no longer wanted."""
-        if self.keeps_state and self.position.loader is None:
-            self.position.loader, self.position.generators = self.data.state_dict(), self._generator_states()
+        if self.keeps_state or self._ahead is not None:
+            self._stay()
         end_workers(self._iterator, self.data)
         self._iterator = None
 
     def close(self) -> None:
         """The run is over: end the workers of the present pass, unless they are persistent."""
+        if self._ahead is not None:
+            self._stay()
         if not getattr(self.data, "persistent_workers", False):
             end_workers(self._iterator, self.data)
         self._iterator = None
@@ -264,9 +329,16 @@ class DataSource:
         """Move to the first batch of the next pass."""
         at = self.position  # a loaded state that was not needed is that of the end of the pass
         self.position = replace(
-            at, pass_number=at.pass_number + 1, batch=0, skipped=0, ended=False, between_passes=True
+            at,
+            pass_number=at.pass_number + 1,
+            batch=0,
+            skipped=0,
+            ended=False,
+            between_passes=True,
+            rng=None,
+            exhausted=False,
         )
-        self._exhausted = False
+        self._exhausted, self._ahead, self._loaded = False, None, None
 
     @property
     def was_begun(self) -> bool:
@@ -276,24 +348,22 @@ class DataSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what must be the same for it to mean the same."""
-        at, exhausted = self.position, self._exhausted and not self.uneven
+        at, exhausted = self.position, self._exhausted and not (self.uneven or self._looks_ahead)
         ended = at.ended or exhausted or (self.batches is not None and at.batch >= self.batches)
         # batch 0 of the next pass; but the end of the one before has not been reported yet
-        place = (at.pass_number + 1, 0) if ended else (at.pass_number, at.batch)
-        state: dict[str, Any] = {"pass": place[0], "batch": place[1], "ended": ended, "ranks": mesh.data_size()}
+        number, batch = (at.pass_number + 1, 0) if ended else (at.pass_number, at.batch)
+        state: dict[str, Any] = {"pass": number, "batch": batch, "ended": ended, "ranks": mesh.data_size()}
         if self.sampler is not None:
             skipped = 0 if ended else at.skipped
             # a pass that is yet to start has what is there by then
             begun = state["batch"] or skipped
             order = self._order(self.sampler.length if begun else self.sampler.data_length())
             return state | order | {"skipped": skipped}
+        place = self._place()
         if self.keeps_state:
-            loaded = at.loader is not None
-            own = at.loader if loaded else self.data.state_dict()
-            state |= {"loader": _unfinished(own), "between_passes": at.between_passes}
-            generators = at.generators if loaded else self._generator_states()
-            state |= {"generators": generators} if generators else {}
-        return state
+            state |= {"loader": _unfinished(place.loader), "between_passes": place.between_passes}
+            state |= {"generators": place.generators} if place.generators else {}
+        return state | ({"rng": place.rng, "exhausted": place.exhausted} if place.rng is not None else {})
 
     def _generator_states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in generators_of(self.data)]
@@ -320,6 +390,7 @@ class DataSource:
                     )
         batch, skipped = state["batch"], state.get("skipped", 0)
         ranks = mesh.data_size()
+        same = state.get("ranks", ranks) == ranks
         if batch and (before := state.get("ranks", ranks)) != ranks:
             if self.sampler is not None and "seed" in state:
                 skipped, batch = min(skipped + batch * state["batch_size"] * before, state["samples"]), 0
@@ -336,6 +407,8 @@ class DataSource:
             between_passes=bool(state.get("between_passes")),
             loader=None if self._is_replayed else state.get("loader"),
             generators=state.get("generators"),
+            rng=state.get("rng") if same else None,
+            exhausted=bool(state.get("exhausted")) and same,
         )
         # an evaluation may read the data before the pass is opened
         self._set_epoch()

@@ -184,13 +184,13 @@ class Loop:
         """The next group, or ``_END``; where a signal breaks the wait for it, the run ends."""
         requests = self.requests
         try:
-            requests.waiting_for_data = True
+            requests.waiting_for_data = requests.single_process  # several say it where they can agree on it
             try:
                 return next(self.engine._dataloader_iter, _END)  # type: ignore[arg-type]  # it is open
             finally:
                 requests.waiting_for_data = False
         except StopRequested:
-            # the group was not consumed; on one process nobody waits for this rank
+            # the group was not consumed; on several ranks all of them are here
             if self.progress.source is not None:
                 self.progress.source.abandon()
             self.engine._dataloader_iter = None

@@ -10,6 +10,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from ignite_engine import rng
+from ignite_engine.data.lookahead import Waiting
 from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.state import COUNTERS, TrainingState
@@ -45,9 +46,12 @@ class Progress:
         global_micro_batches: int | None = None,
         *,
         may_be_empty: bool = False,
+        weigh: Callable[[Any], float] | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         self.state, self.accumulation_steps = state, accumulation_steps
         self.global_micro_batches, self._may_be_empty = global_micro_batches, may_be_empty
+        self._weigh, self._waiting = weigh, waiting
         self._resume = resume
         self.source: DataSource | None = None
         self.user_data: Any = None
@@ -93,19 +97,16 @@ class Progress:
         return self.source is None or (self.source.position.batch == 0 and not self.source.position.ended)
 
     def new_source(self, data: Any) -> DataSource:
-        """A source over the user's data; a collective.
-
-        Raises:
-            ValueError: a rank has no batch, or lengths are known to some ranks only.
-        """
-        source = source_of(data, *self._grouping, may_be_empty=self._may_be_empty)
+        """A source over the user's data; a collective."""
+        weigh, waiting = self._weigh, self._waiting
+        source = source_of(data, *self._grouping, may_be_empty=self._may_be_empty, weigh=weigh, waiting=waiting)
         source.agree_lengths()
         return source
 
     def use(self, source: DataSource | None, data: Any) -> None:
         """Iterate ``source``, made of ``data``, from now on."""
         self.source, self.user_data = source, data
-        self.state.padding = self.state.group_total = 0
+        self.state.padding, self.state.group_total, self.state.group_weights = 0, 0, None
 
     def replace_data(self, data: Any) -> None:
         """A handler or ``set_data()`` gave other data in the middle of a run: a new pass over it."""
@@ -124,7 +125,7 @@ class Progress:
             return repeat(None, self.state.epoch_length)
         if self.source.position.between_passes:
             self.source.agree_lengths()  # the data may have grown
-            self.state.padding = self.state.group_total = 0
+            self.state.padding, self.state.group_total, self.state.group_weights = 0, 0, None
             if self.whole_passes and self.source.iterations:
                 self.state.epoch_length = self.source.iterations
         if not self.source.was_begun:
@@ -149,8 +150,9 @@ class Progress:
         self._optimizer_steps = self.state.optimizer_steps
         if self.source is not None:
             self._batches = self.source.size_of(group)
-            if self.source.uneven:
+            if self.source.pads:
                 self.state.padding, self.state.group_total = self.source.padded(self._batches)
+                self.state.group_weights = self.source.weights
 
     def samples_of_group(self) -> list[int] | None:
         """Dataset indices of this rank's group that was fetched last; None if the data is not a ``loader()``'s."""
@@ -165,14 +167,14 @@ class Progress:
         self.at_boundary = True
         self.epoch_iteration += 1
         if self.source is not None:
-            self.source.position.batch += self._batches
+            self.source.consumed(self._batches)
 
     def group_discarded(self) -> None:
         """A user's EXCEPTION_RAISED handler swallowed the error of an update: its group does not come again."""
         if not self.at_boundary:
             self.at_boundary = True
             if self.source is not None:
-                self.source.position.batch += self._batches
+                self.source.consumed(self._batches)
 
     def end_pass(self) -> None:
         if self.source is not None:

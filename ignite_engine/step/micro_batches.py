@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,27 @@ def reducing_modules(model: nn.Module) -> list[nn.Module]:
     if any(name in vars(model) or callable(getattr(type(model), name, None)) for name in marks):
         return [model]
     return [found for child in model.children() for found in reducing_modules(child)]
+
+
+@dataclass(frozen=True)
+class GroupWeights:
+    """What ``weight_fn`` gave for the micro-batches of one iteration, agreed on before it."""
+
+    batch: Any
+    """What they are the weights of: ``state.batch``, as it was fetched."""
+    weights: list[float]
+    """Of each micro-batch of this rank."""
+    total: float
+    """Over the group and all data-parallel ranks."""
+
+    def scales(self) -> list[float] | None:
+        """As :func:`micro_batch_scales`."""
+        ranks = mesh.data_size()
+        if self.total * ranks == float("inf"):  # the same on all ranks; each scale would be 0
+            raise ValueError(
+                f"The weights of one update sum up to infinity, got {self.weights} here: return smaller ones."
+            )
+        return [weight * ranks / self.total for weight in self.weights] if self.total else None
 
 
 def gradient_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
@@ -108,9 +130,7 @@ def micro_batch_scales(
         return [each] * (count - padding) + [0.0] * padding
     weights = [check_weight(weight_fn(batch)) for batch in micro_batches[: count - padding]] + [0.0] * padding
     total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
-    if total * ranks == float("inf"):  # the same on all ranks; each scale would be 0
-        raise ValueError(f"The weights of one update sum up to infinity, got {weights} here: return smaller ones.")
-    return [weight * ranks / total for weight in weights] if total else None
+    return GroupWeights(micro_batches, weights, total).scales()
 
 
 def check_weight(weight: float) -> float:

@@ -332,13 +332,6 @@ def test_replayed_data_leaves_out_what_was_consumed(caplog: pytest.LogCaptureFix
     assert "the 2 batches that were consumed are loaded again and skipped" in caplog.text
 
 
-def test_exhausted_rank_that_resumes_replays_its_last_batch_again() -> None:
-    source = DataSource([10, 20, 30], None)
-    source.lengths, source.uneven, source.position.batch = [3, 5], True, 4  # a peer has two more
-
-    assert list(source) == [30]
-
-
 class StatefulNumbers:
     """A loader that saves its own position, and draws from the global generator at the start of a pass."""
 

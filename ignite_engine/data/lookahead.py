@@ -1,0 +1,204 @@
+"""One group ahead: while the ranks train on one group, they agree on the next."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+from ignite_engine.errors import PeerFailed, StopRequested, one_line
+from ignite_engine.ranks import agreement, mesh
+from ignite_engine.step.micro_batches import Group, GroupWeights, WeightFn, check_weight
+
+_CAN_REPEAT, _ERROR, _STOP = 1, 2, 4
+
+
+class Waiting(Protocol):
+    """Who is told that a signal may raise :class:`StopRequested` now."""
+
+    waiting_for_data: bool
+
+
+@dataclass
+class Before:
+    """Where a rank's data was before a group was fetched: what a checkpoint holds until that group is consumed."""
+
+    loader: Any = None
+    """The loader's own state."""
+    generators: Any = None
+    """Those of its random number generators."""
+    rng: Any = None
+    """The global generators, from which the fetch may have drawn."""
+    exhausted: bool = False
+    """This rank had no batch left."""
+    between_passes: bool = False
+    """The loader's state is that of the end of the pass before."""
+
+
+class LookAhead:
+    """The groups of one pass, the same number on every rank; made and iterated on all of them.
+
+    A rank fetches group i+1 when group i is taken, and starts to exchange how many batches it has, what they weigh,
+    and whether it failed or was stopped. The exchange is read before group i+1 is taken, so it runs beside step i, and
+    no rank enters a step that a peer will not join. A rank that is exhausted repeats its last batch, which weighs
+    nothing, until all are; one that never had a batch takes a peer's.
+
+    Args:
+        batches: this rank's, from its position on.
+        steps: batches in a group; None yields the batches themselves.
+        position: where the data is now; None where nothing that is fetched ahead need be saved.
+        weigh: weight of a batch, None weighs none.
+        waiting: its ``waiting_for_data`` is set while a fetch may be interrupted.
+        left: batches that are left of the pass on the longest rank, None if unknown.
+
+    Raises (from ``next``):
+        Exception: what this rank's data raised, after the step before.
+        PeerFailed: what a peer's raised, at the same place.
+        StopRequested: a rank was stopped while it waited for data, on every rank.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        *,
+        steps: int | None,
+        position: Callable[[], Before] | None = None,
+        weigh: WeightFn | None = None,
+        waiting: Waiting | None = None,
+        left: int | None = None,
+    ) -> None:
+        self._batches, self._steps, self._weigh = batches, steps or 1, weigh
+        self._grouped = steps is not None
+        self._position, self._waiting, self._left = position, waiting, left
+        self._before: deque[Before] = deque()
+        self._group: Group | None = None
+        self._weights: list[float] = []
+        self._exchange: Callable[[], list[list[float]]] | None = None
+        self._error: Exception | None = None
+        self._last: Any = None
+        self._can_repeat = self._over = False
+        self.padding = self.total = 0
+        """Of the group that was taken last: batches that weigh nothing here, and that do not over all data ranks."""
+        self.weights: GroupWeights | None = None
+        """Of the group that was taken last."""
+
+    @property
+    def before(self) -> Before | None:
+        """Where the data was before the first group that is not consumed; None: nothing is fetched."""
+        return self._before[0] if self._before else None
+
+    def consumed(self) -> None:
+        """The group that was taken last is trained on."""
+        if self._before:
+            self._before.popleft()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        if self._group is None:
+            self.fetch()
+        try:
+            group = self._agreed()
+        except BaseException:
+            self._over = True
+            raise
+        if self._left is None or self._left > 0:
+            self.fetch()
+        else:
+            self._over = True
+        return group if self._grouped else group[0]
+
+    def fetch(self) -> None:
+        """Fetch the next group, and start to tell the peers."""
+        if self._position is not None:
+            self._before.append(self._position())
+        self._group, self._weights, flags = Group(), [], 0
+        try:
+            self._group = self._interruptible()
+            if self._weigh is not None:
+                self._weights = [check_weight(self._weigh(batch)) for batch in self._group]
+        except StopRequested:
+            flags = _STOP
+        except Exception as error:
+            self._error, flags = error, _ERROR
+        if self._group:
+            self._last, self._can_repeat = self._group[-1], True
+        elif self._before and not flags:
+            self._before[-1].exhausted = True
+        flags |= _CAN_REPEAT * self._can_repeat
+        self._exchange = agreement.start_gather([len(self._group), flags, sum(self._weights)])
+
+    def _interruptible(self) -> Group:
+        if self._waiting is None:
+            return Group(islice(self._batches, self._steps))
+        try:
+            self._waiting.waiting_for_data = True
+            return Group(islice(self._batches, self._steps))
+        finally:
+            self._waiting.waiting_for_data = False
+
+    def _agreed(self) -> Group:
+        """The group that was fetched, as long as the longest of all ranks."""
+        assert self._exchange is not None
+        rows, self._exchange = self._exchange(), None  # a forked worker must not be the one that frees what gloo holds
+        flags = [int(row[1]) for row in rows]
+        if any(each & _ERROR for each in flags):
+            self._raise()
+        if any(each & _STOP for each in flags):
+            raise StopRequested
+        group, length = self._group, int(max(row[0] for row in rows))
+        assert group is not None
+        if not length:
+            raise StopIteration
+        if not all(each & _CAN_REPEAT for each in flags):
+            holder = next(rank for rank, row in enumerate(rows) if row[0])
+            shared = batch_of(holder, group[0] if group else None)
+            self._last, self._can_repeat = (self._last if self._can_repeat else shared), True
+        real = len(group)
+        self.padding, self.total = length - real, int(sum(row[0] for row in mesh.by_data_rank(rows)))
+        group.extend([self._last] * self.padding)
+        if self._weigh is not None:
+            weight = sum(row[2] for row in mesh.by_data_rank(rows))
+            batch = group if self._grouped else group[0]
+            self.weights = GroupWeights(batch, self._weights + [0.0] * self.padding, weight)
+        if self._left is not None:
+            self._left -= length
+        return group
+
+    def _raise(self) -> None:
+        lines = agreement.gather_objects(None if self._error is None else one_line(self._error))
+        if self._error is not None:
+            raise self._error
+        rank, line = next((rank, line) for rank, line in enumerate(lines) if line is not None)
+        raise PeerFailed(f"Rank {rank} failed, reading its data: {line}")
+
+
+def batch_of(holder: int, batch: Any) -> Any:
+    """The batch of rank ``holder``, on every rank; a collective.
+
+    Raises:
+        Exception: it cannot be pickled, on every rank.
+    """
+    mine = agreement.rank() == holder
+    return pickle.loads(agreement.agreed(lambda: pickle.dumps(batch) if mine else b"")[holder])
+
+
+def batch_to_repeat(own: Any, *, has_own: bool) -> Any:
+    """``own``, or that of a peer on a rank that has none; a collective.
+
+    Raises:
+        ValueError: no rank has one.
+    """
+    has = agreement.gather_objects(has_own)
+    if all(has):
+        return own
+    if not any(has):
+        raise ValueError("No rank has a batch left to repeat: give loader() data, or a position before its end.")
+    shared = batch_of(has.index(True), own)
+    return own if has_own else shared

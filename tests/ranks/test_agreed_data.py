@@ -1,0 +1,254 @@
+"""Two gloo ranks whose data ends, fails or waits at different places: they agree on each group before its step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+from ignite_engine import Trainer, TrainingEvents, Update, loader
+from ignite_engine.errors import Interrupted
+from ignite_engine.handlers import GracefulStop
+from ignite_engine.ranks import agreement
+from tests.builders import Numbers, linear, mse, one
+
+pytestmark = pytest.mark.distributed
+
+
+class Stream(IterableDataset[Any]):
+    """Batches of a rank, without a length: the numbers from ``100 * rank`` on."""
+
+    def __init__(self, rank: int, count: int, at: int = -1, then: Callable[[], None] = lambda: None) -> None:
+        self.rank, self.count, self.at, self.then = rank, count, at, then
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(self.count):
+            if index == self.at:
+                self.then()
+            yield torch.tensor([100.0 * self.rank + index])
+
+
+def trainer_and_seen(steps: int | None = None) -> tuple[Trainer, list[Any]]:
+    trainer, seen = Trainer(lambda engine, batch: None, steps), list[Any]()
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note() -> None:
+        state = trainer.state
+        group = state.batch if steps else [state.batch]
+        seen.append((state.epoch, [int(batch) for batch in group[: len(group) - state.padding]], state.group_total))
+
+    return trainer, seen
+
+
+def uneven_epochs(rank: int) -> Any:
+    trainer, seen = trainer_and_seen()
+    events = list[str]()
+    for event in (Events.EPOCH_STARTED, Events.DATALOADER_STOP_ITERATION, Events.EPOCH_COMPLETED):
+        trainer.add_event_handler(event, lambda engine, name: events.append(name), event.name)
+    trainer.run(DataLoader(Stream(rank, (7, 4)[rank]), batch_size=None), max_epochs=3)
+    return {"seen": seen, "events": events, "length": trainer.state.epoch_length}
+
+
+def groups(rank: int) -> Any:
+    trainer, seen = trainer_and_seen(3)
+    trainer.run(DataLoader(Stream(rank, (7, 4)[rank]), batch_size=None), max_epochs=1)
+    return seen
+
+
+def error_of_one(rank: int) -> Any:
+    def fail() -> None:
+        raise OSError(5, "the disk is gone")
+
+    trainer, seen = trainer_and_seen()
+    data = DataLoader(Stream(rank, 6, at=3 if rank else -1, then=fail), batch_size=None)
+    try:
+        trainer.run(data)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "seen": len(seen), "status": trainer.state.status}
+
+
+def stop_of_one(rank: int) -> Any:
+    """Rank 1 waits for long for its fourth batch; a signal comes meanwhile."""
+    trainer, seen = trainer_and_seen()
+
+    def wait() -> None:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        time.sleep(60)
+
+    GracefulStop().attach(trainer)
+    saved: dict[str, Any] = {}
+
+    @trainer.on(TrainingEvents.RESUME_POINT)
+    def save() -> None:
+        shared, local = trainer.registry.capture()
+        saved.update({**shared, **local} if trainer.state.stopping else {})
+
+    started = time.monotonic()
+    try:
+        trainer.run(DataLoader(Stream(rank, 6, at=3 if rank else -1, then=wait), batch_size=None))
+    except Interrupted as error:
+        code = error.code
+    taken = time.monotonic() - started
+    rest, seen_after = trainer_and_seen()
+    rest.registry.load(saved, source="memory")
+    rest.run(DataLoader(Stream(rank, 6), batch_size=None))
+    return {"code": code, "seen": seen, "rest": seen_after, "waited": taken > 30}
+
+
+def without_a_batch(rank: int) -> Any:
+    """One sample for two ranks: the other one trains on it, too, with weight zero."""
+    model = DistributedDataParallel(linear())
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
+    trainer.run(loader(Numbers(1), 2), max_epochs=3)
+    return one(model), trainer.state.iteration
+
+
+def counted(rank: int, sized: bool) -> Any:
+    """The collectives of each step: those that wait, those that do not, and waits for one of the latter."""
+    calls = list[str]()
+    gather = dist.all_gather
+
+    def counting(tensors: Any, tensor: Any, *, async_op: bool = False, **options: Any) -> Any:
+        calls.append("started" if async_op else "waited for")
+        return gather(tensors, tensor, async_op=async_op, **options)
+
+    model = DistributedDataParallel(linear())
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, weight_fn=lambda batch: len(batch[0]))
+    trainer, steps = Trainer(update), list[list[str]]()
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note() -> None:
+        steps.append(list(calls))
+        calls.clear()
+
+    data: Any = loader(Numbers(22), 2)
+    dist.all_gather = counting
+    try:
+        trainer.run(data if sized else (batch for batch in list(data)), max_epochs=1)
+    finally:
+        dist.all_gather = gather
+    return steps
+
+
+def without_statistics(rank: int) -> Any:
+    """Rank 1 repeats its last batch twice; its generators and statistics stay as they are in the meantime."""
+    torch.manual_seed(rank)
+    inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model = DistributedDataParallel(inner, broadcast_buffers=False)
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
+    seen = list[Any]()
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note() -> None:
+        seen.append((inner[1].running_mean.clone(), int(inner[1].num_batches_tracked), torch.get_rng_state()))
+
+    batches = list(DataLoader(Numbers(8), 2))
+    mine = batches[: 4 - 2 * rank]
+    trainer.run(mine, max_epochs=1)
+    trainer.run(iter(mine), max_epochs=1)
+    return [seen[:4], seen[4:]]
+
+
+CASES: dict[str, Callable[[int], Any]] = {
+    "uneven epochs": uneven_epochs,
+    "groups": groups,
+    "error": error_of_one,
+    "stop": stop_of_one,
+    "without a batch": without_a_batch,
+    "sized": lambda rank: counted(rank, True),
+    "unsized": lambda rank: counted(rank, False),
+    "statistics": without_statistics,
+}
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.save({name: case(rank) for name, case in CASES.items()}, f"{folder}/{rank}.pt")
+    agreement.forget_groups()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("agreed")
+    mp.spawn(_rank, args=(str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_epochs_of_unsized_data_end_together(reports: list[dict[str, Any]]) -> None:
+    first, second = (each["uneven epochs"] for each in reports)
+
+    assert first["seen"] == [(epoch, [index], 1 + (index < 4)) for epoch in (1, 2, 3) for index in range(7)]
+    assert [epoch for epoch, _, _ in second["seen"]] == [1] * 7 + [2] * 7 + [3] * 7
+    assert [batch for _, batch, _ in second["seen"]] == [[100], [101], [102], [103], [], [], []] * 3
+    assert first["events"] == second["events"]
+    assert first["events"] == ["EPOCH_STARTED", "DATALOADER_STOP_ITERATION", "EPOCH_COMPLETED"] * 3
+    assert first["length"] == second["length"] == 7
+
+
+def test_a_short_group_is_filled_up_to_the_longest(reports: list[dict[str, Any]]) -> None:
+    assert [each["groups"] for each in reports] == [
+        [(1, [0, 1, 2], 6), (1, [3, 4, 5], 4), (1, [6], 1)],
+        [(1, [100, 101, 102], 6), (1, [103], 4), (1, [], 1)],
+    ]
+
+
+def test_an_error_in_the_data_of_one_rank_is_named_on_all(reports: list[dict[str, Any]]) -> None:
+    first, second = (each["error"] for each in reports)
+
+    assert second["error"] == "OSError: [Errno 5] the disk is gone"
+    assert first["error"] == "PeerFailed: Rank 1 failed, reading its data: the disk is gone"
+    assert [each["seen"] for each in (first, second)] == [3, 3]
+    assert [each["status"] for each in (first, second)] == ["failed", "failed"]
+
+
+def test_a_signal_ends_the_wait_for_data_that_is_looked_ahead(reports: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(reports):
+        stop = each["stop"]
+        assert (stop["code"], stop["waited"]) == (143, False)
+        assert stop["seen"] == [(1, [100 * rank + index], 2) for index in range(3)]
+        assert stop["rest"] == [(1, [100 * rank + index], 2) for index in range(3, 6)]
+
+
+def test_a_rank_without_a_batch_trains_along(reports: list[dict[str, Any]]) -> None:
+    model = linear()
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
+    trainer.run(loader(Numbers(1), 2), max_epochs=3)
+    for each in reports:
+        weights, iterations = each["without a batch"]
+        assert iterations == 3
+        torch.testing.assert_close(weights, one(model), rtol=0, atol=1e-7)
+
+
+def test_a_step_waits_for_no_exchange_of_weights(reports: list[dict[str, Any]]) -> None:
+    """Stop votes come about every 0.25 s, so hardly one in so few steps; one a run is due."""
+    for each in reports:
+        sized, unsized = each["sized"], each["unsized"]
+        assert [step.count("started") for step in sized] == [2, 1, 1, 1, 1, 0]
+        assert [step.count("started") for step in unsized] == [2, 1, 1, 1, 1, 1]
+        assert sum(step.count("waited for") for step in sized[1:] + unsized[1:]) <= 4
+
+
+def test_a_repeated_batch_moves_neither_statistics_nor_random_numbers(reports: list[dict[str, Any]]) -> None:
+    for sized in (0, 1):
+        first, second = (each["statistics"][sized] for each in reports)
+        start = 4 * sized
+        assert [count for _, count, _ in first] == [start + 1, start + 2, start + 3, start + 4]
+        assert [count - 2 * sized for _, count, _ in second] == [1, 2, 2, 2]
+        assert all(
+            torch.equal(second[1][0], mean) and torch.equal(second[1][2], state) for mean, _, state in second[2:]
+        )
+        assert not torch.equal(second[0][2], second[1][2])
