@@ -91,6 +91,17 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.summary, json.dumps(json_values(values), indent=1) + "\n")
 
+    def note_failure(self, reason: str, rank: int) -> None:
+        """All processes of the run have ended: write why, unless one of them has written it.
+
+        Args:
+            rank: the one that failed first; its peers know only that it is gone, and may have written that.
+        """
+        summary = self.read_summary()
+        known = f"rank {rank}" in str(summary.get("reason")).lower()
+        if summary.get("status") == "running" or (summary.get("status") == "failed" and not known):
+            self.write_summary({**summary, "status": "failed", "reason": reason})
+
     def read_summary(self) -> dict[str, Any]:
         """The summary stored last; empty if there is none, or it cannot be read."""
         try:

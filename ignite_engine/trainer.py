@@ -252,6 +252,12 @@ class Trainer(Engine):
             if arguments.data is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} needs data to group: give run() a loader.")
         state = self.state
+        settings: dict[str, Any] = {
+            "accumulation_steps": self.accumulation_steps,
+            "global_micro_batches": self.global_micro_batches,
+        }
+        settings["what a checkpoint holds"] = sorted(self.registry.objects)
+        start.check_ranks_agree(arguments, settings, getattr(self.update, "optimizers", {}))
         start.begin(arguments, state, self.progress, self.registry, self.resume_state)
         limit = f"max_epochs={state.max_epochs}" if state.max_iters is None else f"max_iters={state.max_iters}"
         if state.start is Start.FRESH:

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ignite_engine.checkpointing import CheckpointError, NotExact
 from ignite_engine.cli import checkpoints, pages
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
-from ignite_engine.errors import NotFinite, RanksDiffer, StateMismatch
+from ignite_engine.errors import LaunchError, NotFinite, RanksDiffer, StateMismatch
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
@@ -23,7 +24,7 @@ from ignite_engine.runs import recipe
 FAILED, USAGE_ERROR = 1, 2
 USER_ERRORS = (ConfigError, StateMismatch, NotExact, RunDirectoryInUse)
 """What a user can fix, whatever the command: one line and code 2."""
-RUN_ERRORS = (CheckpointError, NotFinite, RanksDiffer)
+RUN_ERRORS = (CheckpointError, LaunchError, NotFinite, RanksDiffer)
 """What ends a run and needs no traceback: one line and code 1."""
 
 
@@ -77,28 +78,61 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 
 def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Namespace], None]) -> None:
     """Call ``work`` here, on the ranks of a launcher that started this process, or on ranks that are spawned."""
-    config = load_config(options.config, options.overrides)
+    launched = "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    try:
+        config = _checked(options, launched=launched)
+    except ConfigError as error:
+        if not launched:
+            raise
+        backend = options.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        with Parallel(backend=backend) as parallel:  # the peers wait for this rank: say it there, once
+            parallel.run(_rank_main, work, error, options)
+        return
     timeout = config.distributed.timeout.total_s if config.distributed.timeout else None
     processes = options.nproc_per_node or config.distributed.nproc_per_node
-    backend = options.backend or config.distributed.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise config.error("distributed.backend", "got 'nccl', but there is no CUDA device; expected gloo.")
-    if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        if options.nproc_per_node:
-            raise ConfigError("--nproc-per-node: the launcher that started this process sets how many; leave it out.")
-        with Parallel(backend=backend, timeout=timeout) as parallel:
+    if launched:
+        with Parallel(backend=_backend(options, config), timeout=timeout) as parallel:
             parallel.run(_rank_main, work, config, options)
     elif processes is not None and processes > 1:
-        with Parallel(backend=backend, nproc_per_node=processes, timeout=timeout) as parallel:
-            parallel.run(_rank_main, work, config, options)
+        try:
+            with Parallel(backend=_backend(options, config), nproc_per_node=processes, timeout=timeout) as parallel:
+                parallel.run(_rank_main, work, config, options)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            if options.command == "train":
+                reason = str(error).strip().splitlines()[-1]  # of a traceback: the error
+                RunDirectory(config.directory).note_failure(reason, error.error_index)
+            print(f"error: {str(error).strip()}", file=sys.stderr, flush=True)
+            sys.exit(FAILED)
     else:
         work(config, options)
 
 
-def _rank_main(local_rank: int, work: Callable[..., None], config: Config, options: argparse.Namespace) -> None:
+def _checked(options: argparse.Namespace, *, launched: bool) -> Config:
+    config = load_config(options.config, options.overrides)
+    if _backend(options, config) == "nccl" and not torch.cuda.is_available():
+        raise config.error("distributed.backend", "got 'nccl', but there is no CUDA device; expected gloo.")
+    if launched and options.nproc_per_node:
+        raise ConfigError("--nproc-per-node: the launcher that started this process sets how many; leave it out.")
+    return config
+
+
+def _backend(options: argparse.Namespace, config: Config) -> str:
+    default = "nccl" if torch.cuda.is_available() else "gloo"
+    return options.backend or config.distributed.backend or default
+
+
+def _rank_main(
+    local_rank: int, work: Callable[..., None], loaded: Config | ConfigError, options: argparse.Namespace
+) -> None:
     """One rank of several: a user error is printed once, and all ranks exit with its code."""
+
+    def config() -> Config:
+        if isinstance(loaded, ConfigError):
+            raise loaded
+        return loaded
+
     try:
-        work(config, options)
+        work(agreement.together(config), options)
     except (*USER_ERRORS, *RUN_ERRORS, FileNotFoundError) as error:
         if options.traceback or not one_line_is_enough(error, options.command):
             raise

@@ -7,13 +7,14 @@ checks the arguments against it, and puts counters and data where the run begins
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ignite_engine import rng
 from ignite_engine.data.source import DataSource
 from ignite_engine.engine.progress import Ending, Progress
+from ignite_engine.ranks import agreement
 from ignite_engine.state import COUNTERS, Start, TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
@@ -49,6 +50,30 @@ class RunArguments:
                 )
         if self.epoch_length is not None and not isinstance(self.epoch_length, int):
             raise ValueError(f"epoch_length must be a whole number of iterations, got {self.epoch_length!r}.")
+
+
+def check_ranks_agree(arguments: RunArguments, settings: Mapping[str, Any], optimizers: Mapping[str, Any]) -> None:
+    """Refuse, on all ranks, a run that is not the same on each of them, or would wait for ever; a collective.
+
+    Args:
+        settings: of the Trainer.
+        optimizers: by name; their groups' numbers, texts and truth values are compared.
+
+    Raises:
+        ValueError: what differs, both values, and their ranks.
+    """
+    if agreement.world_size() == 1:
+        return
+    limits = {name: getattr(arguments, name) for name in ("max_epochs", "max_iters", "epoch_length")}
+    groups = {
+        f"{name}.param_groups[{place}][{key!r}]": value
+        for name, optimizer in optimizers.items()
+        for place, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, int | float | str | tuple | None)
+    }
+    if difference := agreement.first_difference({**settings, **limits, **groups}):
+        raise ValueError(f"{difference}: every rank must train with the same settings.")
 
 
 def is_done(state: TrainingState, epochs: int) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,20 @@ def gather_objects(value: T) -> list[T]:
     everyone: list[T | None] = [None] * world_size()
     dist.all_gather_object(everyone, value, group=cpu_group())
     return everyone  # type: ignore[return-value]  # every place was filled
+
+
+def first_difference(values: Mapping[str, Any]) -> str | None:
+    """What of ``values`` is not the same on every rank: ``lr is 0.1 on rank 0 and 0.2 on rank 1``; None: all is."""
+    everyone = gather_objects(dict(values))
+    for name in dict.fromkeys(name for each in everyone for name in each):
+        first = everyone[0].get(name, _NOT_SET)
+        for other, each in enumerate(everyone):
+            if repr(found := each.get(name, _NOT_SET)) != repr(first):  # NaN is NaN
+                return f"{name} is {first} on rank 0 and {found} on rank {other}"
+    return None
+
+
+_NOT_SET = "not set"
 
 
 def agreed(work: Callable[[], T]) -> list[T]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
@@ -16,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+import ignite_engine
 from ignite_engine import schedules
 from ignite_engine.config import Config, ConfigError, ConfigWarning
 from ignite_engine.data import loader
@@ -93,12 +96,39 @@ def agreed_task(config: Config) -> Task:
     """The config's task; an error on any rank is raised on all.
 
     Raises:
-        ConfigError: the task cannot be found or built; its own error is the ``__cause__``.
+        ConfigError: the task cannot be found or built; its own error is the ``__cause__``. Or ranks have other code.
     """
     try:
-        return agreement.together(lambda: build_task(find_task(config.task, config.folder), config.task_options))
+        build = agreement.together(lambda: find_task(config.task, config.folder))
+        if agreement.world_size() > 1:
+            check_code_agrees(code_version(build))
+        return agreement.together(lambda: build_task(build, config.task_options))
     except TaskError as error:
         raise config.error("task", str(error)) from error.__cause__
+
+
+def code_version(build: Callable[..., Any]) -> dict[str, str]:
+    """Versions of engine and torch, and digests of the engine's source and of the task's file."""
+    package = Path(ignite_engine.__file__).parent
+    engine = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        engine.update(file.read_bytes())
+    source = inspect.getsourcefile(inspect.unwrap(build)) if inspect.isfunction(inspect.unwrap(build)) else None
+    return {
+        "ignite_engine": f"{ignite_engine.__version__} ({engine.hexdigest()[:12]})",
+        "torch": torch.__version__,
+        "the task's file": hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12] if source else "unknown",
+    }
+
+
+def check_code_agrees(code: Mapping[str, str]) -> None:
+    """Refuse, on all ranks, a run whose ranks have other code; a collective.
+
+    Raises:
+        ConfigError: what differs, both versions, and their ranks.
+    """
+    if difference := agreement.first_difference(code):
+        raise ConfigError(f"the ranks run other code: {difference}; start all ranks from the same files and packages.")
 
 
 def check_fit(config: Config, task: Task) -> None:

@@ -1,23 +1,32 @@
-"""Ranks that are launched here: their exit codes, signals before they train, and groups that end with them."""
+"""Ranks that are launched here: where they meet, exit codes, signals, and what is left when one is killed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
+from ignite import distributed as idist
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from ignite_engine import Parallel
+from ignite_engine.checkpointing import CheckpointStore
+from ignite_engine.errors import LaunchError
 from ignite_engine.ranks import agreement
-from tests.faults.processes import group_is_gone
+from ignite_engine.ranks.launch import free_port
+from tests.faults import processes
+from tests.faults.processes import group_is_gone, start, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -42,8 +51,12 @@ def started(folder: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=environment(),
     )
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -108,3 +121,178 @@ def test_groups_end_with_the_block_in_a_process_that_a_launcher_started(monkeypa
         assert len(groups) == 1 and dist.is_initialized()
         raise ZeroDivisionError
     assert groups == {} and not dist.is_initialized()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("timeout", [77, timedelta(seconds=77)])
+def test_one_timeout_is_that_of_every_group(timeout: float | timedelta) -> None:
+    with Parallel(backend="gloo", timeout=timeout):
+        assert agreement.timeout() == timedelta(seconds=77)
+        options = agreement.cpu_group()._get_backend(torch.device("cpu")).options
+        assert options._timeout == timedelta(seconds=77)
+
+
+def test_port_in_use_is_one_line() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with (
+            pytest.raises(LaunchError, match=rf"cannot meet at 127.0.0.1, port {port}: the port is in use; end what"),
+            Parallel(backend="gloo", nproc_per_node=2, master_addr="127.0.0.1", master_port=port) as parallel,
+        ):
+            parallel.run(write_rank, Path())
+
+
+def test_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match="Parallel got nproc_per_nodes; its other options are daemon,"):
+        Parallel(backend="gloo", nproc_per_nodes=2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_local_rank_is_that_of_torchrun_also_within_a_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "SLURM_JOB_ID": "17", "SLURM_LOCALID": "0"}
+    for name, value in {**torchrun, **ranks}.items():
+        monkeypatch.setenv(name, value)
+    with Parallel(backend="gloo") as parallel:
+        parallel.run(lambda local_rank: None)
+        assert idist.get_local_rank() == 3
+    assert os.environ["SLURM_JOB_ID"] == "17"
+
+
+@pytest.mark.distributed
+def test_ranks_of_a_slurm_job_meet(tmp_path: Path) -> None:
+    """As ``srun`` starts them; without ``scontrol`` Ignite expands the list of nodes itself."""
+    job = 10_000 + free_port() % 10_000
+    slurm = {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NUM_NODES": "1",
+    }
+    (tmp_path / "script.py").write_text(SLURM_SCRIPT)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), str(tmp_path)],
+            env={**environment(), **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [each.wait(timeout=120) for each in ranks] == [0, 0]
+    assert sorted(each.read_text() for each in tmp_path.glob("rank_*")) == ["0 of 2", "1 of 2"]
+
+
+SLURM_SCRIPT = """
+import sys
+from pathlib import Path
+from ignite_engine import Parallel
+from tests.ranks.test_launch import write_rank
+
+with Parallel(backend="gloo") as parallel:
+    parallel.run(write_rank, Path(sys.argv[1]))
+"""
+
+
+def ends(local_rank: int, how: str) -> None:
+    if how == "sys.exit(3)" and local_rank == 1:
+        sys.exit(3)
+    if how == "SIGKILL":
+        if local_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # it does not notice: the parent ends it
+
+
+@pytest.mark.distributed
+def test_exit_code_of_one_rank_is_the_parents() -> None:
+    with pytest.raises(SystemExit) as end, Parallel(backend="gloo", nproc_per_node=2) as parallel:
+        parallel.run(ends, "sys.exit(3)")
+    assert end.value.code == 3
+
+
+@pytest.mark.distributed
+def test_killed_rank_is_named_and_its_peers_are_ended() -> None:
+    began = time.monotonic()
+    with (
+        pytest.raises(ProcessExitedException, match=r"^Rank 1 \(process \d+\) was killed by SIGKILL\.$") as error,
+        Parallel(backend="gloo", nproc_per_node=2) as parallel,
+    ):
+        parallel.run(ends, "SIGKILL")
+    assert error.value.exit_code == -signal.SIGKILL and error.value.error_index == 1
+    assert time.monotonic() - began < 55
+
+
+@pytest.mark.distributed
+@pytest.mark.faults
+@pytest.mark.parametrize("how", ["late copy", "second signal", "killed parent", "killed rank"])
+def test_parent_and_its_ranks_while_they_train(tmp_path: Path, how: str) -> None:
+    """A forwarded signal that comes late is no second one; without their parent ranks save and end."""
+    slow = {"late copy": 0.6, "second signal": 6.0}.get(how, 0.02)  # for each of four micro-batches
+    config = write_config(
+        tmp_path, task_options={"slow_step_s": slow, "count_reductions": True}, checkpoint={"every": 2}
+    )
+    process = start(config, "--nproc-per-node", "2", "--backend", "gloo")
+    processes.wait_until(lambda: (tmp_path / "stepping").exists() and rank_pids(tmp_path), process)
+    parent = process.pid
+    code = {"killed parent": -signal.SIGKILL, "killed rank": 1}.get(how, 130)
+    if how == "late copy":
+        os.kill(parent, signal.SIGSTOP)
+        os.killpg(parent, signal.SIGINT)
+        time.sleep(0.8)
+        os.kill(parent, signal.SIGCONT)
+    elif how == "second signal":
+        os.killpg(parent, signal.SIGINT)
+        time.sleep(1.5)
+        os.killpg(parent, signal.SIGINT)
+    elif how == "killed parent":
+        os.kill(parent, signal.SIGKILL)
+    else:
+        os.kill(rank_pids(tmp_path)[1], signal.SIGKILL)
+    assert process.wait(timeout=60) == code, (tmp_path / "output.txt").read_text()
+    assert group_is_gone(parent, timeout_s=30.0)
+    ended = processes.summary(tmp_path)
+    newest = CheckpointStore(tmp_path / "run" / "checkpoints").latest().checkpoint
+    if how in ("late copy", "killed parent"):
+        assert (ended["status"], ended["reason"]) == ("interrupted", "SIGINT" if how == "late copy" else "SIGTERM")
+        assert newest is not None and newest.iteration == ended["iteration"] < 24
+    elif how == "second signal":
+        assert ended["status"] in ("interrupted", "running") and newest is None
+    else:
+        assert ended["status"] == "failed" and "rank 1" in ended["reason"].lower() and "SIGKILL" in ended["reason"]
+        assert (tmp_path / "output.txt").read_text().count("was killed by SIGKILL") == 1
+
+
+def rank_pids(folder: Path) -> dict[int, int]:
+    found = {int(path.stem.split("_")[1]): int(path.read_text() or 0) for path in folder.glob("pid_*")}
+    return found if len(found) == 2 and all(found.values()) else {}
+
+
+@pytest.mark.distributed
+@pytest.mark.faults
+def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tmp_path: Path) -> None:
+    digests = []
+    options = {"slow_step_s": 0.02, "count_reductions": True}
+    for how in ("whole", "killed"):
+        config = write_config(tmp_path / how, task_options=options, checkpoint={"every": 2})
+        torchrun = ["--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}", "-m", "ignite_engine"]
+        with (tmp_path / how / "output.txt").open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *torchrun, "train", str(config), "--backend", "gloo"],
+                env=environment(),
+                cwd=ROOT,
+                stderr=output,
+            )
+        if how == "killed":
+            processes.wait_until(lambda: len(processes.lines(tmp_path / "killed")) >= 3, process)
+            os.kill(rank_pids(tmp_path / how)[1], signal.SIGKILL)
+        assert process.wait(timeout=120) == 0, (tmp_path / how / "output.txt").read_text()
+        digests.append(processes.summary(tmp_path / how)["weights_sha256"])
+    assert processes.summary(tmp_path / "killed")["resumed_from"] is not None
+    assert digests[0] == digests[1]
