@@ -15,14 +15,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.campaign import damage, disks, instants, nodes, operations, ranks, restarts
+from tests.campaign import damage, disks, instants, invariant, nodes, operations, ranks, restarts
 from tests.campaign.cases import Case, campaign_matrix
 from tests.campaign.report import commit, write_report
 from tests.campaign.resuming import MODULES, Difference, Matrix
 from tests.campaign.runs import Bench, Item
 from tests.faults.fork_server import ROOT, ForkServer
 
-SECTIONS = ("restarts", "damage", "disks", "two ranks", "two nodes", "operations", "instants", "matrix")
+SECTIONS = (
+    "restarts",
+    "damage",
+    "disks",
+    "two ranks",
+    "rank-invariant",
+    "two nodes",
+    "operations",
+    "instants",
+    "matrix",
+)
 
 
 def main() -> int:
@@ -131,7 +141,7 @@ def _items_of(section: str, bench: Bench) -> list[Item]:
     if section == "operations":
         return operations.items(bench)
     modules = {"restarts": restarts, "damage": damage, "disks": disks, "instants": instants}
-    modules |= {"two ranks": ranks, "two nodes": nodes}
+    modules |= {"two ranks": ranks, "two nodes": nodes, "rank-invariant": invariant}
     items: list[Item] = modules[section].items()
     return items
 

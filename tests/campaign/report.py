@@ -26,6 +26,7 @@ WHAT = {
     "damage": "the newest checkpoint is damaged, of another version or holds code: skipped, logged, nothing executed",
     "disks": "the disk is full or read-only, for a while or to the end: one log line each, earlier checkpoints remain",
     "two ranks": "two gloo ranks: all or one of them killed, or stopped by a signal",
+    "rank-invariant": "on 1 to 4 ranks, killed and restarted on other numbers of them: the bits of one process",
     "two nodes": "two network namespaces with two ranks each under torchrun: a node or a rank killed, or stopped by a "
     "signal; the bits of four ranks on one node",
 }

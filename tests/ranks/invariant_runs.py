@@ -190,7 +190,8 @@ def digest(value: Any) -> str:
 def end_of(folder: Path) -> dict[str, Any]:
     """What a completed run ends with: digests, and every line of its log."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return json.loads((folder / "end.json").read_text()) | {"lines": lines}
+    held: dict[str, Any] = json.loads((folder / "end.json").read_text())
+    return held | {"lines": lines}
 
 
 def arguments(folder: Path, ranks: int, case: Case, kill_at: int | None = None) -> Sequence[Any]:
@@ -200,8 +201,9 @@ def arguments(folder: Path, ranks: int, case: Case, kill_at: int | None = None) 
 
 
 def matrix() -> Iterator[Case]:
-    """Every combination of what the promise names."""
+    """Every combination of what the promise names; each also has dropout, augmentation, evaluations and short tails."""
     for precision, tokens, clip_norm, micro_batches in itertools.product(
-        ("fp32", "bf16"), (False, True), (None, 0.5), (4, 6, 8)
+        ("fp32", "bf16", "fp16"), (False, True), (None, 0.5), (4, 6, 8)
     ):
-        yield Case(precision, tokens, clip_norm=clip_norm, micro_batches=micro_batches)
+        workers = 2 if (tokens, micro_batches) == (True, 6) else 0
+        yield Case(precision, tokens, clip_norm=clip_norm, micro_batches=micro_batches, workers=workers, limit=9)
