@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 from ignite.metrics import Metric
 from torch import nn
 
 from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.data.source import generators_of
+from ignite_engine.ranks import agreement
+from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.precision import autocast, check_precision
@@ -24,6 +26,11 @@ class _Evaluator(Engine):
     """An engine that can run again after a run that raised; Ignite's returns None then, without running."""
 
     model: nn.Module
+    step: Callable[[Engine, Any], Any]
+
+    def __init__(self, step: Callable[[Engine, Any], Any]) -> None:
+        super().__init__(step)
+        self.step, self.metrics_reduce = step, ExitStack()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -31,6 +38,8 @@ class _Evaluator(Engine):
         except BaseException:
             self._internal_run_generator = None
             raise
+        finally:
+            self.metrics_reduce.close()
 
 
 def create_evaluator(
@@ -39,9 +48,10 @@ def create_evaluator(
     """An Ignite engine whose ``state.output`` is ``predict(model, batch)``, in eval mode and without gradients.
 
     Args:
-        model: plain or wrapped; a DDP model runs the module inside, so ranks may have different numbers of batches.
+        model: plain or wrapped; a DDP model runs the module inside, so ranks may have different numbers of batches
+            (and with FSDP2 in :class:`~ignite_engine.handlers.Evaluation`).
         predict: gets the batch on the model's device; returns what the metrics take, usually ``(y_pred, y)``.
-        metrics: attached under their names; they reduce over ranks themselves.
+        metrics: attached under their names; they reduce over the data-parallel ranks themselves.
         precision: of the forward pass, ``fp32``, ``bf16`` or ``fp16``.
     """
     check_precision(precision)
@@ -55,8 +65,14 @@ def create_evaluator(
 
     evaluator = _Evaluator(step)
     evaluator.model = bare
+    several = agreement.world_size() > 1
+    if several:
+        reduce = evaluator.metrics_reduce
+        evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: reduce.enter_context(metrics_reduce()))
     for name, metric in (metrics or {}).items():
         metric.attach(evaluator, name)
+    if several:
+        evaluator.add_event_handler(Events.EPOCH_COMPLETED, evaluator.metrics_reduce.close)
     return evaluator
 
 

@@ -45,6 +45,8 @@ class Task:
         tokens_fn: ``tokens_fn(batch)``, the tokens of a micro-batch, for tokens per second.
         test_sets: evaluated by the ``evaluate`` command only.
         handlers: objects with ``attach(trainer)``, attached last.
+        parallelize: ``parallelize(model, mesh)`` splits the model over the ranks of a one-dimensional mesh, in place,
+            as torch's ``parallelize_module`` does; called with ``distributed.tensor_parallel`` above 1.
     """
 
     model: nn.Module
@@ -59,6 +61,7 @@ class Task:
     tokens_fn: Callable[[Any], int] | None = None
     test_sets: Mapping[str, Dataset[Any]] = field(default_factory=dict)
     handlers: Sequence[Any] = ()
+    parallelize: Callable[[nn.Module, Any], Any] | None = None
 
 
 def find_task(name: str, folder: Path | None = None) -> Callable[[Mapping[str, Any]], Task]:

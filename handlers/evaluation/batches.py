@@ -16,6 +16,7 @@ from ignite_engine.data.source import DataSource, length_of
 from ignite_engine.data.workers import begin_pass, end_workers, with_own_iterator
 from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress, OngoingProgress
 from ignite_engine.ranks import agreement
+from ignite_engine.ranks.mesh import waits_for_peers
 
 
 def loader_of(data: Any) -> Any:
@@ -38,6 +39,10 @@ def check_loader(name: str, data: Any) -> None:
 
 def _smallest(name: str, batches: int | None) -> int:
     """The smallest number of batches of a rank, -1 if it is unknown on any; a collective that refuses 0."""
+    return min(_of_all_ranks(name, batches))
+
+
+def _of_all_ranks(name: str, batches: int | None) -> list[int]:
     lengths = [int(row[0]) for row in agreement.gather_floats([-1.0 if batches is None else float(batches)])]
     if 0 in lengths:
         remedy = "use fewer ranks, a smaller batch_size or more data" if len(lengths) > 1 else "give data that has one"
@@ -45,7 +50,7 @@ def _smallest(name: str, batches: int | None) -> int:
         raise ValueError(
             f"The evaluation of {name!r} needs a batch on every rank, got {', '.join(known)} by rank: {remedy}."
         )
-    return min(lengths)
+    return lengths
 
 
 class EvaluationBatches:
@@ -63,10 +68,28 @@ class EvaluationBatches:
         sized = length_of(data)
         self.length = sized if limit is None or sized is None else min(sized, limit)
         self.single_process, self.interrupted = agreement.world_size() == 1, False
-        self.common = _smallest(name, self.length)
+        lengths = _of_all_ranks(name, self.length)
+        self.common = min(lengths)
         """Batches that every rank has; below 0 where a rank does not know."""
+        self._idle_forwards = 0 if self.single_process else self._forwards_of_peers(lengths)
         self.progress: OngoingProgress | None = None
         self._vote = agreement.Vote()
+
+    def _forwards_of_peers(self, lengths: list[int]) -> int:
+        """How many more batches than this rank another one has, where a forward waits for all ranks (FSDP2).
+
+        Raises:
+            ValueError: ranks would wait for each other; on every rank the same line.
+        """
+        model = getattr(self.evaluator, "model", None) or getattr(self.trainer.update, "model", None)
+        if not isinstance(model, nn.Module) or not waits_for_peers(model) or min(lengths) == max(lengths) >= 0:
+            return 0
+        if self.length is None or min(lengths) < 0 or not hasattr(self.evaluator, "step"):
+            raise ValueError(
+                f"The evaluation of {self.name!r} has a model in FSDP2, in which each forward waits for all ranks: "
+                "give data with a length, and an evaluator of create_evaluator()."
+            )
+        return max(lengths) - self.length
 
     @property
     def sized(self) -> bool:
@@ -105,6 +128,9 @@ class EvaluationBatches:
                 _smallest(self.name, 0 if batch is _END else None)
             if batch is _END:
                 return
+            if self._idle_forwards and batches + 1 == self.length:
+                for _ in range(self._idle_forwards):  # peers have more batches
+                    self.evaluator.step(self.evaluator, batch)  # type: ignore[attr-defined]  # checked above
             yield batch
             batches += 1
 

@@ -115,6 +115,10 @@ class Config(Section):
         if self.ema.decay is None:
             for key in _changed(self.ema):
                 yield f"ema.{key} has no effect: ema.decay is not given, so there is no average"
+        for key in _without_effect_there(self.distributed):
+            yield f"distributed.{key} has no effect: distributed.strategy is {self.distributed.strategy}"
+        if self.distributed.loss_parallel and self.distributed.tensor_parallel == 1:
+            yield "distributed.loss_parallel has no effect: distributed.tensor_parallel is 1"
         if self.checkpoint.best is None:
             if self.checkpoint.keep_best != 1:
                 yield "checkpoint.keep_best has no effect: checkpoint.best names no metric"
@@ -123,6 +127,17 @@ class Config(Section):
         if self.checkpoint.load.path is None:
             for key in _changed(self.checkpoint.load):
                 yield f"checkpoint.load.{key} has no effect: checkpoint.load.path names nothing to load"
+
+
+def _without_effect_there(section: DistributedSection) -> list[str]:
+    """The keys that are given for another strategy."""
+    of_ddp = {"find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers", "bucket_cap_mb"}
+    others = {
+        "ddp": {"shard_ranks", "param_dtype"},
+        "fsdp": {"shard_ranks", "sync_bn"} | of_ddp,
+        "hsdp": {"sync_bn"} | of_ddp,
+    }
+    return [key for key in _changed(section) if key in others[section.strategy]]
 
 
 def _changed(section: Section) -> list[str]:

@@ -307,7 +307,16 @@ class DistributedSection(Section):
     nproc_per_node: Count | None = None  # processes to spawn; --nproc-per-node overrides it
     backend: Literal["gloo", "nccl"] | None = None  # default: nccl with CUDA, otherwise gloo
     timeout: TimeLimit | None = None  # how long a rank waits for another one; default: torch's own
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # whole models; FSDP2; FSDP2 in groups that are replicas
+    tensor_parallel: Count = 1  # ranks that share each model and its data; splits by the task's parallelize
+    shard_ranks: Count | None = None  # hsdp: ranks that share one copy of the weights; default: those of a node
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # fsdp, hsdp: of gathered weights and their computation
+    loss_parallel: bool = False  # with tensor_parallel: the cross-entropy of logits that are sharded by class
+    reduce_each_micro_batch: bool = False  # gradients in each backward, not in a group's last only
     find_unused_parameters: bool = False  # DDP: some parameters get no gradient in some steps
     gradient_as_bucket_view: bool = True  # DDP: gradients live in the reduction's buffers
-    sync_batchnorm: bool = False  # batch statistics over all ranks; CUDA only
+    static_graph: bool = False  # DDP: each step uses the same parameters; not with deferred reduction
+    broadcast_buffers: bool = True  # DDP: every forward starts from rank 0's buffers
+    bucket_cap_mb: Positive | None = None  # DDP: size of a bucket; default: torch's own
+    sync_bn: bool = False  # DDP: batch statistics over all ranks; CUDA only
     drift_every: Every | None = None  # compare the ranks' weights bit by bit; the run ends where they differ

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+import ignite.distributed as idist
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from ignite_engine.ranks import agreement
 
@@ -18,11 +25,30 @@ T = TypeVar("T")
 DATA_DIMS = ("data", "dp", "replicate", "shard", "dp_replicate", "dp_shard")
 TENSOR_DIMS = ("tensor", "tp")
 
-_declared: tuple[weakref.ref[Any], list[list[int]]] | None = None
-"""The default process group of a declared mesh, and for each data rank the ranks that share its data."""
+
+@dataclass(frozen=True)
+class _Layout:
+    """Groups are torch's to keep: one that outlives the default group aborts the process at its exit."""
+
+    world: weakref.ref[Any]
+    sharing: list[list[int]]
+    """For each data rank the ranks that share its data."""
+    group: weakref.ref[Any] | None
+    """One rank of each data rank, this one among them; None: all ranks."""
 
 
-def use_mesh(mesh: DeviceMesh) -> DeviceMesh:
+_declared: _Layout | None = None
+
+
+@overload
+def use_mesh(mesh: DeviceMesh) -> DeviceMesh: ...
+
+
+@overload
+def use_mesh(mesh: None) -> None: ...
+
+
+def use_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """Declare how the ranks of this process's group are arranged: from now on data is shared out by this mesh.
 
     Ranks that differ in a tensor-parallel dimension only are one data rank: they get the same batches, count once in
@@ -31,7 +57,8 @@ def use_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
     Args:
         mesh: of all ranks, its dimensions named: ``data``, ``dp``, ``replicate``, ``shard``, ``dp_replicate`` or
-            ``dp_shard`` for ranks with data of their own, ``tensor`` or ``tp`` for ranks that share it.
+            ``dp_shard`` for ranks with data of their own, ``tensor`` or ``tp`` for ranks that share it. None: every
+            rank has data of its own again.
 
     Returns:
         ``mesh``.
@@ -40,6 +67,9 @@ def use_mesh(mesh: DeviceMesh) -> DeviceMesh:
         ValueError: a dimension has no name or an unknown one, or ranks are missing.
     """
     global _declared
+    if mesh is None:
+        _declared = None
+        return None
     names = tuple(mesh.mesh_dim_names or ())
     unknown = [name for name in names if name not in DATA_DIMS + TENSOR_DIMS]
     if unknown or not names:
@@ -55,35 +85,75 @@ def use_mesh(mesh: DeviceMesh) -> DeviceMesh:
             "give the whole mesh, not a part such as mesh['tensor']."
         )
     order = sorted(range(len(names)), key=lambda dim: names[dim] in TENSOR_DIMS)
-    shared = [size for name, size in zip(names, mesh.mesh.shape, strict=True) if name in TENSOR_DIMS]
-    together = 1
-    for size in shared:
-        together *= size
-    rows = mesh.mesh.permute(order).reshape(-1, together).tolist()
-    _declared = weakref.ref(dist.group.WORLD), rows
+    together = math.prod(size for name, size in zip(names, mesh.mesh.shape, strict=True) if name in TENSOR_DIMS)
+    sharing = mesh.mesh.permute(order).reshape(-1, together)
+    group = None
+    if together > 1:
+        of_data = [name for name in names if name in DATA_DIMS]
+        one = mesh.get_group(of_data[0]) if len(of_data) == 1 else None
+        group = weakref.ref(one or dist.new_subgroups_by_enumeration(sharing.T.tolist())[0])
+    _declared = _Layout(weakref.ref(dist.group.WORLD), sharing.tolist(), group)
     return mesh
 
 
 def data_rank() -> int:
     """This process's place among the data-parallel ranks; the rank where no mesh is declared."""
     rank = agreement.rank()
-    sharing = _sharing()
-    return rank if sharing is None else next(row for row, ranks in enumerate(sharing) if rank in ranks)
+    layout = _layout()
+    return rank if layout is None else next(row for row, ranks in enumerate(layout.sharing) if rank in ranks)
 
 
 def data_size() -> int:
     """How many ranks have data of their own; the world size where no mesh is declared."""
-    sharing = _sharing()
-    return agreement.world_size() if sharing is None else len(sharing)
+    layout = _layout()
+    return agreement.world_size() if layout is None else len(layout.sharing)
 
 
 def by_data_rank(values: Sequence[T]) -> list[T]:
     """Of one value per rank, as a gather gives them, that of the first rank of each data rank."""
-    sharing = _sharing()
-    return list(values) if sharing is None else [values[ranks[0]] for ranks in sharing]
+    layout = _layout()
+    return list(values) if layout is None else [values[ranks[0]] for ranks in layout.sharing]
 
 
-def _sharing() -> list[list[int]] | None:
-    if _declared is None or not dist.is_initialized() or _declared[0]() is not dist.group.WORLD:
+@contextmanager
+def metrics_reduce() -> Iterator[None]:
+    """Within it ``ignite.distributed`` counts, sums and gathers as metrics need it: over the data-parallel ranks.
+
+    It gathers tensors of different lengths, too, as an order without padding gives them to the ranks. Its ``broadcast``
+    stays one over all ranks, from rank 0, whose metrics have the values of its data-parallel group.
+    """
+    layout = _layout()
+    group = None if layout is None or layout.group is None else layout.group()
+    changed: dict[str, Any] = {"all_gather": partial(_gather, group)}
+    if group is not None:
+        changed |= {"get_rank": data_rank, "get_world_size": data_size}
+        changed["all_reduce"] = partial(idist.all_reduce, group=group)
+        changed["all_gather_tensors_with_shapes"] = partial(idist.all_gather_tensors_with_shapes, group=group)
+    before = {name: getattr(idist, name) for name in changed}
+    vars(idist).update(changed)
+    try:
+        yield
+    finally:
+        vars(idist).update(before)
+
+
+def _gather(of_data: Any, value: Any, group: Any = None, *, gather: Callable[..., Any] = idist.all_gather) -> Any:
+    group = group or of_data
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return gather(value, group=group)
+    lengths = gather(torch.tensor([len(value)], device=value.device), group=group).tolist()
+    if min(lengths) == max(lengths):
+        return gather(value, group=group)
+    shapes = [(length, *value.shape[1:]) for length in lengths]
+    return torch.cat(idist.utils.all_gather_tensors_with_shapes(value, shapes, group=group))
+
+
+def waits_for_peers(model: nn.Module) -> bool:
+    """Whether each forward gathers weights from other data-parallel ranks, as FSDP2's does."""
+    return any(hasattr(type(module), "set_requires_gradient_sync") for module in model.modules())
+
+
+def _layout() -> _Layout | None:
+    if _declared is None or not dist.is_initialized() or _declared.world() is not dist.group.WORLD:
         return None
-    return _declared[1]
+    return _declared

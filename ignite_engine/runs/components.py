@@ -26,7 +26,6 @@ from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.run_directory import config_differences
 from ignite_engine.schedules import Schedule
-from ignite_engine.step.rank_local import check_model
 from ignite_engine.task import Task, TaskError, build_task, find_task
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -170,31 +169,6 @@ def check_fit(config: Config, task: Task) -> None:
         is_possible = metric.partition("/")[0] in task.val_sets and task.metrics
         if not is_possible or not near.startswith("; known"):
             raise config.error(key, f"got {metric!r}, expected a metric of this run{near}")
-
-
-def on_device(config: Config, model: nn.Module) -> nn.Module:
-    """The model on its device, in DDP on several ranks unless it is trained rank-invariantly; a collective there.
-
-    Raises:
-        ConfigError: a setting does not fit, or the model cannot be trained rank-invariantly.
-    """
-    if config.update.rank_invariant:
-        try:
-            check_model(model.train())
-        except ValueError as error:
-            raise config.error("update.rank_invariant", str(error)) from None
-    if agreement.world_size() == 1 or config.update.rank_invariant:
-        return model.to(idist.device())  # auto_model makes a DataParallel on several GPUs
-    section = config.distributed
-    if section.sync_batchnorm and idist.device().type != "cuda":
-        raise config.error(
-            "distributed.sync_batchnorm", f"got true on {idist.device().type}; torch has it on CUDA only."
-        )
-    options = {"gradient_as_bucket_view": section.gradient_as_bucket_view}
-    wrapped: nn.Module = idist.auto_model(
-        model, sync_bn=section.sync_batchnorm, find_unused_parameters=section.find_unused_parameters, **options
-    )
-    return wrapped
 
 
 def data_loader(config: Config, task: Task, dataset: Dataset[Any], *, training: bool) -> DataLoader[Any]:

@@ -27,13 +27,13 @@ from ignite_engine.runs.components import (
     data_loader,
     make_optimizer,
     make_schedule,
-    on_device,
     seed_all,
     set_up_torch,
     total_updates,
 )
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
+from ignite_engine.runs.wrapping import declare_mesh, wrap
 from ignite_engine.state import Start
 from ignite_engine.task import Task
 from ignite_engine.trainer import Trainer
@@ -46,7 +46,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
     Args:
         config: from ``load_config``.
         task: made by the caller; None: the one that the config names, built here under the run's seed, the same on
-            every rank. Afterwards each rank is seeded with ``run.seed`` + rank.
+            every rank. Afterwards each rank is seeded with ``run.seed`` + its data-parallel rank.
 
     Raises:
         ConfigError: the task cannot be found or built, or it and the config do not fit; raised on all ranks.
@@ -54,12 +54,14 @@ def build_run(config: Config, task: Task | None = None) -> Run:
     startup = PhaseTimes()
     check_ranks_agree(config)
     set_up_torch(config)
+    arranged = declare_mesh(config)
     with startup("task"):
         seed_all(config.run.seed)
         task = task or agreed_task(config)
         check_fit(config, task)
     with startup("model"):
-        model = on_device(config, task.model)
+        task = wrap(config, task, arranged)
+        model = task.model
         seed_all(config.run.seed + mesh.data_rank())
     with startup("data"):
         train_loader = data_loader(config, task, task.train_set, training=True)
@@ -78,6 +80,8 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             non_finite=config.update.non_finite,
             max_skips=config.update.max_skips,
             rank_invariant=config.update.rank_invariant,
+            reduce_each_micro_batch=config.distributed.reduce_each_micro_batch,
+            loss_parallel=config.distributed.loss_parallel,
         )
         trainer = Trainer(
             update,

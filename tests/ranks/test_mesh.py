@@ -6,15 +6,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ignite.engine import Events
+from ignite.metrics import EpochMetric, Metric
+from ignite.metrics.metric import sync_all_reduce
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ignite_engine import Trainer, data_rank, data_size, loader, use_mesh
+from ignite_engine import Trainer, create_evaluator, data_rank, data_size, loader, use_mesh
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.source import DataSource
 from ignite_engine.handlers import Throughput
@@ -51,7 +55,50 @@ def layout() -> dict[str, Any]:
         "equal": micro_batch_scales([0, 0], group_total=2 * data_size()),
         "weighted": micro_batch_scales([1.0 + data_rank(), 2.0], weight_fn=float),
         "samples per step": metrics["throughput/samples_per_s"] / metrics["throughput/steps_per_s"],
+        "evaluated": evaluated(),
     }
+
+
+class Seen(Metric):
+    """The sum of what it was given, as a metric of Ignite reduces it."""
+
+    def reset(self) -> None:
+        self._sum = torch.zeros(())
+
+    def update(self, output: Any) -> None:
+        self._sum += output.sum()
+
+    @sync_all_reduce("_sum")
+    def compute(self) -> float:
+        return self._sum.item()
+
+
+class Broken(Seen):
+    def compute(self) -> float:
+        raise KeyError(idist.get_world_size())
+
+
+def evaluated() -> dict[str, Any]:
+    """9 samples evaluated: their count, a sum, and all of them sorted; and whether Ignite counts all ranks again."""
+    data = TensorDataset(torch.arange(9.0))
+
+    def predict(model: Any, batch: Any) -> Any:
+        return batch[0], batch[0]
+
+    def in_order(predictions: Any, targets: Any) -> float:
+        return float((predictions.sort().values * torch.arange(1.0, 1.0 + len(predictions))).sum())
+
+    metrics = {
+        "count": Seen(lambda output: torch.ones(len(output[0]))),
+        "sum": Seen(lambda output: output[0]),
+        "in order": EpochMetric(in_order),
+    }
+    evaluator = create_evaluator(nn.Linear(1, 1), predict, metrics)
+    evaluator.run(loader(data, 2))
+    broken = create_evaluator(nn.Linear(1, 1), predict, {"broken": Broken(lambda output: output[0])})
+    with pytest.raises(KeyError) as error:
+        broken.run(loader(data, 2))
+    return {**evaluator.state.metrics, "size": error.value.args[0], "after": (idist.get_world_size(), idist.get_rank())}
 
 
 def refused(mesh: Any) -> str:
@@ -72,6 +119,12 @@ def one_of_four_ranks(rank: int, folder: str) -> None:
     results["tensor, data"] = layout()
     use_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     results["hsdp"] = layout()
+    use_mesh(init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp")))
+    results["hsdp and tensor"] = layout()
+    use_mesh(init_device_mesh("cpu", (1, 4), mesh_dim_names=("data", "tensor")))
+    results["evaluated by tensor"] = evaluated()
+    use_mesh(None)
+    results["undeclared"] = data_rank(), data_size()
     results["unknown"] = refused(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pp")))
     results["nameless"] = refused(init_device_mesh("cpu", (4,)))
     results["part"] = refused(square["tensor"])
@@ -96,10 +149,14 @@ def test_without_a_tensor_dimension_every_rank_has_data_of_its_own(ranks: list[d
         assert [each[name]["place"] for each in ranks] == [(rank, 4) for rank in range(4)]
     dealt = [index for each in ranks for batch in each["world"]["batches"] for index in batch]
     assert sorted(dealt) == list(range(9))
-    assert ranks[0]["hsdp"] == ranks[0]["world"] | {"samples per step": ranks[0]["hsdp"]["samples per step"]}
+    changing = {"samples per step": ranks[0]["hsdp"]["samples per step"]}
+    assert ranks[0]["hsdp"] == ranks[0]["world"] | changing
 
 
-@pytest.mark.parametrize(("name", "order"), [("data, tensor", [0, 0, 1, 1]), ("tensor, data", [0, 1, 0, 1])])
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [("data, tensor", [0, 0, 1, 1]), ("tensor, data", [0, 1, 0, 1]), ("hsdp and tensor", [0, 0, 1, 1])],
+)
 def test_ranks_of_a_tensor_parallel_group_share_data_lengths_and_weights(
     ranks: list[dict[str, Any]], name: str, order: list[int]
 ) -> None:
@@ -132,3 +189,13 @@ def test_mesh_that_does_not_say_who_shares_data_is_one_line(ranks: list[dict[str
 def test_mesh_ends_with_its_process_group(ranks: list[dict[str, Any]]) -> None:
     assert [each["ended"] for each in ranks] == [(0, 1)] * 4
     assert [each["new group"] for each in ranks] == [(rank, 4) for rank in range(4)]
+    assert [each["undeclared"] for each in ranks] == [(rank, 4) for rank in range(4)]
+
+
+def test_metrics_count_a_tensor_parallel_group_once(ranks: list[dict[str, Any]]) -> None:
+    found = {"world": 4, "hsdp": 4, "data, tensor": 2, "tensor, data": 2, "hsdp and tensor": 2}
+    for rank, each in enumerate(ranks):
+        for name, size in found.items():
+            evaluated = {"count": 9.0, "sum": 36.0, "in order": 240.0, "size": size, "after": (4, rank)}
+            assert each[name]["evaluated"] == evaluated
+        assert each["evaluated by tensor"] == evaluated | {"size": 1}

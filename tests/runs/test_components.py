@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ from torch import nn
 from ignite_engine import Task
 from ignite_engine.config import Config, ConfigError, config_from_dict
 from ignite_engine.ranks import agreement
-from ignite_engine.ranks.launch import free_port
 from ignite_engine.runs import components
 from tests.builders import Numbers, linear, mse
 
@@ -58,18 +58,6 @@ def test_more_ranks_than_micro_batches_are_refused(monkeypatch: pytest.MonkeyPat
         components.total_updates(config(update={"global_micro_batches": 2}), 10)
 
 
-def test_rank_invariant_model_is_not_wrapped_and_refused_by_the_name_of_the_setting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(agreement, "world_size", lambda: 2)
-    settings = config(update={"global_micro_batches": 2, "rank_invariant": True})
-    model = linear()
-
-    assert components.on_device(settings, model) is model
-    with pytest.raises(ConfigError, match=r"update.rank_invariant: .*0 is a BatchNorm1d that trains"):
-        components.on_device(settings, torch.nn.Sequential(torch.nn.BatchNorm1d(3), linear()))
-
-
 def test_only_training_shuffles_and_drops_the_last_batch() -> None:
     settings = config(data={"batch_size": 4, "eval_batch_size": 3, "drop_last": True})
     task = Task(linear(), mse, Numbers(10))
@@ -107,7 +95,9 @@ def test_task_that_does_not_fit_is_one_line(sections: dict[str, Any], parts: dic
 def test_other_config_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ignite_engine", "train", "configs/digits.yaml", "task=nowhere.py:build"]
     command += [f"run.directory={tmp_path}/run", "--backend", "gloo"]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
             [*command, f"optimizer.lr=0.{rank + 1}"],

@@ -1,0 +1,149 @@
+"""How a run's model is arranged over the ranks: DDP, FSDP2, HSDP, and tensor parallel by the task's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ignite_engine.config import Config
+from ignite_engine.ranks import agreement, mesh
+from ignite_engine.step.micro_batches import reducing_modules
+from ignite_engine.step.rank_local import check_model
+from ignite_engine.task import Task
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def declare_mesh(config: Config) -> DeviceMesh | None:
+    """Make and declare the mesh of the config's ``distributed`` section; a collective.
+
+    Returns:
+        With the dimensions ``replicate`` (HSDP), ``shard`` and ``tensor``, as far as they are used; None: every rank
+        has data and a model of its own.
+
+    Raises:
+        ConfigError: the ranks cannot be arranged like that.
+    """
+    section, ranks = config.distributed, agreement.world_size()
+    mesh.use_mesh(None)
+    if ranks % section.tensor_parallel:
+        raise config.error(
+            "distributed.tensor_parallel",
+            f"got {section.tensor_parallel} on {ranks} ranks, expected a divisor of their number.",
+        )
+    of_data = ranks // section.tensor_parallel
+    if section.strategy == "ddp" and section.tensor_parallel > 1 and of_data > 1:
+        raise config.error(
+            "distributed.strategy",
+            f"got 'ddp' with tensor_parallel {section.tensor_parallel} on {ranks} ranks, but DDP cannot reduce tensors "
+            "that are split; expected fsdp or hsdp.",
+        )
+    if ranks == 1 or (section.strategy == "ddp" and section.tensor_parallel == 1):
+        return None
+    if config.update.rank_invariant:
+        raise config.error(
+            "update.rank_invariant",
+            f"got true with {section.strategy} and tensor_parallel {section.tensor_parallel}, expected whole models: "
+            "strategy ddp without tensor_parallel.",
+        )
+    shape = {"shard": of_data, "tensor": section.tensor_parallel}
+    if section.strategy == "hsdp":
+        sharing = section.shard_ranks or max(idist.get_nproc_per_node() // section.tensor_parallel, 1)
+        if of_data % sharing:
+            raise config.error(
+                "distributed.shard_ranks",
+                f"got {sharing} for {of_data} data-parallel ranks, expected a divisor of their number.",
+            )
+        shape = {"replicate": of_data // sharing, "shard": sharing, "tensor": section.tensor_parallel}
+    if section.tensor_parallel == 1:
+        del shape["tensor"]
+    from torch.distributed.device_mesh import init_device_mesh
+
+    made = init_device_mesh(idist.device().type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    return mesh.use_mesh(made)
+
+
+def wrap(config: Config, task: Task, arranged: DeviceMesh | None) -> Task:
+    """The task with its model on its device and wrapped, and the parameter groups of that model; a collective.
+
+    A model that the task has wrapped itself is left as it is.
+
+    Args:
+        arranged: from :func:`declare_mesh`.
+
+    Raises:
+        ConfigError: a setting does not fit, or the model cannot be trained rank-invariantly.
+    """
+    model, section = task.model, config.distributed
+    if config.update.rank_invariant:
+        try:
+            check_model(model.train())
+        except ValueError as error:
+            raise config.error("update.rank_invariant", str(error)) from None
+    if reducing_modules(model) or any(hasattr(each, "device_mesh") for each in model.parameters()):
+        return task
+    if arranged is None:
+        one = agreement.world_size() == 1 or config.update.rank_invariant
+        # on one process auto_model would make a DataParallel of several GPUs
+        return replace(task, model=model.to(idist.device()) if one else _in_ddp(config, model))
+    if section.tensor_parallel > 1 and task.parallelize is None:
+        raise config.error(
+            "distributed.tensor_parallel",
+            f"got {section.tensor_parallel}, but the task gives no parallelize(model, mesh) that splits its model.",
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    model.to(idist.device())
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), src=0)  # as DDP does: each rank keeps a part of the same weights
+    if section.tensor_parallel > 1:
+        assert task.parallelize is not None
+        task.parallelize(model, arranged["tensor"])
+    if section.strategy != "ddp":
+        _shard(model, arranged[("replicate", "shard") if section.strategy == "hsdp" else "shard"], section.param_dtype)
+    return replace(task, parameter_groups=_renewed(task.parameter_groups, names, model))
+
+
+def _in_ddp(config: Config, model: nn.Module) -> nn.Module:
+    section = config.distributed
+    if section.sync_bn and idist.device().type != "cuda":
+        raise config.error("distributed.sync_bn", f"got true on {idist.device().type}; torch has it on CUDA only.")
+    keys = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
+    options = {key: getattr(section, key) for key in keys} | {"bucket_cap_mb": section.bucket_cap_mb}
+    wrapped: nn.Module = idist.auto_model(model, sync_bn=section.sync_bn, **options)
+    return wrapped
+
+
+def _shard(model: nn.Module, over: DeviceMesh, dtype: str) -> None:
+    """``fully_shard`` each layer (what an ``nn.ModuleList`` holds), the innermost first, then the model."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    for layer in reversed([layer for layers in lists for layer in layers]):
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=over, mp_policy=policy)
+    fully_shard(model, mesh=over, mp_policy=replace(policy, output_dtype=torch.float32 if dtype == "bf16" else None))
+
+
+def _renewed(
+    groups: Sequence[dict[str, Any]] | None, names: dict[int, str], model: nn.Module
+) -> list[dict[str, Any]] | None:
+    """The groups over the parameters that have replaced those of ``names``."""
+    if groups is None:
+        return None
+    now = dict(model.named_parameters())
+
+    def renewed(parameters: Any) -> list[Any]:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return [now[names[id(each)]] if id(each) in names else each for each in given]
+
+    return [{**group, "params": renewed(group["params"])} for group in groups]

@@ -1,0 +1,221 @@
+"""What the ``distributed`` section makes of a task's model, on one process and on four ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Task, data_rank
+from ignite_engine.config import Config, ConfigError, ConfigWarning, config_from_dict
+from ignite_engine.ranks import agreement
+from ignite_engine.runs import recipe
+from ignite_engine.runs.components import seed_all
+from ignite_engine.runs.wrapping import declare_mesh, wrap
+from tests.builders import Numbers, linear, mse
+from tests.ranks.test_wrapping import SAMPLES, Net, Tokens, count_tokens, loss_fn, whole
+
+QUIET = dict.fromkeys(("clearml", "progress", "report", "console", "memory", "throughput"), False)
+
+
+def config(distributed: dict[str, Any] | None = None, **sections: Any) -> Config:
+    return config_from_dict(
+        {"task": "unused.py:build", "run": {"max_epochs": 2}, "distributed": distributed or {}, **sections}
+    )
+
+
+@pytest.mark.parametrize(
+    ("distributed", "ranks", "line"),
+    [
+        ({"tensor_parallel": 3}, 4, r"distributed.tensor_parallel: got 3 on 4 ranks, expected a divisor"),
+        ({"tensor_parallel": 2}, 1, r"distributed.tensor_parallel: got 2 on 1 ranks, expected a divisor"),
+        ({"tensor_parallel": 2}, 4, r"distributed.strategy: got 'ddp' with tensor_parallel 2 on 4 ranks"),
+        ({"strategy": "hsdp", "shard_ranks": 3}, 4, r"distributed.shard_ranks: got 3 for 4 data-parallel ranks"),
+    ],
+)
+def test_ranks_that_cannot_be_arranged_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, distributed: dict[str, Any], ranks: int, line: str
+) -> None:
+    monkeypatch.setattr(agreement, "world_size", lambda: ranks)
+
+    with pytest.raises(ConfigError, match=line):
+        declare_mesh(config(distributed))
+
+
+def test_rank_invariant_run_is_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "world_size", lambda: 2)
+    update = {"global_micro_batches": 2, "rank_invariant": True}
+
+    with pytest.raises(ConfigError, match=r"update.rank_invariant: got true with fsdp"):
+        declare_mesh(config({"strategy": "fsdp"}, update=update))
+
+
+def test_rank_invariant_model_is_not_wrapped_and_refused_by_the_name_of_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agreement, "world_size", lambda: 2)
+    settings = config(update={"global_micro_batches": 2, "rank_invariant": True})
+    model = linear()
+
+    assert wrap(settings, Task(model, mse, Numbers(4)), None).model is model
+    with pytest.raises(ConfigError, match=r"update.rank_invariant: .*0 is a BatchNorm1d that trains"):
+        wrap(settings, Task(nn.Sequential(nn.BatchNorm1d(3), linear()), mse, Numbers(4)), None)
+
+
+def test_sync_bn_is_refused_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "world_size", lambda: 2)
+
+    with pytest.raises(ConfigError, match=r"distributed.sync_bn: got true on cpu; torch has it on CUDA only"):
+        wrap(config({"sync_bn": True}), Task(linear(), mse, Numbers(4)), None)
+
+
+@pytest.mark.parametrize(
+    ("distributed", "key"),
+    [
+        ({"strategy": "fsdp", "static_graph": True}, "static_graph"),
+        ({"strategy": "fsdp", "shard_ranks": 2}, "shard_ranks"),
+        ({"param_dtype": "bf16"}, "param_dtype"),
+        ({"loss_parallel": True}, "loss_parallel"),
+    ],
+)
+def test_setting_of_another_strategy_has_no_effect(distributed: dict[str, Any], key: str) -> None:
+    with pytest.warns(ConfigWarning, match=rf"distributed.{key} has no effect: distributed\."):
+        config(distributed)
+
+
+# -- on four ranks ----------------------------------------------------------------------------------------------------
+
+
+def split(model: nn.Module, mesh: Any) -> None:
+    for block in model.blocks:  # type: ignore[union-attr]  # of Net
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def task_of(model: nn.Module | None = None) -> Task:
+    model = model or Net()
+    decayed = [each for each in model.parameters() if each.dim() > 1]
+    others = [each for each in model.parameters() if each.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    data = Tokens(SAMPLES)
+    return Task(
+        model,
+        loss_fn,
+        data,
+        weight_fn=count_tokens,
+        parameter_groups=groups,
+        val_sets={"val": Tokens(9)},
+        parallelize=split,
+    )
+
+
+def train(folder: str, batch_size: int, distributed: dict[str, Any], task: Task | None = None) -> dict[str, Any]:
+    settings = config_from_dict(
+        {
+            "task": "unused.py:build",
+            "run": {"max_epochs": 2, "directory": folder},
+            "data": {"batch_size": batch_size},
+            "optimizer": {"lr": 0.01},
+            "update": {"clip_norm": 1.0, "accumulation_steps": 2},
+            "logging": QUIET,
+            "distributed": distributed,
+        }
+    )
+    seed_all(0)
+    run = recipe.build_run(settings, task or task_of())
+    model = run.trainer.update.model  # type: ignore[attr-defined]  # an Update
+    drawn = torch.rand(1).item()
+    summary = run.train()
+    inner = getattr(model, "module", model)
+    local = inner.blocks[0].up.weight
+    return {
+        "weights": whole(model),
+        "kind": type(model).__name__,
+        "local": tuple((local.to_local() if hasattr(local, "to_local") else local).shape),
+        "digest": summary["weights_sha256"],
+        "loss": summary["metrics"]["val/loss"],
+        "data rank": data_rank(),
+        "drawn": drawn,
+    }
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"bucket_cap_mb": 1.0, "find_unused_parameters": True, "broadcast_buffers": False}),
+    "fsdp": (2, {"strategy": "fsdp"}),
+    "hsdp": (2, {"strategy": "hsdp", "shard_ranks": 2}),
+    "tp": (8, {"tensor_parallel": 4}),
+    "tp and fsdp": (4, {"strategy": "fsdp", "tensor_parallel": 2}),
+}
+
+
+def one_of_four_ranks(rank: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    results: dict[str, Any] = {
+        name: train(f"{folder}/{name}", size, distributed) for name, (size, distributed) in CASES.items()
+    }
+    own = DistributedDataParallel(Net())
+    results["wrapped by the task"] = train(f"{folder}/own", 2, {"static_graph": True}, task_of(own))
+    with pytest.raises(ConfigError) as error:
+        wrap(plain := config({"tensor_parallel": 4}), Task(Net(), loss_fn, Tokens(4)), declare_mesh(plain))
+    results["no plan"] = str(error.value)
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(str(tmp_path_factory.mktemp("alone")), 8, {})
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(one_of_four_ranks, args=(str(folder),), nprocs=4)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
+
+
+EXPECTED = {  # the class, the shape of this rank's part of a weight of 16 x 8, and the data rank of each rank
+    "ddp": ("DistributedDataParallel", (16, 8), [0, 1, 2, 3]),
+    "fsdp": ("FSDPNet", (4, 8), [0, 1, 2, 3]),
+    "hsdp": ("FSDPNet", (8, 8), [0, 1, 2, 3]),
+    "tp": ("Net", (4, 8), [0, 0, 0, 0]),
+    "tp and fsdp": ("FSDPNet", (4, 8), [0, 0, 1, 1]),
+    "wrapped by the task": ("DistributedDataParallel", (16, 8), [0, 1, 2, 3]),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("case", EXPECTED)
+def test_run_of_any_strategy_ends_with_the_weights_of_one_process(
+    ranks: list[dict[str, Any]], alone: dict[str, Any], case: str
+) -> None:
+    """With parameter groups, and 9 samples of validation: 2 batches on some ranks, 1 on the others."""
+    kind, shape, places = EXPECTED[case]
+    for each, place in zip(ranks, places, strict=True):
+        found = each[case]
+        assert (found["kind"], found["local"], found["data rank"]) == (kind, shape, place)
+        torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=2e-7)
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert found["digest"] == ranks[0][case]["digest"]
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_data_draw_the_same_random_numbers(ranks: list[dict[str, Any]]) -> None:
+    for case, (_, _, places) in EXPECTED.items():
+        drawn = [each[case]["drawn"] for each in ranks]
+        assert len(set(drawn)) == len(set(places))
+        assert all(drawn[rank] == drawn[places.index(place)] for rank, place in enumerate(places))
+
+
+@pytest.mark.distributed
+def test_tensor_parallel_without_a_plan_is_one_line(ranks: list[dict[str, Any]]) -> None:
+    for each in ranks:
+        assert "distributed.tensor_parallel: got 4, but the task gives no parallelize(model, mesh)" in each["no plan"]
