@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ignite.engine import Engine
@@ -15,7 +17,7 @@ from ignite_engine.engine.describe import describe
 from ignite_engine.engine.loop import Loop
 from ignite_engine.engine.progress import Ending, Progress
 from ignite_engine.engine.stop_requests import StopRequests
-from ignite_engine.errors import Interrupted
+from ignite_engine.errors import Interrupted, NotFinite, RollBack
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
@@ -96,6 +98,7 @@ class Trainer(Engine):
             self.registry.register(name, part, kind={"trainer": "counters"}.get(name, name))
         for name, obj, shared in getattr(update, "stateful", lambda: ())():
             self.registry.register(name, obj, shared=shared)
+        self._load_healthy: Callable[[], Path | None] | None = None
         self._at_end: list[Callable[[Trainer], None]] = []
 
     # -- what users call ------------------------------------------------------------------------------------------
@@ -184,6 +187,16 @@ class Trainer(Engine):
         """Call ``callback(trainer)`` when this ``run()`` ends in whatever way, an exception included."""
         self._at_end.append(callback)
 
+    def roll_back_with(self, load: Callable[[], Path | None]) -> None:
+        """Let ``load`` bring back the last healthy checkpoint where ``Update(non_finite="rollback")`` asks for it.
+
+        A :class:`~ignite_engine.handlers.Checkpoint` that is attached says this of itself; the first one counts.
+
+        Args:
+            load: a collective; returns the checkpoint, or None where there is none.
+        """
+        self._load_healthy = self._load_healthy or load
+
     @property
     def stop_requested(self) -> bool:
         """Whether this rank has been asked to stop; the others may not know yet."""
@@ -220,19 +233,25 @@ class Trainer(Engine):
             start.change_limits(arguments, self.state)
         else:
             self._begin(arguments)
-        assert self._internal_run_generator is not None
-        try:
-            next(self._internal_run_generator)
-            return self.state  # paused
-        except StopIteration:
-            self._internal_run_generator = None
-            self._note_ending()
-        except BaseException as error:
-            self._internal_run_generator = None
-            self._note_failure(error)
-            raise
-        finally:
-            self._call_at_end()
+        while True:
+            assert self._internal_run_generator is not None
+            try:
+                next(self._internal_run_generator)
+                return self.state  # paused
+            except StopIteration:
+                self._internal_run_generator = None
+                self._note_ending()
+                break
+            except RollBack as error:
+                self._internal_run_generator = None
+                self._go_back(error)
+            except BaseException as error:
+                self._internal_run_generator = None
+                self._note_failure(error)
+                raise
+            finally:
+                self._call_at_end()
+            self._begin_again(arguments)
         if self.state.status == "interrupted" and self.requests.stop is not None:
             signal = self.requests.stop[1]
             if signal is not None:
@@ -247,11 +266,43 @@ class Trainer(Engine):
 
     # -- a run ----------------------------------------------------------------------------------------------------
 
+    def _go_back(self, error: RollBack) -> None:
+        """Load the last healthy checkpoint within a run; a collective. What is to be left out stays written down."""
+        policy, state = self.update.non_finite, self.state  # type: ignore[attr-defined]  # it has raised the error
+        journal = policy.journal
+        self._dataloader_iter = None
+        self.progress.close()
+        try:
+            assert self._load_healthy is not None  # run() has asked for it
+            path = self._load_healthy()
+            if path is None:
+                raise NotFinite(
+                    f"{error}, and there is no healthy checkpoint to go back to: save one before, such as with "
+                    "Checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100)), or use non_finite='skip'."
+                )
+        except BaseException as failure:
+            self._note_failure(failure)
+            raise
+        policy.journal = policy.journal | journal
+        self.progress.at_boundary = True
+        state.reason = str(error)
+        self.logger.info(f"Rolled back to {path.name}.")
+
+    def _begin_again(self, arguments: start.RunArguments) -> None:
+        """Resume what was loaded, with the limits of this run; what was requested meanwhile is requested still."""
+        limits, stop = (self.state.max_epochs, self.state.max_iters), self.requests.stop
+        self._begin(replace(arguments, max_epochs=limits[0], max_iters=limits[1]))
+        if stop is not None:
+            self.requests.request_stop(*stop)
+        self.requests.request_save()  # a run that is killed from there on knows what to leave out
+
     def _begin(self, arguments: start.RunArguments) -> None:
         for name in ("accumulation_steps", "global_micro_batches"):
             if arguments.data is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} needs data to group: give run() a loader.")
-        state = self.state
+        state, policy = self.state, getattr(self.update, "non_finite", None)
+        if policy is not None and policy.action == "rollback" and self._load_healthy is None:
+            raise ValueError("non_finite='rollback' needs checkpoints to go back to: attach a Checkpoint before run().")
         settings: dict[str, Any] = {
             "accumulation_steps": self.accumulation_steps,
             "global_micro_batches": self.global_micro_batches,
@@ -276,7 +327,7 @@ class Trainer(Engine):
             self.update.run_starts()
         for model in self._models():
             settle_buckets(model)
-        if (policy := getattr(self.update, "non_finite", None)) is not None and self.starts_fresh("non_finite"):
+        if policy is not None and self.starts_fresh("non_finite"):
             policy.journal.clear()
         parts = (self.update, state, self.progress, self.requests, self.registry, self.resume_state)
         self._internal_run_generator = Loop(self, *parts).run()  # type: ignore[assignment]  # Ignite's yields its state

@@ -62,9 +62,10 @@ class Update:
         grad_scaler: torch's GradScaler arguments, for fp16 only.
         log_grad_norm: report ``grad_norm`` also where nothing is clipped.
         non_finite: what all ranks do where a loss or the gradient norm is not finite on any of them: ``skip`` the
-            step, or ``stop`` the run before the weights change (:class:`NotFinite`); reads one value a step. None:
-            nothing, with one warning at the first, by MetricLogger or at the end of the run.
-        max_skips: iterations that ``skip`` leaves out in a run at most; one more ends it.
+            step, ``rollback`` to the last healthy checkpoint and leave the iteration out when it comes again, or
+            ``stop`` the run before the weights change (:class:`NotFinite`); reads one value a step. None: nothing,
+            with one warning at the first, by MetricLogger or at the end of the run.
+        max_skips: iterations that ``skip`` or ``rollback`` leaves out in a run at most; one more ends it.
         rank_invariant: the same bits on any number of ranks, for ``Trainer(update, global_micro_batches=...)``; of a
             model in DDP the module inside is trained, and DDP reduces nothing.
         reduce_each_micro_batch: DDP and FSDP2 reduce gradients in each backward, not in a group's last only; FSDP2

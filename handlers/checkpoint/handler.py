@@ -55,6 +55,7 @@ class Checkpoint:
         self._trainer = trainer
         trainer.register(self.name, self)
         trainer.registry.filters.append(self._saver.filter)
+        trainer.roll_back_with(self._load_healthy)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._measure)
@@ -99,6 +100,17 @@ class Checkpoint:
             # a script that sets up no logging shows warnings alone
             level = logging.WARNING if agreement.rank() == 0 else logging.INFO
             logger.log(level, "Resumed from %s at iteration %d.", path, self._trainer.state.iteration)
+        return path
+
+    def _load_healthy(self) -> Path | None:
+        """Within a run, go back to the newest checkpoint whose weights are finite; a collective."""
+        trainer, saver = self._trainer, self._saver
+        assert trainer is not None
+        if saver.busy:
+            saver.finish(trainer)
+        path = trainer.registry.resume(self.store, healthy_only=True)
+        if path is not None:
+            saver.resumed(trainer, path)
         return path
 
     def load(self, path: str | Path, plan: LoadPlan) -> LoadTable:

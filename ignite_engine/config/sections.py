@@ -186,7 +186,7 @@ class UpdateSection(Section):
     clip_norm: Positive | None = None  # largest joint L2 norm of the gradients
     log_grad_norm: bool = False  # also without clipping
     grad_scaler: dict[str, Any] | None = None  # options of torch.amp.GradScaler, for fp16
-    non_finite: Literal["skip", "stop"] | None = None  # where a loss or gradient is not; default: a warning
+    non_finite: Literal["skip", "stop", "rollback"] | None = None  # where a loss or gradient is not; default: a warning
     max_skips: Count = 10  # iterations that non_finite leaves out at most
 
     @model_validator(mode="after")

@@ -29,7 +29,7 @@ from ignite_engine.engine import bus
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.start import is_done
 from ignite_engine.engine.stop_requests import BACKGROUND_DONE, SAVE, STOP, StopRequests
-from ignite_engine.errors import StopRequested
+from ignite_engine.errors import RollBack, StopRequested
 from ignite_engine.events import TrainingEvents
 from ignite_engine.state import TrainingState
 from ignite_engine.states.registry import Registry
@@ -347,7 +347,8 @@ class Loop:
 
     def _raise_unless_handled(self, error: BaseException) -> None:
         """As in Ignite: a handler of EXCEPTION_RAISED that does not raise swallows the error."""
-        if error is self._reported or not bus.handlers_of(self.engine, Events.EXCEPTION_RAISED):
+        handled = error is self._reported or isinstance(error, RollBack)  # the run goes on
+        if handled or not bus.handlers_of(self.engine, Events.EXCEPTION_RAISED):
             raise error
         self._reported = error
         self._fire(Events.EXCEPTION_RAISED, error)

@@ -175,11 +175,14 @@ class Registry:
                 what = f"{part} ({len(names)}: {shortened(names)})"
                 logger.warning("%s was saved without some of %s: they stay as they are.", source, what)
 
-    def resume(self, store: CheckpointStore, *, ignore: Iterable[str] = (), strict: bool = False) -> Path | None:
+    def resume(
+        self, store: CheckpointStore, *, ignore: Iterable[str] = (), strict: bool = False, healthy_only: bool = False
+    ) -> Path | None:
         """Load the newest valid checkpoint of a store, the same on all ranks; a collective.
 
         Args:
             ignore: names of parts that are left out.
+            healthy_only: skip those whose weights are not finite.
             strict: refuse one that would not go on bit for bit.
 
         Returns:
@@ -189,7 +192,7 @@ class Registry:
             CheckpointError, NotExact, StateMismatch, ValueError: one line.
         """
         rank = agreement.rank()
-        newest = agreement.agreed(lambda: store.latest().checkpoint if rank == 0 else None)[0]
+        newest = agreement.on_rank_0(lambda: store.latest(healthy_only=healthy_only).checkpoint)
         if newest is None:
             return None
         path = newest.path

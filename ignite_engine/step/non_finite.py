@@ -16,7 +16,7 @@ from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)
 
-ACTIONS = ("skip", "stop")
+ACTIONS = ("skip", "stop", "rollback")
 _CHUNK = 512
 
 
@@ -91,9 +91,7 @@ class NonFinitePolicy:
             )
         self.journal[state.iteration] = entry | {"samples": of_ranks}
         if agreement.rank() == 0:
-            done = (
-                "its step is skipped" if self.action == "skip" else "the run goes back to the last healthy checkpoint"
-            )
+            done = "its step is skipped" if self.action == "skip" else "the run goes back to a checkpoint without it"
             logger.warning("%s: %s (%d of at most %d).", what, done, len(self.journal), self.max_skips)
         if self.action == "rollback":
             raise RollBack(what)

@@ -261,7 +261,7 @@ def test_stop_ends_the_run_before_the_weights_change(value: float, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"non_finite": "ignore"}, "non_finite must be one of skip, stop, or None, got 'ignore'"),
+        ({"non_finite": "ignore"}, "non_finite must be one of skip, stop, rollback, or None, got 'ignore'"),
         ({"non_finite": "skip", "max_skips": 0}, "max_skips must be a whole number of at least 1, got 0"),
     ],
 )

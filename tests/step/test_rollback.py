@@ -1,0 +1,220 @@
+"""Back to the last healthy checkpoint, without the iteration whose loss or gradients were not finite."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Start, Trainer, TrainingEvents, Update, loader
+from ignite_engine.errors import NotFinite
+from ignite_engine.handlers import EMA, Checkpoint, GracefulStop, LRSchedule, MetricLogger, warmup_linear
+from tests.builders import Numbers, linear, mse, one
+
+
+class Spoiled(Numbers):
+    """``bad`` samples are NaN; 6 iterations of 2 batches of 2 in an epoch, without shuffling 8 to 11 are the third."""
+
+    def __init__(self, bad: tuple[int, ...] = (9,), count: int = 24) -> None:
+        super().__init__(count)
+        self.inputs[list(bad)] = math.nan
+
+
+def trainer_of(
+    folder: Path, model: nn.Module | None = None, *, every: int = 2, policy: str = "rollback", **options: Any
+) -> tuple[Trainer, Checkpoint]:
+    model = linear(dropout=True) if model is None else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    trainer = Trainer(Update(model, optimizer, mse, non_finite=policy, **options), 2)
+    LRSchedule(warmup_linear(optimizer, warmup=2, total=20)).attach(trainer)
+    EMA(0.5).attach(trainer)
+    MetricLogger(folder, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=1))
+    checkpoint = Checkpoint(folder / "checkpoints", keep_last=20)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=every))
+    checkpoint.resume()
+    return trainer, checkpoint
+
+
+def weights(trainer: Trainer) -> Tensor:
+    ema = trainer.registry.objects["ema"].state_dict()["weights"]
+    return torch.cat([one(trainer.update.model), *(each.reshape(-1) for each in ema.values())]).clone()  # type: ignore[attr-defined]
+
+
+def journal(trainer: Trainer) -> dict[int, Any]:
+    return trainer.update.non_finite.journal  # type: ignore[attr-defined, no-any-return]  # an Update
+
+
+def rows(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without(iteration: int, folder: Path, **options: Any) -> Tensor:
+    """The end of a run that skips the groups of an iteration in each epoch, without a forward."""
+    trainer, _ = trainer_of(folder, policy="skip", **options)
+    for each in (iteration, iteration + 6):
+        journal(trainer)[each] = {"iteration": each}
+    trainer.starts_fresh = lambda name: False  # type: ignore[method-assign]  # what was written just now stays
+    trainer.run(loader(Numbers(24), 2), max_epochs=2)
+    assert trainer.state.optimizer_steps == 10
+    return weights(trainer)
+
+
+def test_the_rest_is_trained_as_if_the_iteration_had_never_been_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, checkpoint = trainer_of(tmp_path / "run")
+    starts, trained = list[Start](), list[int]()
+    trainer.add_event_handler(Events.STARTED, lambda: starts.append(trainer.state.start))
+    trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, lambda: trained.append(trainer.state.iteration))
+    handled: list[BaseException] = []
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: handled.append(error))
+    state = trainer.run(loader(Spoiled(), 2), max_epochs=2)
+
+    assert torch.equal(weights(trainer), without(3, tmp_path / "other"))
+    assert (state.status, state.iteration, state.optimizer_steps, state.skipped_steps) == ("completed", 12, 10, 2)
+    assert starts == [Start.FRESH, Start.RESUMED, Start.RESUMED] and handled == []
+    assert trained == [1, 2, 4, 5, 6, 7, 8, 10, 11, 12]
+    logged = [(row["iteration"], row["loss"]) for row in rows(tmp_path / "run") if "loss" in row]
+    assert [iteration for iteration, _ in logged] == trained and all(math.isfinite(loss) for _, loss in logged)
+    assert [line for line in caplog.messages if "goes back" in line] == [
+        f"The loss of iteration {at} is nan: the run goes back to a checkpoint without it ({count} of at most 10)."
+        for count, at in ((1, 3), (2, 9))
+    ]
+    assert {at: entry["samples"] for at, entry in journal(trainer).items()} == {
+        3: [[8, 9, 10, 11]],
+        9: [[8, 9, 10, 11]],
+    }
+    assert math.isnan(journal(trainer)[3]["loss"][0])
+    newest = checkpoint.store.checkpoints()[-1]
+    assert newest.manifest.healthy and newest.iteration == 12
+
+
+def test_what_was_trained_since_the_checkpoint_is_trained_again(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path)
+    begun: list[int] = []
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: begun.append(trainer.state.iteration))
+    state = trainer.run(loader(Spoiled((13, 20)), 2))  # in iterations 4 and 6
+
+    assert begun == [1, 2, 3, 4, 3, 4, 5, 6, 5, 6]
+    assert (state.optimizer_steps, list(journal(trainer))) == (4, [4, 6])
+
+
+@pytest.mark.parametrize("killed_at", [5, 6, 9])
+def test_killed_after_it_and_resumed_the_same_is_left_out(killed_at: int, tmp_path: Path) -> None:
+    class Killed(Exception): ...
+
+    def kill() -> None:
+        raise Killed
+
+    data = Spoiled((21,))
+    trainer, _ = trainer_of(tmp_path / "run", every=4)
+    back = Events.ITERATION_COMPLETED(event_filter=lambda _, count: count == killed_at and bool(journal(trainer)))
+    trainer.add_event_handler(back, kill)
+    with pytest.raises(Killed):
+        trainer.run(loader(data, 2), max_epochs=2)
+    trainer, _ = trainer_of(tmp_path / "run", every=4)
+    before = dict(journal(trainer))
+    state = trainer.run(loader(data, 2), max_epochs=2)
+
+    assert bool(before) == (killed_at > 5), "saved at the first boundary after the checkpoint of iteration 4"
+    assert torch.equal(weights(trainer), without(6, tmp_path / "other", every=4))
+    assert list(journal(trainer)) == [6, 12] and state.skipped_steps == 2
+
+
+def test_unhealthy_checkpoints_are_passed_over_and_the_budget_ends_it(tmp_path: Path) -> None:
+    trainer, checkpoint = trainer_of(tmp_path, every=1, max_skips=3)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=4))
+    def break_weights() -> None:
+        with torch.no_grad():
+            next(iter(trainer.update.model.parameters())).fill_(math.inf)  # type: ignore[attr-defined]
+
+    with pytest.raises(NotFinite, match=r"^The loss of iteration 8 is nan, and 3 iterations were left out already"):
+        trainer.run(loader(Numbers(48), 2))
+    assert list(journal(trainer)) == [5, 6, 7] and trainer.state.status == "failed"
+    assert checkpoint.store.latest(healthy_only=True).checkpoint.iteration == 3  # type: ignore[union-attr]
+
+
+def test_without_a_checkpoint_it_is_refused(tmp_path: Path) -> None:
+    model = linear()
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, non_finite="rollback")
+    with pytest.raises(ValueError, match="needs checkpoints to go back to: attach a Checkpoint before run"):
+        Trainer(update).run(loader(Numbers(8), 2))
+
+    trainer, _ = trainer_of(tmp_path, every=10)
+    with pytest.raises(
+        NotFinite, match="The loss of iteration 3 is nan, and there is no healthy checkpoint to go back"
+    ):
+        trainer.run(loader(Spoiled(), 2))
+    assert trainer.state.status == "failed"
+    assert torch.equal(one(trainer.update.model), one(trainer.update.model).nan_to_num())  # type: ignore[attr-defined]
+
+
+def test_a_stop_that_was_requested_meanwhile_still_stops(tmp_path: Path) -> None:
+    trainer, checkpoint = trainer_of(tmp_path)
+    GracefulStop(exit=False).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: os.kill(os.getpid(), 15))
+    state = trainer.run(loader(Spoiled(), 2), max_epochs=2)
+
+    assert (state.status, state.reason, state.iteration) == ("interrupted", "SIGTERM", 3)
+    assert checkpoint.store.checkpoints()[-1].iteration == 3 and list(journal(trainer)) == [3]
+
+
+def test_a_save_in_the_background_is_finished_first(tmp_path: Path) -> None:
+    model = linear()
+    trainer = Trainer(Update(model, torch.optim.Adam(model.parameters(), lr=0.05), mse, non_finite="rollback"), 2)
+    checkpoint = Checkpoint(tmp_path, background=True, on_exception=True, keep_last=20)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    begun: list[int] = []
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: begun.append(trainer.state.iteration))
+    trainer.run(loader(Spoiled(), 2, num_workers=1))
+
+    assert begun == [1, 2, 3, 3, 4, 5, 6] and trainer.state.skipped_steps == 1
+    assert [each.iteration for each in checkpoint.store.checkpoints()] == [2, 3, 4, 6]
+
+
+def _one_of_two_ranks(rank: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    logging.basicConfig(filename=f"{folder}/{rank}.txt", format="%(message)s", force=True, level=logging.WARNING)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found: dict[str, Any] = {}
+    for name, data, policy in (("back", Spoiled((19,), 48), "rollback"), ("whole", Numbers(48), "skip")):
+        model = linear(dropout=True)
+        torch.manual_seed(rank)
+        trainer, _ = trainer_of(Path(folder, name), DistributedDataParallel(model), policy=policy)
+        if name == "whole":
+            for each in (3, 9):
+                journal(trainer)[each] = {"iteration": each}
+            trainer.starts_fresh = lambda name: False  # type: ignore[method-assign]
+        seen: list[int] = []
+        record: Callable[[Trainer], None] = lambda trainer, seen=seen: seen.append(trainer.state.iteration)  # noqa: E731
+        trainer.add_event_handler(Events.ITERATION_STARTED, record)
+        trainer.run(loader(data, 2), max_epochs=2)
+        found[name] = weights(trainer), seen, {at: entry.get("samples") for at, entry in journal(trainer).items()}
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_two_ranks_go_back_together(tmp_path: Path) -> None:
+    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    outcomes = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for found in outcomes:
+        ends, seen, left_out = found["back"]
+        assert torch.equal(ends, outcomes[0]["whole"][0]) and ends.isfinite().all()
+        assert seen == [1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12]
+        assert left_out == {at: [[16, 18, 20, 22], [17, 19, 21, 23]] for at in (3, 9)}
+    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert said[0].count("nan on rank 1: the run goes back") == 2 and "goes back" not in said[1]
