@@ -73,6 +73,12 @@ def batches(size: int, rank: int) -> list[tuple[Tensor, Tensor]]:
     return [(inputs.chunk(size)[rank], targets.chunk(size)[rank]) for inputs, targets in shares]
 
 
+def look_at(model: nn.Module) -> None:
+    """A forward without a backward, as an evaluation has it: FSDP2 then leaves parameters unsharded."""
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+
+
 def trainer_in(
     layout: str, folder: Path, optimizer: str = "adamw", model: nn.Sequential | None = None, **options: Any
 ) -> tuple[Trainer, Checkpoint, list[tuple[Tensor, Tensor]]]:
@@ -80,6 +86,7 @@ def trainer_in(
     module, size, rank = in_layout(layout, model)
     trainer = Trainer(Update(module, OPTIMIZERS[optimizer](module.parameters()), mse, clip_norm=0.5))
     EMA(decay=0.9).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, look_at, module)
     checkpoint = Checkpoint(folder, **{"keep_last": 10, **options})
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     return trainer, checkpoint, batches(size, rank)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from ignite.engine import Events
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, Partial
 
 from ignite_engine import Task, load_model
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadPlan, read_manifest
@@ -103,11 +104,24 @@ def unreadable_on_rank_1(source: Path, folder: Path) -> Any:
     return "resumed"
 
 
+def refused_at_the_start(folder: Path) -> Any:
+    """An object holds a sum that is not made yet; and what ends a run says so before anything is trained."""
+    trainer, _, data = trainer_in("fsdp", folder)
+    kept = Kept("fsdp")
+    kept.weight = DTensor.from_local(torch.ones(2), kept.weight.device_mesh, [Partial()])
+    trainer.register("kept", kept)
+    try:
+        trainer.run(data, max_iters=2)
+    except CheckpointError as error:
+        return [str(error), trainer.state.iteration]
+    return "trained"
+
+
 class Kept:
     """An object of a user's own, not the same on all ranks, that holds a sharded tensor and a plain one."""
 
     def __init__(self, layout: str) -> None:
-        self.weight = next(in_layout(layout)[0].parameters()).detach().clone()
+        self.weight: Any = next(in_layout(layout)[0].parameters()).detach().clone()
         self.own = torch.full((3,), float(dist.get_rank()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,6 +177,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     phases["object saved"] = (2, partial(with_an_object, folder / "object", "fsdp", False))
     phases["object resumed"] = (3, partial(with_an_object, folder / "object", "fsdp", True))
     phases["object resumed plain"] = (1, partial(with_an_object, folder / "object", "plain", True))
+    phases["refused"] = (2, partial(refused_at_the_start, folder / "refused"))
     phases["changed"] = (2, partial(changed_while_written, folder / "changed"))
     return folder, run_phases(folder, phases)
 
@@ -275,6 +290,13 @@ def test_an_object_of_a_users_own_may_hold_sharded_tensors(runs: tuple[Path, dic
     assert [each["kept"] for each in resumed] == [weight] * 4
     assert [each["own"][0] for each in resumed] == [0, 1, 0, 0]  # the third rank did not exist: it has rank 0's
     assert all(each["left out"] == [2.0] * 6 for each in resumed)
+
+
+def test_what_cannot_be_saved_is_refused_before_it_is_trained(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+    _, answers = runs
+    for error, iteration in answers["refused"]:
+        assert error.startswith("kept cannot be saved: weight is sharded, and its placements (Partial(sum),)")
+        assert iteration == 0
 
 
 def test_what_changes_a_sharded_state_in_the_background_changes_no_checkpoint(
