@@ -24,7 +24,7 @@ from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.checkpointing.filesystem import DirectoryInUse, held, replace_file
 from ignite_engine.checkpointing.manifest import json_number
 from ignite_engine.checkpointing.nested import dotted, walk
-from ignite_engine.states.model_and_optimizer import clean_name, gathered, unwrap
+from ignite_engine.states.model_and_optimizer import clean_name, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -240,8 +240,9 @@ def weights_sha256(model: nn.Module) -> str:
         value = state[name]
         if not isinstance(value, torch.Tensor):  # extra state
             continue
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         digest.update(name.encode() + b"\0")
-        digest.update(tensor_bytes(gathered(value)).numpy().data)
+        digest.update(tensor_bytes(whole).numpy().data)
     return digest.hexdigest()
 
 

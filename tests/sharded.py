@@ -25,7 +25,6 @@ from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.handlers import EMA, Checkpoint
 from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import weights_sha256
-from ignite_engine.states.model_and_optimizer import gathered
 from tests.builders import Numbers, mse
 from tests.checkpointing.file_faults import start_child, wait_for
 
@@ -101,9 +100,15 @@ def train(trainer: Trainer, data: Sequence[Any], epochs: int = 2) -> dict[str, A
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, keep)
     trainer.run(data, max_epochs=epochs)
-    digest = weights_sha256(trainer.update.model)  # type: ignore[attr-defined]  # an Update
+    look_at(trainer.update.model)  # type: ignore[attr-defined]
     report = trainer.reproducibility()
+    digest = weights_sha256(trainer.update.model)  # type: ignore[attr-defined]  # an Update
     return {"losses": losses, "state": whole_digests(trainer), "weights_sha256": digest, "report": report}
+
+
+def gathered(value: Tensor) -> Tensor:
+    """The whole of a sharded tensor, a collective; any other tensor itself."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def whole_digests(trainer: Trainer) -> dict[str, str]:

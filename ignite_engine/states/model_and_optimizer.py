@@ -16,12 +16,9 @@ from ignite_engine.checkpointing.shards import (
     fitted_tensor,
     has_sharded,
     is_sharded,
-    local_piece,
-    region_of,
     replicated,
 )
 from ignite_engine.errors import StateMismatch, leave_out
-from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)
 
@@ -47,20 +44,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if callable(free := getattr(module, "reshard", None)):
             free()
-
-
-def gathered(value: Tensor) -> Tensor:
-    """The whole of a sharded tensor, any other tensor itself; a collective of all ranks where it is sharded."""
-    if not is_sharded(value):
-        return value
-    if not any(hasattr(placement, "split_factor") for placement in value.placements):  # type: ignore[attr-defined]
-        return value.full_tensor()  # type: ignore[attr-defined,no-any-return]  # a DTensor
-    # torch 2.13 gathers uneven pieces of FSDP2 with tensor parallelism in the wrong places, or waits for ever
-    full, held = torch.empty(value.shape, dtype=value.dtype), local_piece(value).cpu()
-    for region, piece in agreement.gather_objects((region_of(value), held)):
-        if region is not None:
-            full[region.slices] = piece.reshape(region.shape)
-    return full
 
 
 class ModelState:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,10 @@ from ignite_engine.checkpointing.digests import tensor_sha256
 from ignite_engine.checkpointing.filesystem import hash_file
 from ignite_engine.cli import main
 from ignite_engine.run_directory import weights_sha256
-from ignite_engine.states.model_and_optimizer import gathered, unwrap
+from ignite_engine.states.model_and_optimizer import unwrap
 from tests.builders import Numbers, mse
 from tests.checkpointing.test_damage import rewrite_manifest
-from tests.sharded import in_layout, net, run_phases, train, trainer_in, whole_digests
+from tests.sharded import gathered, in_layout, net, run_phases, train, trainer_in, whole_digests
 
 pytestmark = pytest.mark.distributed
 
@@ -150,7 +151,15 @@ def with_an_object(folder: Path, layout: str, resume: bool) -> Any:
 
 def changed_while_written(folder: Path) -> Any:
     """A handler changes sharded states of the optimizer in place while they are written in the background."""
-    trainer, _, data = trainer_in("fsdp", folder, background=True)
+    trainer, checkpoint, data = trainer_in("fsdp", folder, background=True)
+    snapshot = checkpoint._saver._snapshot
+    copy_late = snapshot.copy_late
+
+    def copy_later() -> None:
+        time.sleep(0.2)
+        copy_late()
+
+    snapshot.copy_late = copy_later  # type: ignore[method-assign]
     optimizer = trainer.registry.objects["optimizer"].optimizer  # type: ignore[attr-defined]  # an OptimizerState
 
     def change() -> None:
