@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,6 +86,16 @@ def _restore_generators(generators: tuple[Any, ...]) -> None:
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state_all(cuda)
+
+
+def derived(state: dict[str, Any], *keys: int) -> dict[str, Any]:
+    """Another state, a function of ``state``, which :func:`capture` returned, and ``keys``."""
+    seed = mix(int.from_bytes(hashlib.sha256(state["torch"].numpy().tobytes()).digest()[:8], "little"), *keys)
+    with isolated():
+        seed_host(seed)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed >> 1)
+        return capture()
 
 
 def mix(*numbers: int) -> int:

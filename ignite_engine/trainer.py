@@ -136,6 +136,8 @@ class Trainer(Engine):
         source = self.progress.source
         if source is not None and source.inexact is not None:
             reasons.append(source.inexact)
+        if source is not None and source.changed is not None:
+            reasons.append(source.changed.rstrip("."))
         if (unshared := unshared_state(getattr(self.update, "model", None))) is not None:
             reasons.append(unshared)
         reasons += [reason for model in self._models() if (reason := unsettled_buckets(model)) is not None]

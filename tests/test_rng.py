@@ -58,3 +58,17 @@ def test_mixed_seeds_are_spread_and_fixed() -> None:
     assert max(seeds) < 1 << 64 and max(seeds) > 1 << 62
     # the same on every machine, for ever: checkpoints rely on it
     assert rng.mix(0, 1, 2) == 17650578182555822980
+
+
+def test_derived_state_is_a_function_of_a_state_and_its_keys() -> None:
+    state = rng.capture()
+    expected = draw()
+    rng.restore(state)
+    one, two = rng.derived(state, 1), rng.derived(state, 2)
+    assert draw() == expected, "the generators were disturbed"
+    rng.restore(one)
+    first = draw()
+    rng.restore(two)
+    assert draw() != first
+    rng.restore(rng.derived(state, 1))
+    assert draw() == first != expected

@@ -143,7 +143,8 @@ class SharedSource(DataSource):
         Raises:
             StateMismatch: the dataset, its order or the batch size is another one.
         """
-        super().load_state_dict(self._in_samples(state, ranks=state.get("ranks", 1)))
+        in_samples = self._in_samples(state, ranks=state.get("ranks", 1))
+        super().load_state_dict(in_samples | {"ranks": mesh.data_size()})  # what it counts is the same on any number
         self._read_length()
 
     def _in_samples(self, state: dict[str, Any], ranks: int) -> dict[str, Any]:

@@ -86,6 +86,8 @@ class DataSource:
             self.sampler = None
         self.position = Position()
         self.lengths: list[int] | None = None
+        self.changed: str | None = None
+        """What is other than where the position was saved, as a sentence."""
         self.uneven = False
         self._exhausted = False
         """The loader has ended its pass, perhaps while the last group was gathered."""
@@ -358,7 +360,7 @@ class DataSource:
             # a pass that is yet to start has what is there by then
             begun = state["batch"] or skipped
             order = self._order(self.sampler.length if begun else self.sampler.data_length())
-            return state | order | {"skipped": skipped}
+            return state | order | {"skipped": skipped, "steps": self.steps}
         place = self._place()
         if self.keeps_state:
             state |= {"loader": _unfinished(place.loader), "between_passes": place.between_passes}
@@ -373,32 +375,47 @@ class DataSource:
         seed, shuffle = self.sampler.seed, self.sampler.shuffle
         return {"seed": seed, "shuffle": shuffle, "samples": samples, "batch_size": self.data.batch_size}
 
+    def _keeps_global_batch(self, state: dict[str, Any]) -> bool:
+        """On another number of ranks an update has as many samples as where ``state`` was saved."""
+        before, now = state.get("ranks", 1) * state["batch_size"], mesh.data_size() * self.data.batch_size
+        steps = state.get("steps", self.steps)
+        return state.get("ranks") != mesh.data_size() and (before == now or before * steps == now * self.steps)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position.
 
         Raises:
-            StateMismatch: the dataset, its order or the batch size is another one.
+            StateMismatch: the dataset, its order or the batch size is another one. The latter may be, where an update
+                has as many samples on another number of ranks.
         """
         if self.sampler is not None and "seed" in state:
             if self.sampler.adopts_seed:
                 self.sampler.seed = self.data.dataset.seed = state["seed"]
             for name, value in self._order(self.sampler.length).items():
-                if state.get(name, value) != value:  # shuffle was not always saved
+                # shuffle was not always saved
+                if state.get(name, value) != value and not (name == "batch_size" and self._keeps_global_batch(state)):
                     raise StateMismatch(
                         f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "
                         f"equal, or leave the position out with {leave_out('data')}."
                     )
-        batch, skipped = state["batch"], state.get("skipped", 0)
-        ranks = mesh.data_size()
-        same = state.get("ranks", ranks) == ranks
-        if batch and (before := state.get("ranks", ranks)) != ranks:
-            if self.sampler is not None and "seed" in state:
+        batch, skipped, ranks = state["batch"], state.get("skipped", 0), mesh.data_size()
+        before = state.get("ranks", ranks)
+        if same := before == ranks:
+            outcome = None
+        elif self.sampler is None or "seed" not in state:
+            outcome = f"each continues at batch {batch} of its own, samples of this pass may come twice or never"
+        else:
+            if batch:
                 skipped, batch = min(skipped + batch * state["batch_size"] * before, state["samples"]), 0
-                outcome = f"{skipped} of {state['samples']} samples of this pass are consumed, the ranks share the rest"
-            else:
-                outcome = f"each continues at batch {batch} of its own, samples of this pass may come twice or never"
+            outcome = f"{skipped} of {state['samples']} samples of this pass are consumed, the ranks share the rest"
+            if state["batch_size"] != self.data.batch_size:
+                outcome += f", {self.data.batch_size} in a batch where it was {state['batch_size']}"
+        if outcome is not None and (
+            batch or skipped or state.get("batch_size") != getattr(self.data, "batch_size", None)
+        ):
+            self.changed = f"The data position was saved on {before} ranks, resumed on {ranks}: {outcome}."
             if agreement.rank() == 0:
-                logger.warning("The data position was saved on %d ranks, resumed on %d: %s.", before, ranks, outcome)
+                logger.warning("%s", self.changed)
         self.position = Position(
             state["pass"] - int(state["ended"]),
             batch,

@@ -12,6 +12,7 @@ from ignite.metrics import Metric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_engine import rng
 from ignite_engine.checkpointing import (
     CheckpointStore,
     Loaded,
@@ -203,15 +204,18 @@ class Registry:
             loaded = store.load(path, rank, **options)
             if loaded.local:
                 return loaded
-            # a rank that did not exist then takes what rank 0 had
-            first = store.load(path, 0, **options).local
-            same = self._is_rank_invariant(loaded)
-            return replace(loaded, local={name: part for name, part in first.items() if name != "rng" or same})
+            # a rank that did not exist then takes what rank 0 had, but random numbers of its own
+            first = dict(store.load(path, 0, **options).local)
+            if "rng" in first and not self._is_rank_invariant(loaded):
+                first["rng"] = rng.derived(first["rng"], rank)
+            return replace(loaded, local=first)
 
         loaded = agreement.together(load)
         manifest, local = loaded.manifest, loaded.local
         now = environment_values(agreement.world_size())
         reasons = inexact_reasons(manifest.environment, now, any_ranks=self._is_rank_invariant(loaded))
+        if not self._is_rank_invariant(loaded):
+            reasons += _changed_ranks(manifest.world_size, agreement.world_size())
         if manifest.sharding != sharding:
             reasons.append(f"sharding: {_listed(manifest.sharding)} when it was saved, {_listed(sharding)} now")
         if strict:
@@ -336,6 +340,16 @@ class Registry:
 
 def _listed(sharding: Sequence[str]) -> str:
     return ", ".join(sharding) or "none"
+
+
+def _changed_ranks(before: int, now: int) -> list[str]:
+    """What becomes of states that are each rank's own."""
+    if before == now:
+        return []
+    which = ", ".join(map(str, range(min(before, now), max(before, now))))
+    if before > now:
+        return [f"what ranks {which} kept of their own, such as random numbers, is dropped"]
+    return [f"ranks {which} have random numbers drawn from the checkpoint's and their rank, and rank 0's other states"]
 
 
 _SCRIPT = ("__main__", "__mp_main__")

@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 from ignite_engine import StopRequested, Trainer, TrainingEvents, loader
 from ignite_engine.data import DataSource, ResumableSampler, resumable
+from ignite_engine.errors import StateMismatch
 from tests.builders import Numbers, Passes, linear, numbers_loader, trainer_of, weights
 
 
@@ -330,6 +331,25 @@ def test_replayed_data_leaves_out_what_was_consumed(caplog: pytest.LogCaptureFix
 
     assert rest == [30, 40]
     assert "the 2 batches that were consumed are loaded again and skipped" in caplog.text
+
+
+def test_batch_size_may_change_with_the_ranks_where_the_global_batch_stays() -> None:
+    def resumed(ranks: int, batch_size: int, steps: int = 1) -> DataSource:
+        before = DataSource(numbers_loader(24, batch_size), steps)
+        before.position.batch = 2
+        now = DataSource(numbers_loader(24, 4), 2)
+        now.load_state_dict(before.state_dict() | {"ranks": ranks})
+        return now
+
+    for ranks, batch_size, steps in ((2, 2, 1), (2, 4, 1), (4, 1, 1)):
+        source = resumed(ranks, batch_size, steps)
+        assert (source.position.batch, source.position.skipped) == (0, 2 * ranks * batch_size)
+        assert source.changed is not None and source.changed.startswith(
+            f"The data position was saved on {ranks} ranks,"
+        )
+    for ranks, batch_size in ((1, 2), (2, 3), (3, 2)):
+        with pytest.raises(StateMismatch, match=f"with batch_size {batch_size} in its data, now it is 4"):
+            resumed(ranks, batch_size)
 
 
 class StatefulNumbers:
