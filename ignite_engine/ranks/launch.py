@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -50,6 +51,7 @@ class Parallel(IgniteParallel):
     - Groups end with the ``with`` block, also under torchrun and SLURM.
     - A rank whose launcher has died (this parent, or torchrun's agent) saves and ends, as on SIGTERM.
     - torchrun's ``--max-restarts`` works: ranks of one attempt never meet those of another.
+    - Warnings are on stderr once, from rank 0, where logging is not set up; each rank's log has its own.
 
     Where it spawns the ranks itself (``nproc_per_node``): the parent hosts the store at which the ranks meet, on a port
     that is free, so that two runs can share a machine and rank 0 may die. SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the
@@ -90,6 +92,7 @@ class Parallel(IgniteParallel):
                 stack.enter_context(signals.listening(os.getppid() if torchrun else None))
                 _connect(self.backend, self.init_method, self._timeout)
                 stack.callback(_disconnect)
+                stack.enter_context(_warnings_said_once())
                 self._within = stack.pop_all()
         return self
 
@@ -161,6 +164,23 @@ def _disconnect() -> None:
 
 
 @contextmanager
+def _warnings_said_once() -> Iterator[None]:
+    """Ranks but the first leave warnings to their logs, if there are any; without, errors alone are on stderr."""
+    last = logging.lastResort
+    if agreement.rank() == 0 or last is None:
+        yield
+        return
+    level = last.level
+    last.setLevel(logging.ERROR)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        last.setLevel(level)
+
+
+@contextmanager
 def _one_line_where_they_cannot_meet(address: str | None = None, port: int | None = None) -> Iterator[None]:
     try:
         yield
@@ -226,7 +246,8 @@ def _rank_main(
             signals.receive_forwarded()
             _connect(*connection)
             try:
-                func(int(os.environ["LOCAL_RANK"]), *args, **kwargs)
+                with _warnings_said_once():
+                    func(int(os.environ["LOCAL_RANK"]), *args, **kwargs)
             finally:
                 signals.ignore_all()
                 agreement.forget_groups()

@@ -12,6 +12,7 @@ from ignite.engine import Engine, Events
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
 from tests.builders import numbers_loader, trainer_of, weights
 
@@ -262,3 +263,26 @@ def test_started_is_in_the_epoch_in_which_the_run_was_saved(tmp_path: Path) -> N
         resumed.run(numbers_loader(12, 2), max_epochs=3)
 
         assert epochs == [epoch, *range(epoch + (iterations == 6), 4)]
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "said"),
+    [
+        ("accumulation_steps", 4, "accumulation_steps is 2 on rank 0 and 4 on rank 1"),
+        ("max_epochs", 2, "max_epochs is 1 on rank 0 and 2 on rank 1"),
+        (
+            "optimizer.param_groups[0]['lr']",
+            0.5,
+            r"optimizer.param_groups\[0\]\['lr'\] is 0.1 on rank 0 and 0.5 on rank 1",
+        ),
+    ],
+)
+def test_other_settings_on_a_rank_are_refused_on_all(
+    key: str, other: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "world_size", lambda: 2)
+    monkeypatch.setattr(agreement, "gather_objects", lambda mine: [mine, {**mine, key: other}])
+    trainer = trainer_of(accumulation_steps=2)
+    with pytest.raises(ValueError, match=f"^{said}: every rank must train with the same settings.$"):
+        trainer.run(numbers_loader(), max_epochs=1)
+    assert trainer.state.iteration == 0

@@ -20,6 +20,7 @@ from ignite.engine import Events
 from ignite_engine import Interrupted, Trainer, TrainingEvents
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
+from ignite_engine.ranks import signals
 from tests.builders import numbers_loader, trainer_of, weights
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 @pytest.fixture(autouse=True)
 def own_handlers() -> Iterator[None]:
     """After a stop SIGTERM stays ignored, which the other tests must not inherit."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, *signals.FORWARDED.values())}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -244,6 +245,33 @@ def test_signal_interrupts_the_wait_of_an_evaluation(tmp_path: Path) -> None:
 
 
 # -- which signals, and whose handlers --------------------------------------------------------------------------------
+
+
+INT, TERM = signal.SIGINT, signal.SIGTERM
+FORWARDED_INT, FORWARDED_TERM = signals.FORWARDED[INT], signals.FORWARDED[TERM]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "forced"),
+    [
+        ((INT, FORWARDED_INT), False),
+        ((FORWARDED_TERM, TERM), False),
+        ((INT, FORWARDED_INT, INT), True),
+        ((FORWARDED_INT, FORWARDED_INT), True),
+        ((INT, FORWARDED_TERM), True),
+    ],
+)
+def test_what_the_parent_forwards_is_no_second_signal(
+    numbers: tuple[int, ...], forced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "FORCE_AFTER_S", 0.0)
+    signals.receive_forwarded()
+    trainer = stoppable(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: [send(number) for number in numbers])
+    with pytest.raises(Interrupted):
+        trainer.run(numbers_loader(), max_epochs=3)
+
+    assert (iterations(tmp_path), str(trainer.state.reason).startswith("forced")) == ([] if forced else [2], forced)
 
 
 def test_sighup_stops_the_run_as_sigterm_does(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -202,6 +204,8 @@ with Parallel(backend="gloo") as parallel:
 
 
 def ends(local_rank: int, how: str) -> None:
+    warnings.warn("a warning", stacklevel=1)
+    logging.getLogger("anyone").warning("a logged warning")
     if how == "sys.exit(3)" and local_rank == 1:
         sys.exit(3)
     if how == "SIGKILL":
@@ -211,10 +215,12 @@ def ends(local_rank: int, how: str) -> None:
 
 
 @pytest.mark.distributed
-def test_exit_code_of_one_rank_is_the_parents() -> None:
+def test_exit_code_of_one_rank_is_the_parents_and_warnings_are_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end, Parallel(backend="gloo", nproc_per_node=2) as parallel:
         parallel.run(ends, "sys.exit(3)")
     assert end.value.code == 3
+    errors = capfd.readouterr().err
+    assert errors.count("UserWarning: a warning") == errors.count("a logged warning\n") == 1
 
 
 @pytest.mark.distributed
