@@ -29,10 +29,10 @@ def clean_name(name: str) -> str:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own model inside DDP and torch.compile."""
+    """The user's own model inside DDP, DataParallel and torch.compile."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and hasattr(model, "no_sync"):
+        if inner is None and (hasattr(model, "no_sync") or isinstance(model, nn.DataParallel)):
             inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
             return model
