@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,14 +285,18 @@ class Trainer(Engine):
             self._note_failure(failure)
             raise
         policy.journal = policy.journal | journal
-        self.progress.at_boundary = True
         state.reason = str(error)
         self.logger.info(f"Rolled back to {path.name}.")
 
     def _begin_again(self, arguments: start.RunArguments) -> None:
-        """Resume what was loaded, with the limits of this run; what was requested meanwhile is requested still."""
-        limits, stop = (self.state.max_epochs, self.state.max_iters), self.requests.stop
-        self._begin(replace(arguments, max_epochs=limits[0], max_iters=limits[1]))
+        """Resume what was loaded, as this run was begun; what was requested meanwhile is requested still.
+
+        A run that ``interrupt()`` paused goes on by ``run()`` without its data and limits: they are in the state.
+        """
+        state, stop = self.state, self.requests.stop
+        data = state.dataloader if arguments.data is None else arguments.data
+        length = None if self.progress.whole_passes or self.progress.measured else state.epoch_length
+        self._begin(start.RunArguments(data, state.max_epochs, state.max_iters, length))
         if stop is not None:
             self.requests.request_stop(*stop)
         self.requests.request_save()  # a run that is killed from there on knows what to leave out

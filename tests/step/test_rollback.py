@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine import Start, Trainer, TrainingEvents, Update, loader
+from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.errors import NotFinite
 from ignite_engine.handlers import EMA, Checkpoint, GracefulStop, LRSchedule, MetricLogger, warmup_linear
 from tests.builders import Numbers, linear, mse, one
@@ -133,18 +137,39 @@ def test_killed_after_it_and_resumed_the_same_is_left_out(killed_at: int, tmp_pa
     assert list(journal(trainer)) == [6, 12] and state.skipped_steps == 2
 
 
-def test_unhealthy_checkpoints_are_passed_over_and_the_budget_ends_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_unhealthy_checkpoints_are_passed_over_and_the_budget_ends_it(again: bool, tmp_path: Path) -> None:
+    """The weights are broken in iteration 4, whose checkpoint is not healthy; ``again`` each time that it comes."""
     trainer, checkpoint = trainer_of(tmp_path, every=1, max_skips=3)
+    broken: list[int] = []
 
     @trainer.on(Events.ITERATION_COMPLETED(once=4))
     def break_weights() -> None:
-        with torch.no_grad():
-            next(iter(trainer.update.model.parameters())).fill_(math.inf)  # type: ignore[attr-defined]
+        if again or not broken:
+            broken.append(4)
+            with torch.no_grad():
+                next(iter(trainer.update.model.parameters())).fill_(math.inf)  # type: ignore[attr-defined]
 
+    if not again:
+        state = trainer.run(loader(Numbers(48), 2))
+        assert (state.status, state.iteration, list(journal(trainer))) == ("completed", 12, [5])
+        assert one(trainer.update.model).isfinite().all()  # type: ignore[attr-defined]
+        return
     with pytest.raises(NotFinite, match=r"^The loss of iteration 8 is nan, and 3 iterations were left out already"):
         trainer.run(loader(Numbers(48), 2))
     assert list(journal(trainer)) == [5, 6, 7] and trainer.state.status == "failed"
     assert checkpoint.store.latest(healthy_only=True).checkpoint.iteration == 3  # type: ignore[union-attr]
+
+
+def test_a_run_that_is_ended_right_after_it_has_a_last_step_boundary(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path)
+    boundaries: list[int] = []
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: boundaries.append(trainer.state.iteration))
+    trainer.add_event_handler(
+        Events.STARTED, lambda: trainer.terminate() if trainer.state.start is Start.RESUMED else None
+    )
+    trainer.run(loader(Spoiled(), 2))
+    assert boundaries == [1, 2, 2]
 
 
 def test_without_a_checkpoint_it_is_refused(tmp_path: Path) -> None:
@@ -165,14 +190,27 @@ def test_without_a_checkpoint_it_is_refused(tmp_path: Path) -> None:
 def test_a_stop_that_was_requested_meanwhile_still_stops(tmp_path: Path) -> None:
     trainer, checkpoint = trainer_of(tmp_path)
     GracefulStop(exit=False).attach(trainer)
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: os.kill(os.getpid(), 15))
+    sent: list[int] = []
+
+    @trainer.on(Events.ITERATION_STARTED(once=3))
+    def terminate() -> None:
+        if not sent:  # the iteration starts twice
+            sent.append(3)
+            os.kill(os.getpid(), 15)
+
     state = trainer.run(loader(Spoiled(), 2), max_epochs=2)
 
     assert (state.status, state.reason, state.iteration) == ("interrupted", "SIGTERM", 3)
     assert checkpoint.store.checkpoints()[-1].iteration == 3 and list(journal(trainer)) == [3]
 
 
-def test_a_save_in_the_background_is_finished_first(tmp_path: Path) -> None:
+def test_a_save_in_the_background_is_finished_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*args: Any, **options: Any) -> Path:
+        time.sleep(0.2)
+        return save(*args, **options)
+
+    save = CheckpointStore.save
+    monkeypatch.setattr(CheckpointStore, "save", slowly)
     model = linear()
     trainer = Trainer(Update(model, torch.optim.Adam(model.parameters(), lr=0.05), mse, non_finite="rollback"), 2)
     checkpoint = Checkpoint(tmp_path, background=True, on_exception=True, keep_last=20)
@@ -185,24 +223,58 @@ def test_a_save_in_the_background_is_finished_first(tmp_path: Path) -> None:
     assert [each.iteration for each in checkpoint.store.checkpoints()] == [2, 3, 4, 6]
 
 
+@pytest.mark.parametrize("epoch_length", [None, 4])
+def test_run_that_was_paused_goes_back_too(epoch_length: int | None, tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path)
+    begun: list[tuple[int, int]] = []
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda: begun.append((trainer.state.epoch, trainer.state.iteration))
+    )
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: trainer.interrupt())
+    trainer.run(loader(Spoiled(), 2), max_epochs=2, epoch_length=epoch_length)
+    state = trainer.run()
+
+    assert state.status == "completed" and list(journal(trainer)) == [3, 9][: 1 + (epoch_length is None)]
+    epochs = [epoch for epoch, iteration in begun if iteration > 3]
+    assert epochs == ([1] * 3 + [2] * 7 if epoch_length is None else [1] + [2] * 4)
+
+
+class Stream(IterableDataset[Any]):
+    """This rank's share of ``data``, of a length that nobody knows."""
+
+    def __init__(self, data: Numbers) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[index] for index in range(dist.get_rank(), len(self.data), 2))
+
+
+def _runs(rank: int, folder: Path, kind: str) -> Iterator[tuple[Tensor, list[int], dict[int, Any]]]:
+    """A run that goes back in the iterations 3 and 9, and one that never had them."""
+    for data, policy in ((Spoiled((19,), 48), "rollback"), (Numbers(48), "skip")):
+        model = linear(dropout=True)
+        torch.manual_seed(rank)
+        wrapped = fully_shard(model) if kind == "sharded" else DistributedDataParallel(model)
+        options = {"weight_fn": lambda batch: len(batch[0])} if kind == "stream" else {}
+        trainer, _ = trainer_of(folder / kind / policy, wrapped, policy=policy, **options)
+        if policy == "skip":
+            journal(trainer).update({each: {"iteration": each} for each in (3, 9)})
+            trainer.starts_fresh = lambda name: False  # type: ignore[method-assign]
+        seen: list[int] = []
+        trainer.add_event_handler(
+            Events.ITERATION_STARTED, lambda trainer, seen: seen.append(trainer.state.iteration), seen
+        )
+        trainer.run(DataLoader(Stream(data), 2) if kind == "stream" else loader(data, 2), max_epochs=2)
+        ends = [getattr(each, "full_tensor", lambda each=each: each)().detach() for each in wrapped.parameters()]
+        left_out = {at: entry.get("samples") for at, entry in journal(trainer).items()}
+        yield torch.cat([each.reshape(-1) for each in ends]), seen, left_out
+
+
 def _one_of_two_ranks(rank: int, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.basicConfig(filename=f"{folder}/{rank}.txt", format="%(message)s", force=True, level=logging.WARNING)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found: dict[str, Any] = {}
-    for name, data, policy in (("back", Spoiled((19,), 48), "rollback"), ("whole", Numbers(48), "skip")):
-        model = linear(dropout=True)
-        torch.manual_seed(rank)
-        trainer, _ = trainer_of(Path(folder, name), DistributedDataParallel(model), policy=policy)
-        if name == "whole":
-            for each in (3, 9):
-                journal(trainer)[each] = {"iteration": each}
-            trainer.starts_fresh = lambda name: False  # type: ignore[method-assign]
-        seen: list[int] = []
-        record: Callable[[Trainer], None] = lambda trainer, seen=seen: seen.append(trainer.state.iteration)  # noqa: E731
-        trainer.add_event_handler(Events.ITERATION_STARTED, record)
-        trainer.run(loader(data, 2), max_epochs=2)
-        found[name] = weights(trainer), seen, {at: entry.get("samples") for at, entry in journal(trainer).items()}
+    found = {kind: list(_runs(rank, Path(folder), kind)) for kind in ("ddp", "stream", "sharded")}
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -212,9 +284,10 @@ def test_two_ranks_go_back_together(tmp_path: Path) -> None:
     mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
     outcomes = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for found in outcomes:
-        ends, seen, left_out = found["back"]
-        assert torch.equal(ends, outcomes[0]["whole"][0]) and ends.isfinite().all()
-        assert seen == [1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12]
-        assert left_out == {at: [[16, 18, 20, 22], [17, 19, 21, 23]] for at in (3, 9)}
+        for kind, ((end, seen, left_out), (whole, *_)) in found.items():
+            assert torch.equal(end, whole) and torch.equal(end, outcomes[0][kind][0][0]) and end.isfinite().all(), kind
+            assert seen == [1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12]
+            samples = [None, None] if kind == "stream" else [[16, 18, 20, 22], [17, 19, 21, 23]]
+            assert left_out == {3: samples, 9: samples}
     said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
-    assert said[0].count("nan on rank 1: the run goes back") == 2 and "goes back" not in said[1]
+    assert said[0].count("nan on rank 1: the run goes back") == 6 and "goes back" not in said[1]
