@@ -203,6 +203,22 @@ def test_batch_statistics_of_a_skipped_step_are_undone() -> None:
     assert torch.equal(seen[1], seen[2]) and not torch.equal(seen[2], seen[3]) and seen[5].isfinite().all()
 
 
+def test_rank_invariant_steps_are_skipped_too(said: Callable[[], list[str]]) -> None:
+    ends = []
+    for data in (Planted(), Planted(bad=())):
+        model = linear(dropout=True)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        update = Update(model, optimizer, planted_loss, non_finite="skip", rank_invariant=True)
+        trainer = Trainer(update, global_micro_batches=2)
+        if len(said()):
+            assert update.non_finite is not None
+            update.non_finite.journal[3] = {"iteration": 3}  # left out without a forward
+            trainer.starts_fresh = lambda name: False  # type: ignore[method-assign]
+        trainer.run(loader(data, 2))
+        ends.append(one(model))
+    assert torch.equal(*ends) and len(said()) == 1
+
+
 def test_too_many_end_the_run_and_the_count_is_resumed(tmp_path: Path) -> None:
     def attempt(max_epochs: int) -> Trainer:
         trainer = trainer_with("skip", max_skips=2)

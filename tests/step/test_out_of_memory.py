@@ -211,6 +211,12 @@ def test_what_cannot_be_split_is_one_sentence_with_its_shapes(batch: Any, why: s
     assert trainer.state.status == "failed"
 
 
+def test_rank_invariant_micro_batches_stay_whole() -> None:
+    update = Update(model := linear(), torch.optim.SGD(model.parameters(), lr=0.05), Memory(2), rank_invariant=True)
+    with pytest.raises(torch.OutOfMemoryError, match=r"in iteration 1 .* under DDP, FSDP2 and rank_invariant none is"):
+        Trainer(update, global_micro_batches=2).run(loader(Numbers(16), 4))
+
+
 def _one_of_two_ranks(rank: int, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.disable(logging.WARNING)
