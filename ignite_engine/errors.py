@@ -36,6 +36,9 @@ class RanksDiffer(RuntimeError):
     """Ranks that must hold the same weights do not; one line, the same on all ranks."""
 
 
+RAISED_BY_ALL_RANKS = (NotFinite, RanksDiffer)
+
+
 class LaunchError(RuntimeError):
     """The ranks could not be started or cannot meet; the message is one line."""
 

@@ -22,6 +22,7 @@ from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets, unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import unshared_state
+from ignite_engine.ranks.watch import cause_of, reason_of, watched_run
 from ignite_engine.state import Start, TrainingState
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import ResumeState
@@ -223,6 +224,7 @@ class Trainer(Engine):
 
         Raises:
             Interrupted: a signal stopped the run, which is saved on every rank.
+            PeerFailed: another rank failed; the message names it and its error.
             ValueError: a resumed checkpoint holds names that nothing claims, or the data is unusable.
 
         An exception of a handler or of the update leaves as it was raised, with the handler named in a note; the
@@ -234,25 +236,29 @@ class Trainer(Engine):
             start.change_limits(arguments, self.state)
         else:
             self._begin(arguments)
-        while True:
-            assert self._internal_run_generator is not None
-            try:
-                next(self._internal_run_generator)
-                return self.state  # paused
-            except StopIteration:
-                self._internal_run_generator = None
-                self._note_ending()
-                break
-            except RollBack as error:
-                self._internal_run_generator = None
-                self._go_back(error)
-            except BaseException as error:
-                self._internal_run_generator = None
-                self._note_failure(error)
-                raise
-            finally:
-                self._call_at_end()
-            self._begin_again(arguments)
+        with watched_run(self._position):
+            while True:
+                assert self._internal_run_generator is not None
+                try:
+                    next(self._internal_run_generator)
+                    return self.state  # paused
+                except StopIteration:
+                    self._internal_run_generator = None
+                    self._note_ending()
+                    break
+                except RollBack as found:
+                    self._internal_run_generator = None
+                    self._go_back(found)
+                except BaseException as raised:
+                    self._internal_run_generator = None
+                    error = cause_of(raised)
+                    self._note_failure(error)
+                    if error is not raised:
+                        raise error from raised
+                    raise
+                finally:
+                    self._call_at_end()
+                self._begin_again(arguments)
         if self.state.status == "interrupted" and self.requests.stop is not None:
             signal = self.requests.stop[1]
             if signal is not None:
@@ -342,6 +348,10 @@ class Trainer(Engine):
         models = [getattr(each, "model", each) for each in (self.update, *self.registry.objects.values())]
         return list({id(model): model for model in models if isinstance(model, nn.Module)}.values())
 
+    def _position(self) -> str:
+        after = f", after {bus.event_name(self.last_event_name)}" if self.last_event_name is not None else ""
+        return f"iteration {self.state.iteration}, epoch {self.state.epoch}{after}"
+
     def _note_ending(self) -> None:
         state, progress = self.state, self.progress
         if hasattr(self.update, "run_ended"):
@@ -358,7 +368,7 @@ class Trainer(Engine):
         if isinstance(error, (Interrupted, KeyboardInterrupt)):
             self.state.status, self.state.reason = "interrupted", f"forced: {error or type(error).__name__}"
         else:
-            self.state.status, self.state.reason = "failed", f"{type(error).__name__}: {error}"
+            self.state.status, self.state.reason = "failed", reason_of(error)
 
     def _call_at_end(self) -> None:
         try:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
@@ -15,7 +16,7 @@ from ignite_engine.checkpointing import CheckpointError, NotExact
 from ignite_engine.cli import checkpoints, pages
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
-from ignite_engine.errors import LaunchError, NotFinite, RanksDiffer, StateMismatch
+from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, StateMismatch
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
@@ -88,14 +89,18 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
         with Parallel(backend=backend) as parallel:  # the peers wait for this rank: say it there, once
             parallel.run(_rank_main, work, error, options)
         return
-    timeout = config.distributed.timeout.total_s if config.distributed.timeout else None
+    section = config.distributed
+    waits: dict[str, Any] = {
+        "timeout": section.timeout.total_s if section.timeout else None,
+        "heartbeat_timeout": section.heartbeat_timeout,
+    }
     processes = options.nproc_per_node or config.distributed.nproc_per_node
     if launched:
-        with Parallel(backend=_backend(options, config), timeout=timeout) as parallel:
+        with Parallel(backend=_backend(options, config), **waits) as parallel:
             parallel.run(_rank_main, work, config, options)
     elif processes is not None and processes > 1:
         try:
-            with Parallel(backend=_backend(options, config), nproc_per_node=processes, timeout=timeout) as parallel:
+            with Parallel(backend=_backend(options, config), nproc_per_node=processes, **waits) as parallel:
                 parallel.run(_rank_main, work, config, options)
         except (ProcessRaisedException, ProcessExitedException) as error:
             if options.command == "train":
@@ -139,6 +144,10 @@ def _rank_main(
         if agreement.rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(code_of(error, options.command))
+    except PeerFailed as error:  # which all ranks have logged; the rank that failed prints its traceback
+        if options.traceback:
+            raise
+        sys.exit(error.code)
 
 
 def _train(config: Config, options: argparse.Namespace) -> None:

@@ -307,6 +307,7 @@ class DistributedSection(Section):
     nproc_per_node: Count | None = None  # processes to spawn; --nproc-per-node overrides it
     backend: Literal["gloo", "nccl"] | None = None  # default: nccl with CUDA, otherwise gloo
     timeout: TimeLimit | None = None  # how long a rank waits for another one; default: torch's own
+    heartbeat_timeout: Annotated[Number, Field(ge=1)] = 60.0  # seconds of silence of a rank, after which all end
     strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # whole models; FSDP2; FSDP2 in groups that are replicas
     tensor_parallel: Count = 1  # ranks that share each model and its data; splits by the task's parallelize
     shard_ranks: Count | None = None  # hsdp: ranks that share one copy of the weights; default: those of a node

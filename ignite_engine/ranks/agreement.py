@@ -173,9 +173,12 @@ def agreed(work: Callable[[], T]) -> list[T]:
     except Exception as raised:
         error = raised
     outcomes = gather_objects((result, error))
-    first = error or next((other for _, other in outcomes if other is not None), None)
-    if first is not None:
-        raise first
+    if error is not None:
+        raise error
+    for peer, (_, failed) in enumerate(outcomes):
+        if failed is not None:
+            failed.add_note(f"Raised on rank {peer}.")
+            raise failed
     return [each for each, _ in outcomes]  # type: ignore[misc]  # without an error there is a result
 
 

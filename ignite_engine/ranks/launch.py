@@ -28,8 +28,9 @@ import torch.distributed as dist
 from ignite.distributed.launcher import Parallel as IgniteParallel
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from ignite_engine.errors import LaunchError
+from ignite_engine.errors import LaunchError, PeerFailed
 from ignite_engine.ranks import agreement, signals
+from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
 
 _stores: Any = dist  # they are documented, but not exported for type checkers
 
@@ -44,6 +45,8 @@ class Parallel(IgniteParallel):
     Args:
         timeout: how long a rank waits for another one, in every group, the votes' included; seconds or a timedelta.
             None: torch's own (30 min on gloo, 10 min on nccl).
+        heartbeat_timeout: seconds without a sign of life from a rank, after which all ranks end; they watch each other
+            while the function runs (:class:`~ignite_engine.ranks.watch.Watch`).
 
     In addition:
 
@@ -72,6 +75,7 @@ class Parallel(IgniteParallel):
         *,
         init_method: str | None = None,
         timeout: float | timedelta | None = None,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT_S,
         **options: Any,
     ) -> None:
         super().__init__(backend=backend, nproc_per_node=nproc_per_node, init_method=init_method, **options)
@@ -79,6 +83,7 @@ class Parallel(IgniteParallel):
         if unknown := sorted(options.keys() - known):
             raise TypeError(f"Parallel got {', '.join(unknown)}; its other options are {', '.join(sorted(known))}.")
         self._timeout = timeout if isinstance(timeout, timedelta | None) else timedelta(seconds=timeout)
+        self._heartbeat_timeout_s = heartbeat_timeout
         self._within = contextlib.ExitStack()
 
     def __enter__(self) -> Parallel:
@@ -112,10 +117,11 @@ class Parallel(IgniteParallel):
         if not self._is_ours:
             super().run(func, *args, **kwargs)
         elif self._spawn_params is None:
-            func(idist.get_local_rank(), *args, **kwargs)
+            watched(idist.get_local_rank(), func, self._heartbeat_timeout_s, *args, **kwargs)
         else:
             assert self.backend is not None
-            _Ranks(self.backend, self._spawn_params, self._timeout).run(func, args, kwargs)
+            watching = (func, self._heartbeat_timeout_s, *args)
+            _Ranks(self.backend, self._spawn_params, self._timeout).run(watched, watching, kwargs)
 
     @property
     def _is_ours(self) -> bool:
@@ -258,6 +264,8 @@ def _rank_main(
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
+    except PeerFailed as error:  # which is in the log; the rank that failed reports why
+        code = error.code
     except Exception:
         code, text = None, traceback.format_exc()
     # a code is not the process's own exit status: none of its peers is ended because of it, they may be saving
@@ -428,8 +436,8 @@ class _Ranks:
         ended = [(rank, rank.end) for rank in self._ranks if rank.end is not None and rank.end.code != 0]
         if not ended:
             return
-        # peers of a killed rank may have noticed it before this process did
-        cause, end = min(ended, key=lambda each: (each[0].killed_by is None, each[1].at))
+        # its peers, which end with a bare 1, may have noticed it before this process did
+        cause, end = min(ended, key=lambda each: (each[0].killed_by is None, each[1].code == 1, each[1].at))
         if end.code is not None:
             sys.exit(max(end.code for _, end in ended if end.code is not None))
         pid = cause.process.pid

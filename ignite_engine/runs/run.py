@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, Loaded, LoadPlan, LoadTable
 from ignite_engine.checkpointing.shards import is_sharded
-from ignite_engine.errors import Interrupted
+from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.ranks import agreement
+from ignite_engine.ranks.watch import cause_of, on_failure, reason_of
 from ignite_engine.report import write_report
 from ignite_engine.report.lr_curve import Curve, lr_svg, lr_text
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, weights_sha256
@@ -92,7 +93,7 @@ class Run:
             Interrupted: a signal stopped it. The summary is written first, also when anything else is raised.
             RunDirectoryInUse: another process trains in the folder; nothing is written.
         """
-        with self._held_directory():
+        with self._held_directory(), on_failure(self._write_failure):
             return self._train()
 
     def _train(self) -> dict[str, Any]:
@@ -118,14 +119,14 @@ class Run:
                 self._metrics_before = self.directory.read_summary().get("metrics", {})
             self._write_summary("running", resumed)
             trainer.run(self.loader, **self.length)
-        except BaseException as error:
-            status = trainer.state.status
+        except BaseException as raised:
+            error, status = cause_of(raised), trainer.state.status
             if isinstance(error, KeyboardInterrupt | Interrupted) and status != "interrupted":  # before GracefulStop
                 number = error.signal if isinstance(error, Interrupted) else signal.SIGINT
                 status, trainer.state.reason = "interrupted", signal.Signals(number).name
             status = status if status in ("interrupted", "failed") else "failed"
-            trainer.state.reason = trainer.state.reason or f"{type(error).__name__}: {error}"
-            if status == "failed":
+            trainer.state.reason = trainer.state.reason or reason_of(error)
+            if status == "failed" and not isinstance(error, PeerFailed):  # which is in the log already
                 logger.error(
                     "The run failed: %s: %s", type(error).__name__, error, extra={"console": False}, exc_info=True
                 )
@@ -133,6 +134,8 @@ class Run:
             self._write_report()
             if status == "interrupted":
                 self._log_outcome(summary)
+            if error is not raised:
+                raise error from raised
             raise
         summary = self._write_summary(trainer.state.status, resumed)
         self._write_report()
@@ -318,6 +321,13 @@ class Run:
             return None
         newest = store.latest().checkpoint
         return newest.path if newest else None
+
+    def _write_failure(self, line: str) -> None:
+        """A rank failed; this one writes it, whichever it is. The main thread may be blocked and never do so."""
+        try:
+            self.directory.write_summary({**self.directory.read_summary(), "status": "failed", "reason": line})
+        except OSError as error:
+            logger.error("%s could not be written: %s.", self.directory.summary, error)
 
     def _write_summary(self, status: str, resumed: Path | None) -> dict[str, Any]:
         """Write ``summary.json`` on rank 0 and return its content."""

@@ -1,0 +1,366 @@
+"""The connections of all ranks to rank 0, over which each says that it lives, and hears which rank has failed.
+
+Messages are JSON objects, one a line, so nothing that a peer sends is executed. A rank sends ``beat`` (what it does),
+``run`` (a run begins), ``failed`` (it raises), ``lost`` (a collective of it broke) and ``left`` (its function has
+ended). The hub sends ``hub`` (it lives, and what rank 0 does), ``failure`` and ``left``, and ``closed`` at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Message = Mapping[str, Any]
+
+BEAT_S = 0.5
+SILENT_S = 2.0
+"""A rank of which nothing is heard for so long, while a collective of its peers has broken, is gone."""
+_SEND_TIMEOUT_S = 5.0
+_CLOSE_S = 1.0
+_LIMIT = 2**20
+
+ENDED = "ended without a word: it was killed, ran out of memory, or crashed in native code"
+SILENT = "gave no sign of life for {:.1f} s: it is stopped, or its machine or the link to it is down"
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for each in list(_sockets):
+        each.close()
+
+
+# a loader worker outlives its rank for some seconds: the peers would not see the connection end
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why all ranks end.
+
+    Attributes:
+        line: one line, the same on every rank; it names the ranks that failed, and how.
+        ranks: those that failed; empty where none can be named.
+        run: the number of the run in which a rank raised; the next one forgets it.
+        trace: the traceback of what was raised.
+        code: the exit code of ranks that are ended for it.
+        kind: ``raised``: the rank may still leave by itself; ``ended``: it has; ``silent``: nothing is heard of it, its
+            process is stopped, if it lives; ``stuck``: it lives, and its peers wait for it.
+    """
+
+    line: str
+    ranks: tuple[int, ...] = ()
+    run: int = 0
+    trace: str = ""
+    code: int = 1
+    kind: Literal["raised", "ended", "silent", "stuck"] = "ended"
+
+    @property
+    def raised(self) -> bool:
+        return self.kind == "raised"
+
+    @classmethod
+    def of(cls, values: Message) -> Failure:
+        return cls(**{**values, "ranks": tuple(values["ranks"])})
+
+
+class Link:
+    """One end of a connection; any thread may send, one receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(_SEND_TIMEOUT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _sockets.add(connection)
+        self.socket = connection
+        self._lock = threading.Lock()
+        self._unread = b""
+
+    def send(self, **message: Any) -> None:
+        """Without effect where the other end is gone, which :meth:`receive` says."""
+        with self._lock, contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Message]:
+        """The messages that have arrived; waits for more bytes.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        try:
+            data = self.socket.recv(65536)
+        except TimeoutError:
+            return []
+        except OSError as error:
+            raise EOFError from error
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        if not data or len(self._unread) > _LIMIT:
+            raise EOFError
+        return [json.loads(line) for line in lines]
+
+    def greet(self, **message: Any) -> None:
+        """Send the first message, and wait for the answer.
+
+        Raises:
+            OSError: there is none.
+        """
+        self.send(**message)
+        answer, _, self._unread = self.socket.recv(65536).partition(b"\n")
+        if not answer:
+            raise ConnectionError("the connection was not accepted")
+
+    def finish(self) -> None:
+        """Nothing more is sent; what the other end still sends can be received."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def connect(address: tuple[str, int], token: str, rank: int) -> Link:
+    """Raises:
+    OSError: the hub cannot be reached.
+    """
+    link = Link(socket.create_connection(address, timeout=_SEND_TIMEOUT_S))
+    link.greet(rank=rank, token=token)
+    return link
+
+
+@dataclass
+class _Rank:
+    """What the hub knows of a rank.
+
+    Attributes:
+        beat: its last heartbeat.
+        quiet_s: since anything was heard of it.
+        still_s: since its heartbeat has changed.
+        lost: with what a collective of it broke.
+        left: how its function has ended.
+        code: the exit code that goes with it.
+    """
+
+    beat: Message = field(default_factory=dict)
+    quiet_s: float = 0.0
+    still_s: float = 0.0
+    lost: str | None = None
+    left: str | None = None
+    code: int = 1
+    link: Link | None = None
+
+    def last_heartbeat(self) -> str:
+        return str(self.beat.get("text", "none"))
+
+
+class Hub:
+    """Rank 0's server: it hears all ranks, judges who has failed, and tells everyone. A thread of its own.
+
+    Args:
+        world_size: ranks that will connect, rank 0 among them.
+        timeout_s: a rank of which nothing is heard for so long has failed.
+        local: only this machine may connect.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float, *, local: bool) -> None:
+        self.timeout_s = timeout_s
+        self.token = secrets.token_hex(16)
+        self._server = socket.create_server(("127.0.0.1" if local else "", 0), backlog=world_size)
+        _sockets.add(self._server)
+        self.port = int(self._server.getsockname()[1])
+        self._ranks = {rank: _Rank() for rank in range(world_size)}
+        self._beat_s = BEAT_S * max(1.0, world_size / 100)
+        self._failure: Failure | None = None
+        self._lost_s = 0.0
+        self._closes = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="heartbeats", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell all ranks that nobody watches them any more; rank 0's own link has been finished."""
+        self._closes.set()
+        self._thread.join(2 * _CLOSE_S)
+
+    # -- connections ----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        before, since_tick, closing_s = time.monotonic(), 0.0, 0.0
+        while closing_s < _CLOSE_S:
+            for key, _ in self._selector.select(self._beat_s):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._read(*key.data)
+            now = time.monotonic()
+            # while this process itself was stopped, by Ctrl-Z say, nobody was silent
+            elapsed, before = min(now - before, self._beat_s), now
+            since_tick += elapsed
+            if self._closes.is_set():
+                if not closing_s:
+                    self._tell(closed=True)
+                closing_s += max(elapsed, 1e-9)
+                if not any(each.link for each in self._ranks.values()):
+                    break
+                continue
+            self._judge(elapsed)
+            if since_tick >= self._beat_s:
+                since_tick = 0.0
+                self._tell(hub=self._ranks[0].last_heartbeat())
+        self._selector.close()
+        self._server.close()
+        for each in self._ranks.values():
+            if each.link is not None:
+                each.link.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            link = Link(self._server.accept()[0])
+            self._selector.register(link.socket, selectors.EVENT_READ, (link, None))
+
+    def _read(self, link: Link, rank: int | None) -> None:
+        try:
+            messages = link.receive()
+            if messages and rank is None:
+                rank = self._introduced(link, messages.pop(0))
+        except (EOFError, ValueError):
+            self._selector.unregister(link.socket)
+            link.close()
+            if rank is not None:
+                self._ended(rank)
+            return
+        for message in messages:
+            if rank is not None:
+                self._hear(rank, message)
+
+    def _introduced(self, link: Link, message: Message) -> int:
+        """The rank that has connected.
+
+        Raises:
+            ValueError: it is a stranger.
+        """
+        if not isinstance(message, dict) or message.get("token") != self.token:
+            raise ValueError
+        rank = int(message["rank"])
+        self._ranks[rank].link = link
+        self._selector.modify(link.socket, selectors.EVENT_READ, (link, rank))
+        link.send()
+        if self._failure is not None:
+            link.send(failure=asdict(self._failure))
+        return rank
+
+    def _tell(self, **message: Any) -> None:
+        for each in self._ranks.values():
+            if each.link is not None:
+                each.link.send(**message)
+
+    # -- judging --------------------------------------------------------------------------------------------------
+
+    def _hear(self, rank: int, message: Message) -> None:
+        each = self._ranks[rank]
+        each.quiet_s = 0.0
+        if "beat" in message and message["beat"] != each.beat:
+            each.beat, each.still_s = message["beat"], 0.0
+        elif "failed" in message:
+            failure = Failure.of(message["failed"])
+            if self._failure is None or failure.run > self._failure.run:
+                self._announce(failure)
+        elif "lost" in message:
+            each.lost = message["lost"]
+        elif "left" in message:
+            each.left, each.code = message["left"], message["code"]
+            self._tell(left=rank)
+        elif "run" in message:
+            before = self._failure
+            self._failure = None if before and before.raised and message["run"] > before.run else before
+
+    def _ended(self, rank: int) -> None:
+        """The connection of a rank has ended, and so has its process, or nearly."""
+        each = self._ranks[rank]
+        each.link = None
+        if each.left is None:
+            each.left = "ended"
+            self._tell(left=rank)
+            if self._failure is None and not self._closes.is_set():
+                self._announce(Failure(f"rank {rank} {ENDED}. {self._heartbeats([rank])}", (rank,)))
+
+    def _announce(self, failure: Failure) -> None:
+        self._failure, self._lost_s = failure, 0.0
+        for each in self._ranks.values():
+            each.lost = None
+        self._tell(failure=asdict(failure))
+
+    def _judge(self, elapsed: float) -> None:
+        for each in self._ranks.values():
+            each.quiet_s += elapsed
+            each.still_s += elapsed
+        if self._failure is not None:
+            return
+        broken = [rank for rank, each in self._ranks.items() if each.lost is not None]
+        self._lost_s = self._lost_s + elapsed if broken else 0.0
+        limit = min(SILENT_S, self.timeout_s) if broken else self.timeout_s
+        silent = [rank for rank, each in self._ranks.items() if each.left is None and each.quiet_s >= limit]
+        if silent:
+            seconds = max(self._ranks[rank].quiet_s for rank in silent)
+            self._announce(
+                Failure(
+                    f"{_named(silent)} {SILENT.format(seconds)}. {self._heartbeats(silent)}",
+                    tuple(silent),
+                    kind="silent",
+                )
+            )
+        elif (
+            gone := [rank for rank, each in self._ranks.items() if each.left is not None]
+        ) and self._lost_s >= self._beat_s:
+            self._announce(self._left(gone, broken))
+        elif self._lost_s >= SILENT_S + self._beat_s:
+            hangs = any("timed out" in str(self._ranks[rank].lost).lower() for rank in broken)
+            self._announce(self._hang(broken) if hangs else self._broken(broken))
+
+    def _hang(self, broken: list[int]) -> Failure:
+        """All live, but a collective timed out."""
+        others = [rank for rank, each in self._ranks.items() if rank not in broken and each.left is None]
+        hung = [rank for rank in others if self._ranks[rank].beat.get("waits") is None]
+        if hung:
+            seconds = min(self._ranks[rank].still_s for rank in hung)
+            return Failure(
+                f"{_named(hung)} did not come while {_named(broken)} waited ({self._ranks[broken[0]].lost}), and did "
+                f"the same thing for {seconds:.1f} s. {self._heartbeats(hung)}",
+                tuple(hung),
+                kind="stuck",
+            )
+        return Failure(
+            f"the ranks waited for each other ({self._ranks[broken[0]].lost}). {self._heartbeats(list(self._ranks))}",
+            kind="stuck",
+        )
+
+    def _broken(self, broken: list[int]) -> Failure:
+        """All live, but a connection between two of them has ended."""
+        return Failure(
+            f"{_named(broken)} lost a connection to a rank that still answers rank 0 "
+            f"({self._ranks[broken[0]].lost}). {self._heartbeats(broken)}",
+            kind="stuck",
+        )
+
+    def _left(self, gone: list[int], broken: list[int]) -> Failure:
+        how = "; ".join(f"rank {rank} {self._ranks[rank].left}" for rank in gone)
+        code = max(self._ranks[rank].code for rank in gone)
+        return Failure(f"{how}, while {_named(broken)} waited for it", tuple(gone), code=code or 1)
+
+    def _heartbeats(self, ranks: list[int]) -> str:
+        if len(ranks) == 1:
+            return f"Last heartbeat: {self._ranks[ranks[0]].last_heartbeat()}"
+        return "Last heartbeats: " + "; ".join(f"rank {each}: {self._ranks[each].last_heartbeat()}" for each in ranks)
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

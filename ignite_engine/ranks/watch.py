@@ -1,0 +1,475 @@
+"""The ranks watch each other: the error of one ends all of them and is named by all, and so is one that is silent.
+
+Every rank has a thread that says twice a second what the rank does, and hears from rank 0
+(:mod:`ignite_engine.ranks.heartbeats`) when a rank has failed: it raised, its process ended, nothing is heard of it, or
+its peers' collective timed out waiting for it. On one process there is no watch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from select import select
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from ignite_engine.errors import RAISED_BY_ALL_RANKS, PeerFailed, one_line
+from ignite_engine.ranks import agreement
+from ignite_engine.ranks.heartbeats import BEAT_S, ENDED, SILENT, SILENT_S, Failure, Hub, Link, Message, connect
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_TIMEOUT_S = 60.0
+"""A thread cannot say that it lives while native code of the main thread holds Python's lock."""
+_MAY_RAISE_S = 2.0
+_MAY_LEAVE_S = 30.0
+_VERDICT_S = 6.0
+_LIBRARIES = {*sys.stdlib_module_names, "ignite", "ignite_engine", "numpy", "torch"}
+
+_current: Watch | None = None
+
+
+class Watch:
+    """Watches the other ranks while it is entered; entering is a collective.
+
+    Args:
+        heartbeat_timeout_s: a rank of which nothing is heard for so long has failed.
+
+    Raises:
+        ValueError: it is shorter than two heartbeats.
+
+    When a rank fails, each rank logs it in one line and calls what was given to :func:`on_failure`. The main thread
+    gets :class:`~ignite_engine.errors.PeerFailed` instead of the error of a collective that broke. A rank whose main
+    thread does not end within 2 s (30 s if it has raised, or the failed rank has not ended either) is ended with its
+    stacks logged. A silent process on this machine is killed.
+    """
+
+    def __init__(self, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
+        if heartbeat_timeout_s < 2 * BEAT_S:
+            raise ValueError(
+                f"heartbeat_timeout must be at least {2 * BEAT_S:g} s, as heartbeats are {BEAT_S} s apart, "
+                f"got {heartbeat_timeout_s:g}."
+            )
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.rank = agreement.rank()
+        self.failure: Failure | None = None
+        self.callbacks: list[Callable[[str], None]] = []
+        self._hub: Hub | None = None
+        self._link: Link | None = None
+        self._processes: list[_Process | None] = []
+        self._run = 0
+        self._position: Callable[[], str] | None = None
+        self._watched = threading.get_ident()
+        self._lock = threading.Lock()
+        self._learned = threading.Event()
+        self._decided, self._told = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._left: set[int] = set()
+        self._hub_heartbeat = "none"
+        self._waits_for_verdict = self._raised = self._raised_own = self._leaving = False
+        self._end_at = float("inf")
+        self._ending: str | None = None
+        self._code = 0
+
+    # -- the main thread ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        global _current
+        if self._connect():
+            self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
+            self._thread.start()
+        _current = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _current
+        cause = error if error is None else self.cause_of(error)
+        _current = None
+        self._leave(cause)
+        if cause is not None and cause is not error:
+            raise cause from error
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """As the function below."""
+        if isinstance(error, (PeerFailed, *RAISED_BY_ALL_RANKS)):
+            return error
+        broken = _broken_collective(error) if isinstance(error, Exception) else None
+        self._raised, self._raised_own = True, not broken
+        self._decided.set()
+        if self._end_at != float("inf"):
+            self._end_at = time.monotonic() + _MAY_LEAVE_S
+        if isinstance(error, SystemExit | KeyboardInterrupt) and self._ending is None:
+            self._code = _exit_code(error)
+            self._ending = f"{_called(error)}{self._at()}"
+        if not isinstance(error, Exception):
+            return error
+        if self._link is not None and self.failure is None:
+            if broken:
+                self._waits_for_verdict = True
+                self._link.send(lost=broken)
+                self._learned.wait(_VERDICT_S)
+            if self.failure is None:
+                own = self._failure_of(error)
+                self._learn(own)
+                self._link.send(failed=asdict(own))
+        if self.failure is not None:
+            self._told.wait(_MAY_RAISE_S)
+        if not broken or self.failure is None or (self.failure.raised and self.rank in self.failure.ranks):
+            return error
+        peer = PeerFailed(self.failure.line, self.failure.code)
+        if self.failure.trace:
+            peer.add_note(f"On rank {self.failure.ranks[0]}:\n{self.failure.trace}")
+        return peer
+
+    def begin_run(self, position: Callable[[], str]) -> None:
+        """A run begins: what a rank raised before is past, since all of them have gone on."""
+        self._run += 1
+        self._position, self._watched = position, threading.get_ident()
+        if self.failure is not None and self.failure.raised:
+            self.failure, self._end_at = None, float("inf")
+            self._learned.clear()
+            self._told.clear()
+            self._decided.clear()
+        self._raised = self._raised_own = self._waits_for_verdict = False
+        if self._link is not None:
+            self._link.send(run=self._run)
+
+    def end_run(self) -> None:
+        self._position = None
+
+    def _failure_of(self, error: BaseException) -> Failure:
+        notes = "".join(f" ({note.rstrip('.')})" for note in getattr(error, "__notes__", ()) if "\n" not in note)
+        trace = "".join(traceback.format_exception(error))[-20_000:]
+        line = f"rank {self.rank} failed{self._at()}: {one_line(error)}{notes}"
+        return Failure(line, (self.rank,), self._run, trace, kind="raised")
+
+    def _at(self) -> str:
+        return f" at {self._position()}" if self._position is not None else ""
+
+    # -- connecting and leaving -----------------------------------------------------------------------------------
+
+    def _connect(self) -> bool:
+        processes = agreement.gather_objects(_Process.this())
+        self._processes = processes
+        known = [each for each in processes if each is not None]
+        local = len(known) == len(processes) and len({each.network for each in known}) == 1
+        offer: tuple[str, int, str] | None = None
+        problem = ""
+        if self.rank == 0:
+            try:
+                self._hub = Hub(len(processes), self.heartbeat_timeout_s, local=local)
+                host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR") or socket.gethostname()
+                offer = (host, self._hub.port, self._hub.token)
+            except OSError as error:
+                problem = one_line(error)
+        offer = agreement.broadcast_object(offer)
+        if offer is not None:
+            try:
+                self._link = connect(offer[:2], offer[2], self.rank)
+            except OSError as error:
+                problem = f"rank {self.rank} cannot connect to {offer[0]}, port {offer[1]}: {one_line(error)}"
+        problems = [each for each in agreement.gather_objects(problem) if each]
+        if problems:
+            self._leave(None)
+            if self.rank == 0:
+                logger.warning(
+                    "The ranks cannot watch each other (%s): what fails on one rank is not named by the others.",
+                    problems[0],
+                )
+        return not problems
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._link is None:
+            return
+        self._leaving = True
+        self._link.send(left=self._ending or "returned from its function", code=self._code)
+        self._link.finish()
+        if self._hub is not None:
+            self._hub.close()
+        if self._thread is not None:
+            self._thread.join(BEAT_S)
+        self._link.close()
+        self._link = None
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        link = self._link
+        assert link is not None
+        silent_s, before, beat_at = 0.0, time.monotonic(), 0.0
+        while not self._leaving:
+            if time.monotonic() >= beat_at:
+                link.send(beat=self._heartbeat())
+                beat_at = time.monotonic() + BEAT_S
+            try:
+                heard = link.receive() if select([link.socket], [], [], BEAT_S / 2)[0] else None
+            except (EOFError, OSError, ValueError):
+                heard = None
+                if not self._leaving and self.failure is None:
+                    self._learn(self._failure_of_hub(ENDED))
+                break
+            now = time.monotonic()
+            elapsed, before = min(now - before, BEAT_S), now  # not while this process itself was stopped
+            silent_s = silent_s + elapsed if heard is None else 0.0
+            for message in heard or ():
+                if self._hear(message):
+                    return
+            if silent_s >= (SILENT_S if self._waits_for_verdict else self.heartbeat_timeout_s):
+                self._learn(self._failure_of_hub(SILENT.format(silent_s), kind="silent"))
+            self._end_if_due()
+        while not self._leaving:
+            time.sleep(BEAT_S / 2)
+            self._end_if_due()
+
+    def _failure_of_hub(self, how: str, kind: Literal["ended", "silent"] = "ended") -> Failure:
+        return Failure(f"rank 0 {how}. Last heartbeat: {self._hub_heartbeat}", (0,), kind=kind)
+
+    def _hear(self, message: Message) -> bool:
+        """Whether it was the last one."""
+        if "hub" in message:
+            self._hub_heartbeat = message["hub"]
+        elif "failure" in message:
+            self._learn(Failure.of(message["failure"]))
+        elif "left" in message:
+            self._left.add(message["left"])
+            if self.failure is not None and not self._raised and message["left"] in self.failure.ranks:
+                self._end_at = min(self._end_at, time.monotonic() + _MAY_RAISE_S)
+        return "closed" in message
+
+    def _heartbeat(self) -> Message:
+        position, frames = self._position, sys._current_frames().get(self._watched)
+        at = position() if position is not None else "outside of run()"
+        where, waits = _where(frames)
+        return {"text": f"{at}{where}", "waits": waits}
+
+    def _learn(self, failure: Failure) -> None:
+        with self._lock:
+            if self.failure is not None or (failure.raised and failure.run < self._run):
+                return
+            self.failure = failure
+        own = self.rank in failure.ranks
+        if not (failure.raised and own):
+            gone = not failure.raised or bool(self._left.intersection(failure.ranks))
+            self._end_at = time.monotonic() + (_MAY_RAISE_S if gone and not self._raised else _MAY_LEAVE_S)
+        stacks = _stacks() if failure.kind in ("silent", "stuck") and not self._raised else ""
+        if failure.kind == "silent":
+            for rank in failure.ranks:
+                if rank != self.rank:
+                    self._kill(rank)
+        # a thread of its own: whatever the main thread holds, the end is not delayed
+        threading.Thread(target=self._tell, args=(failure, stacks), name="failure", daemon=True).start()
+        self._learned.set()
+
+    def _tell(self, failure: Failure, stacks: str) -> None:
+        try:
+            if failure.raised and self.rank not in failure.ranks:
+                self._decided.wait(BEAT_S)  # where all ranks raise the same, the error of each is enough
+            if not (failure.raised and self._raised_own):
+                self._say(failure, stacks)
+        finally:
+            self._told.set()
+
+    def _say(self, failure: Failure, stacks: str) -> None:
+        speaks, configured = self._speaks(failure), logger.hasHandlers()
+        if speaks or configured:
+            logger.error("%s", failure.line)
+        if speaks and self.rank != 0 and configured:
+            print(failure.line, file=sys.stderr, flush=True)  # the log of rank 0 alone is shown on the console
+        if configured:
+            for text in filter(None, (failure.trace, stacks)):
+                logger.error("%s", text.rstrip(), extra={"console": False})
+        elif stacks:
+            print(f"Rank {self.rank}:\n{stacks}", file=sys.stderr, flush=True)
+        if speaks:
+            for callback in list(self.callbacks):
+                callback(failure.line)
+
+    def _speaks(self, failure: Failure) -> bool:
+        """Whether this rank speaks and writes for all: rank 0, or the first that lives."""
+        ended = () if failure.raised else failure.ranks
+        return self.rank == next((rank for rank in range(len(self._processes)) if rank not in ended), 0)
+
+    def _kill(self, rank: int) -> None:
+        process, own = self._processes[rank], self._processes[self.rank]
+        if process is not None and own is not None and process.machine == own.machine and process.lives():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+
+    def _end_if_due(self) -> None:
+        if time.monotonic() < self._end_at or self.failure is None:
+            return
+        stacks = _stacks()
+
+        def say() -> None:
+            logger.error("Rank %d did not end by itself.\n%s", self.rank, stacks, extra={"console": False})
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+
+        saying = threading.Thread(target=say, daemon=True)
+        saying.start()
+        saying.join(1.0)
+        os._exit(self.failure.code)
+
+
+# -- what the engine calls --------------------------------------------------------------------------------------------
+
+
+def watched(local_rank: int, func: Callable[..., Any], heartbeat_timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+    """Call ``func(local_rank, *args, **kwargs)``, watching the other ranks if there are any; a collective."""
+    with watching(heartbeat_timeout_s):
+        return func(local_rank, *args, **kwargs)
+
+
+@contextmanager
+def watching(heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> Iterator[Watch | None]:
+    """Watch the other ranks; None on one process. Within another it is that one."""
+    if agreement.world_size() == 1:
+        yield None
+    elif _current is not None:
+        yield _current
+    else:
+        with Watch(heartbeat_timeout_s) as watch:
+            yield watch
+
+
+@contextmanager
+def watched_run(position: Callable[[], str]) -> Iterator[None]:
+    """Watch the other ranks during a run.
+
+    Args:
+        position: where the run is, as text; called in another thread.
+    """
+    with watching() as watch:
+        if watch is not None:
+            watch.begin_run(position)
+        try:
+            yield
+        finally:
+            if watch is not None:
+                watch.end_run()
+
+
+@contextmanager
+def on_failure(callback: Callable[[str], None]) -> Iterator[None]:
+    """Within it, call ``callback(line)`` when a rank fails: in another thread, on one rank that lives."""
+    if (watch := _current) is None:
+        yield
+        return
+    watch.callbacks.append(callback)
+    try:
+        yield
+    finally:
+        watch.callbacks.remove(callback)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What to raise for ``error``, of which all ranks are told here: itself, or a :class:`PeerFailed`, chained to it,
+    where it is the consequence of another rank's failure."""
+    return error if _current is None else _current.cause_of(error)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a run failed, for its summary; on several ranks it names the one that did."""
+    if isinstance(error, PeerFailed):
+        return str(error)
+    failure = _current.failure if _current is not None else None
+    return failure.line if failure is not None else f"{type(error).__name__}: {error}"
+
+
+# -- what happened, and where -----------------------------------------------------------------------------------------
+
+
+def _broken_collective(error: BaseException) -> str | None:
+    """What torch says of a collective that broke because of a peer; None: the error has another cause."""
+    each: BaseException | None = error
+    while each is not None:
+        text = str(each)
+        if isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and "gloo/" in text):
+            return text.partition("] ")[2].partition(". ")[0].rstrip(".") if text.startswith("[") else one_line(each)
+        each = each.__cause__ or each.__context__
+    return None
+
+
+def _called(error: SystemExit | KeyboardInterrupt) -> str:
+    return f"called sys.exit({error.code!r})" if type(error) is SystemExit else f"was {error or 'interrupted'}"
+
+
+def _exit_code(error: SystemExit | KeyboardInterrupt) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def _where(frame: FrameType | None) -> tuple[str, str | None]:
+    """The innermost line of the user's code, as text, and the collective in which the thread waits."""
+    waits = None
+    if frame is not None and frame.f_code.co_name == "_engine_run_backward":
+        waits = "backward"
+    each = frame
+    while each is not None and _module(each).startswith(("torch.distributed", "torch.nn.parallel")):
+        waits, each = each.f_code.co_name, each.f_back
+    while each is not None and _module(each).partition(".")[0] in _LIBRARIES:
+        each = each.f_back
+    each = each or frame
+    where = f", in {each.f_code.co_name} ({os.path.basename(each.f_code.co_filename)}:{each.f_lineno})" if each else ""
+    return f"{where}, in the collective {waits}" if waits else where, waits
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _stacks() -> str:
+    """The stacks of all threads of this process but those that watch."""
+    frames, own = sys._current_frames(), threading.get_ident()
+    texts = []
+    for thread in threading.enumerate():
+        if thread.ident in frames and thread.ident != own and thread.name not in ("watch", "failure", "heartbeats"):
+            texts.append(f"Thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}")
+    return "".join(texts)
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A process, and where it can be signalled and reached."""
+
+    pid: int
+    started: str
+    machine: tuple[str, int]
+    network: tuple[str, int]
+
+    @classmethod
+    def this(cls) -> _Process | None:
+        """None: not on Linux, or not to be known."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            spaces = {name: os.stat(f"/proc/self/ns/{name}").st_ino for name in ("pid", "net")}
+            return cls(os.getpid(), _started(os.getpid()), (boot, spaces["pid"]), (boot, spaces["net"]))
+        except OSError:
+            return None
+
+    def lives(self) -> bool:
+        """Whether it is still the same process, of those on this machine."""
+        try:
+            return _started(self.pid) == self.started
+        except OSError:
+            return False
+
+
+def _started(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

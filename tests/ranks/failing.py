@@ -1,0 +1,81 @@
+"""A task of which one rank fails in a given way, and a run of it on forked ranks.
+
+Options: ``how`` it fails, ``rank`` that does (default 1), ``at`` which of its batches (default 5), ``workers``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+from ignite.engine import Events
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ignite_engine import Parallel, Task, Trainer
+from ignite_engine.cli import commands
+from ignite_engine.config import load_config
+
+
+class Broken:
+    """A handler that raises."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.at), self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        raise KeyError("no such key")
+
+
+def fail(how: str) -> None:
+    if how == "raise":
+        raise ValueError("a sample is broken")
+    if how == "exit":
+        sys.exit(3)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "hang":
+        time.sleep(600)
+
+
+def build(options: Mapping[str, Any]) -> Task:
+    how, at = options.get("how", ""), options.get("at", 5)
+    fails = idist.get_rank() == options.get("rank", 1)
+    if fails and how == "build":
+        raise ValueError("no model here")
+    calls = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(1)
+        if fails and len(calls) == at:
+            fail(how)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
+    return Task(
+        handlers=[Broken(at)] if fails and how == "handler" else [],
+        model=nn.Linear(4, 1),
+        loss_fn=loss_fn,
+        train_set=data,
+    )
+
+
+def train(config: str, ranks: int, options: Mapping[str, Any]) -> None:
+    """As ``train --nproc-per-node``, on ranks that are forked: they need not import torch again."""
+    arguments = argparse.Namespace(command="train", traceback=False)
+    with Parallel(backend="gloo", nproc_per_node=ranks, start_method="fork", **options) as parallel:
+        parallel.run(commands._rank_main, commands._train, load_config(Path(config), []), arguments)

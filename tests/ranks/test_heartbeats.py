@@ -1,0 +1,201 @@
+"""What rank 0 hears of the others, and whom it says to have failed; the ranks are connections of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from select import select
+from typing import Any
+
+import pytest
+
+from ignite_engine.ranks.heartbeats import Failure, Hub, Link, connect
+
+
+class Ranks:
+    """Connections of three ranks to a hub."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self.beats: dict[int, Any] = {}
+        self.hub = Hub(3, timeout_s, local=True)
+        self.links = [connect(("127.0.0.1", self.hub.port), self.hub.token, rank) for rank in range(3)]
+
+    def beat(self, rank: int, text: str = "iteration 3", waits: str | None = None) -> None:
+        self.beats[rank] = {"text": text, "waits": waits}
+        self.links[rank].send(beat=self.beats[rank])
+
+    def failure(self, at: int = 0, *, silent: int | None = None) -> Failure:
+        """What the hub tells rank ``at``, while all but ``silent`` repeat their heartbeats."""
+
+        def beat() -> None:
+            for rank, link in enumerate(self.links):
+                if rank != silent:
+                    link.send(beat=self.beats.get(rank, {}))
+
+        for message in heard(self.links[at], 20.0, beat):
+            if "failure" in message:
+                return Failure.of(message["failure"])
+        raise AssertionError("no failure was announced")
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        self.hub.close()
+
+
+def heard(link: Link, timeout_s: float, meanwhile: Any = lambda: None) -> Iterator[Any]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        meanwhile()
+        if select([link.socket], [], [], 0.2)[0]:
+            yield from link.receive()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+def test_error_of_a_rank_reaches_all(ranks: Ranks) -> None:
+    failure = Failure("rank 1 failed: ValueError", (1,), run=1, trace="Traceback", kind="raised")
+    ranks.links[1].send(failed=asdict(failure))
+    assert [ranks.failure(at) for at in range(3)] == [failure] * 3
+
+    ranks.links[2].send(failed=asdict(Failure("rank 2 failed as well", (2,), run=1, kind="raised")))
+    assert not [message for message in heard(ranks.links[0], 0.5) if "failure" in message]
+
+
+def test_error_of_an_earlier_run_is_not_that_of_a_later_one(ranks: Ranks) -> None:
+    for run in (1, 2):
+        failure = Failure(f"rank 1 failed in run {run}", (1,), run=run, kind="raised")
+        ranks.links[1].send(run=run)
+        ranks.links[1].send(failed=asdict(failure))
+        assert ranks.failure() == failure
+
+
+def test_rank_whose_process_ends_is_named_at_once(ranks: Ranks) -> None:
+    ranks.beat(1, "iteration 7")
+    ranks.links[1].close()
+
+    failure = ranks.failure()
+    assert (failure.ranks, failure.kind) == ((1,), "ended")
+    assert failure.line.startswith("rank 1 ended without a word") and failure.line.endswith("iteration 7")
+
+
+def test_silent_rank_is_named_after_the_timeout() -> None:
+    ranks = Ranks(timeout_s=1.0)
+    ranks.beat(1, "iteration 7")
+
+    failure = ranks.failure(silent=1)
+    assert (failure.ranks, failure.kind) == ((1,), "silent")
+    assert failure.line.endswith("Last heartbeat: iteration 7")
+    ranks.close()
+
+
+def test_silent_rank_is_named_sooner_where_a_collective_broke(ranks: Ranks) -> None:
+    ranks.links[0].send(lost="Timed out waiting 3000ms")
+
+    failure = ranks.failure(silent=1)
+    assert (failure.ranks, failure.kind) == ((1,), "silent")
+
+
+def test_rank_for_which_the_others_timed_out_is_the_one_that_hangs(ranks: Ranks) -> None:
+    ranks.beat(1, "iteration 7, in loss_fn (task.py:3)")
+    ranks.beat(2, "iteration 7, in the collective backward", "backward")
+    ranks.links[0].send(lost="Timed out waiting 3000ms")
+
+    failure = ranks.failure()
+    assert (failure.ranks, failure.kind) == ((1,), "stuck")
+    assert "while rank 0 waited (Timed out waiting 3000ms)" in failure.line
+    assert failure.line.endswith("Last heartbeat: iteration 7, in loss_fn (task.py:3)")
+
+
+def test_ranks_that_wait_for_each_other_are_all_named(ranks: Ranks) -> None:
+    ranks.beat(0, "in the collective barrier", "barrier")
+    ranks.beat(1, "in the collective backward", "backward")
+    ranks.beat(2, "in the collective all_gather", "all_gather")
+    ranks.links[0].send(lost="Timed out waiting 3000ms")
+
+    failure = ranks.failure()
+    assert failure.ranks == () and failure.line.startswith("the ranks waited for each other")
+    assert "rank 1: in the collective backward; rank 2: in the collective all_gather" in failure.line
+
+
+def test_rank_that_left_is_named_by_those_that_wait_for_it(ranks: Ranks) -> None:
+    ranks.links[1].send(left="called sys.exit(3)", code=3)
+    ranks.links[1].close()
+    ranks.links[2].send(lost="Connection closed by peer")
+
+    failure = ranks.failure()
+    assert (failure.ranks, failure.code) == ((1,), 3)
+    assert failure.line == "rank 1 called sys.exit(3), while rank 2 waited for it"
+
+
+def test_ranks_that_leave_are_no_failure(ranks: Ranks) -> None:
+    for rank in (1, 2):
+        ranks.links[rank].send(left="returned from its function", code=0)
+        ranks.links[rank].close()
+
+    assert not [message for message in heard(ranks.links[0], 1.0) if "failure" in message]
+
+
+def test_end_of_the_hub_is_told(ranks: Ranks) -> None:
+    ranks.links[0].send(left="returned from its function", code=0)
+    ranks.links[0].finish()
+    ranks.hub.close()
+
+    assert {"closed": True} in list(ranks.links[2].receive())
+
+
+def test_time_in_which_rank_0_is_stopped_itself_does_not_count() -> None:
+    """As by Ctrl-Z: all ranks are stopped for longer than the timeout, and continue."""
+    told, result = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        ranks = Ranks(timeout_s=1.5)
+        os.write(result, b"r")
+        until = time.monotonic() + 2.5
+        failures = 0
+        while time.monotonic() < until:
+            for rank in range(3):
+                ranks.beat(rank)
+            failures += sum("failure" in message for message in heard(ranks.links[0], 0.2))
+        os.write(result, b"%d" % failures)
+        os._exit(0)
+    assert os.read(told, 1) == b"r"
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2.5)
+    os.kill(pid, signal.SIGCONT)
+    assert os.read(told, 10) == b"0"
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("sent", [b'{"rank": 1, "token": "guessed"}', b"[1]", b"GET / HTTP/1.1", b'{"rank": 9}'])
+def test_stranger_is_not_heard(ranks: Ranks, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", ranks.hub.port)) as stranger:
+        stranger.sendall(sent + b'\n{"failed": {"line": "no", "ranks": [1]}}\n')
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(100) == b""
+
+    failure = Failure("rank 2 failed", (2,), kind="raised")
+    ranks.links[2].send(failed=asdict(failure))
+    assert ranks.failure() == failure
+
+
+def test_forked_worker_does_not_keep_a_connection_open(ranks: Ranks) -> None:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(20)
+        os._exit(0)
+    ranks.links[1].close()
+
+    assert ranks.failure().ranks == (1,)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
