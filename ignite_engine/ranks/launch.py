@@ -337,8 +337,8 @@ class _Ranks:
         with _receiving_signals() as received:
             try:
                 store = self._start(func, args, kwargs)  # the ranks meet there as long as they run
-                while any(rank.runs for rank in self._ranks):
-                    self._wait(received)
+                while running := [rank for rank in self._ranks if rank.runs]:
+                    self._wait(running, received)
                 del store
             finally:
                 self._kill()
@@ -380,9 +380,12 @@ class _Ranks:
             self._ranks.append(_Rank(rank, process, received))
         return store
 
-    def _wait(self, received: socket.socket | None) -> None:
-        """Until something happens; then act on it."""
-        running = [rank for rank in self._ranks if rank.runs]
+    def _wait(self, running: list[_Rank], received: socket.socket | None) -> None:
+        """Until something happens; then act on it.
+
+        Args:
+            running: not asked for again, as those that have ended since still have a sentinel, which says so.
+        """
         sources = [rank.process.sentinel for rank in running] + [rank.report for rank in running if rank.end is None]
         sources += [received] if received is not None else []
         next_deadline = min((at for at, _ in self._deadlines), default=None)
