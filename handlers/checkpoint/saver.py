@@ -15,6 +15,7 @@ import torch
 from ignite.engine.events import RemovableEventHandle
 from torch import Tensor
 
+from ignite_engine import rng
 from ignite_engine.checkpointing import (
     BackgroundSave,
     CheckpointError,
@@ -258,14 +259,20 @@ class Saver:
             self._copies_late &= not isinstance(error, ChangedWhileCopied)
             state.checkpoints -= 1
             self.error, self._saved_at = error, None
-            trainer.fire_event(TrainingEvents.CHECKPOINT_FAILED)
+            _tell(trainer, TrainingEvents.CHECKPOINT_FAILED)
             if state.last and self._saving_at == state.iteration:
                 raise
             logger.warning("%s", error)
             return
         self.error, self.parent = None, path.name
         state.checkpoint_path, state.saved_iteration, state.save_seconds = path, self._saving_at, seconds()
-        trainer.fire_event(TrainingEvents.CHECKPOINT_SAVED)
+        _tell(trainer, TrainingEvents.CHECKPOINT_SAVED)
+
+
+def _tell(trainer: Trainer, event: TrainingEvents) -> None:
+    """Fire an event that a run resumed from this checkpoint does not fire: what its handlers draw must not count."""
+    with rng.isolated():
+        trainer.fire_event(event)
 
 
 def _boundary_of(trainer: Trainer) -> tuple[int, int]:

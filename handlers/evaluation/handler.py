@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from numbers import Real
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ignite.engine.events import EventsList
 from torch import nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents, rng
+from ignite_engine.errors import check_type, is_whole
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
 from ignite_engine.handlers.evaluation.invariant import InvariantSums, dealing_of, unsummed
@@ -63,6 +65,13 @@ class Evaluation:
         progress: str | Path | None = None,
         progress_every: int = 100,
     ) -> None:
+        check_type("evaluator", evaluator, isinstance(evaluator, Engine), "an engine, as create_evaluator() makes")
+        check_type("data", data, isinstance(data, Iterable), "a loader or another iterable of batches")
+        check_type("name", name, isinstance(name, str), "a word")
+        check_type("limit", limit, limit is None or is_whole(limit), "a whole number of batches or None")
+        is_path = progress is None or isinstance(progress, str | PathLike)
+        check_type("progress", progress, is_path, "a directory or None")
+        check_type("progress_every", progress_every, is_whole(progress_every), "a whole number of batches")
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1 batch, or None for all, got {limit}.")
         if progress_every < 1:
@@ -139,7 +148,7 @@ class Evaluation:
         state = trainer.state
         self._unfinished_at = state.iteration
         share_buffers(getattr(trainer.update, "model", None))
-        with ExitStack() as undo:
+        with rng.isolated(), ExitStack() as undo:  # its events are fired again where it is repeated
             undo.callback(setattr, state, "evaluating", state.evaluating)
             state.evaluating = OngoingEvaluation(self.label, undo, self.evaluator)
             trainer.fire_event(TrainingEvents.EVALUATION_STARTED)
@@ -159,7 +168,7 @@ class Evaluation:
         model, evaluator, data = self._model(trainer), self.evaluator, self._loader()
         own = getattr(evaluator, "model", None)
         dealing = dealing_of(data, self.limit) if getattr(trainer.update, "rank_invariant", False) else None
-        with rng.isolated(), eval_mode(own) if own is not None else nullcontext(), whole_pass(data, dealing):
+        with eval_mode(own) if own is not None else nullcontext(), whole_pass(data, dealing):
             if self._rng is not None:
                 rng.restore(self._rng)
             limit = self.limit if dealing is None else None

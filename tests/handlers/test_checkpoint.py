@@ -485,3 +485,37 @@ def test_attach_order_of_the_schedule_does_not_matter(tmp_path: Path) -> None:
         saved.append(loaded.shared["optimizer"]["param_groups"][0]["lr"])
 
     assert saved[0] == saved[1] == pytest.approx(0.1 * 3 / 4)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("event", [TrainingEvents.RESUME_POINT, TrainingEvents.CHECKPOINT_SAVED])
+def test_random_numbers_drawn_beside_a_save_change_no_bit_of_a_resumed_run(
+    tmp_path: Path, event: TrainingEvents, background: bool
+) -> None:
+    def run(folder: Path, seed: int, limit: int) -> Trainer:
+        trainer = trainer_of(linear(dropout=True))
+        checkpoint = Checkpoint(folder, background=background)
+        if event is TrainingEvents.CHECKPOINT_SAVED:
+            checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+        trainer.add_event_handler(event, lambda: torch.rand(1))  # as who samples from the model there
+        if event is TrainingEvents.RESUME_POINT:  # what is drawn there after the save is not in the checkpoint
+            checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+        torch.manual_seed(seed)
+        checkpoint.resume()
+        trainer.run(numbers_loader(), max_iters=limit)
+        return trainer
+
+    whole = run(tmp_path / "whole", 1, 9)
+    run(tmp_path / "cut", 1, 4)
+    resumed = run(tmp_path / "cut", 2, 9)
+
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_two_handlers_of_one_trainer_never_save_into_one_directory(tmp_path: Path) -> None:
+    """Each would delete what the other keeps."""
+    trainer = trainer_of()
+    Checkpoint(tmp_path / "one", keep_last=9).attach(trainer)
+    with pytest.raises(ValueError, match=r"'checkpoint' and 'best' both save in .*one, where each would delete"):
+        Checkpoint(tmp_path / "one", name="best").attach(trainer)
+    Checkpoint(tmp_path / "two", name="best").attach(trainer)

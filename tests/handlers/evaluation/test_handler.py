@@ -323,3 +323,30 @@ def test_nothing_is_trained_between_an_interrupted_evaluation_and_the_save(event
     assert (trainer.state.status, trainer.state.saved_iteration, at) == ("interrupted", 6, [6])
     trainer, at = run(stop=False)
     assert (trainer.state.status, trainer.state.evaluations, at) == ("completed", 1, [6, 6])
+
+
+@pytest.mark.parametrize("event", [TrainingEvents.EVALUATION_STARTED, TrainingEvents.EVALUATION_COMPLETED])
+def test_random_numbers_drawn_at_a_repeated_evaluation_change_no_bit(tmp_path: Path, event: TrainingEvents) -> None:
+    def run(folder: Path, seed: int, stop: bool) -> Trainer:
+        trainer = trainer_of(linear(dropout=True))
+
+        def predict(model: Any, batch: Any) -> Any:
+            if stop:
+                trainer.request_stop("enough")
+            return batch
+
+        evaluator = create_evaluator(linear(), predict, {"mean": Average()})
+        Evaluation(evaluator, [torch.tensor([1.0])] * 2).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        trainer.add_event_handler(event, lambda: torch.rand(1))  # as who samples from the model there
+        torch.manual_seed(seed)
+        checkpoint.resume()
+        trainer.run(numbers_loader(), max_iters=5)
+        return trainer
+
+    whole = run(tmp_path / "whole", 1, stop=False)
+    assert run(tmp_path / "cut", 1, stop=True).state.iteration == 2
+    resumed = run(tmp_path / "cut", 2, stop=False)
+
+    assert torch.equal(weights(resumed), weights(whole))
