@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.errors import check_type, is_number, is_whole
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ class EarlyStopping:
         min_delta: float = 0.0,
         name: str = "early_stopping",
     ) -> None:
+        check_type("key", key, isinstance(key, str), "the name of a metric")
+        check_type("patience", patience, is_whole(patience), "a whole number of values")
+        check_type("min_delta", min_delta, is_number(min_delta), "a number")
         if patience < 1:
             raise ValueError(f"patience must be at least 1 value without improvement, got {patience}.")
         if mode not in ("min", "max"):

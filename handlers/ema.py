@@ -11,7 +11,7 @@ from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.errors import StateMismatch, did_you_mean, leave_out
+from ignite_engine.errors import StateMismatch, check_type, did_you_mean, is_number, leave_out
 from ignite_engine.states.model_and_optimizer import ModelState, clean_name, unwrap
 
 
@@ -49,6 +49,7 @@ class EMA:
         evaluate: Collection[str] | None = None,
         name: str = "ema",
     ) -> None:
+        check_type("decay", decay, is_number(decay), "a number")
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay}; 0.999 is usual.")
         if isinstance(evaluate, str):

@@ -43,6 +43,29 @@ class LaunchError(RuntimeError):
     """The ranks could not be started or cannot meet; the message is one line."""
 
 
+def check_type(name: str, value: object, is_right: bool, expected: str) -> None:
+    """Refuse an argument of another type than expected; a bool is no number.
+
+    Raises:
+        TypeError: one sentence that names the argument, what is expected and what was given.
+    """
+    if not is_right:
+        shown = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+        if isinstance(value, type):
+            shown = f"the class {value.__name__}"
+        raise TypeError(f"{name} must be {expected}, got {shown}.")
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def leave_out(*parts: str) -> str:
     """How to resume without a part that does not fit."""
     return f"resume(ignore={list(parts)}), or checkpoint.ignore in a config"

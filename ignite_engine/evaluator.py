@@ -13,6 +13,7 @@ from torch import nn
 
 from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.data.source import generators_of
+from ignite_engine.errors import check_type
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.states.model_and_optimizer import unwrap
@@ -54,6 +55,12 @@ def create_evaluator(
         metrics: attached under their names; they reduce over the data-parallel ranks themselves.
         precision: of the forward pass, ``fp32``, ``bf16`` or ``fp16``.
     """
+    check_type("model", model, isinstance(model, nn.Module), "a module")
+    check_type("predict", predict, callable(predict), "a function predict(model, batch)")
+    is_named = metrics is None or isinstance(metrics, Mapping)
+    check_type("metrics", metrics, is_named, "a mapping of names to metrics, or None")
+    for name, metric in (metrics or {}).items():
+        check_type(f"metrics[{name!r}]", metric, isinstance(metric, Metric), "a metric of Ignite's")
     check_precision(precision)
     bare = unwrap(model)
 

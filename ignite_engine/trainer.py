@@ -16,7 +16,7 @@ from ignite_engine.engine.describe import describe
 from ignite_engine.engine.loop import Loop
 from ignite_engine.engine.progress import Ending, Progress
 from ignite_engine.engine.stop_requests import StopRequests
-from ignite_engine.errors import Interrupted, NotFinite, RollBack
+from ignite_engine.errors import Interrupted, NotFinite, RollBack, is_whole
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
@@ -61,9 +61,9 @@ class Trainer(Engine):
         *,
         global_micro_batches: int | None = None,
     ) -> None:
-        if accumulation_steps is not None and (not isinstance(accumulation_steps, int) or accumulation_steps < 1):
+        if accumulation_steps is not None and (not is_whole(accumulation_steps) or accumulation_steps < 1):
             raise ValueError(
-                f"accumulation_steps must be at least 1, or None for no grouping, got {accumulation_steps}."
+                f"accumulation_steps must be at least 1, or None for no grouping, got {accumulation_steps!r}."
             )
         rank_invariant = getattr(update, "rank_invariant", False)
         if global_micro_batches is not None:

@@ -13,6 +13,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_engine.errors import check_type, is_number
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
@@ -79,6 +80,7 @@ class Update:
 
     Raises:
         ValueError: an argument is out of range, or DDP with ``static_graph`` is asked to accumulate.
+        TypeError: an argument is of another type.
         TypeError, ValueError: loss_fn returns what cannot be trained on.
         NotFinite: by ``non_finite``; the same on all ranks.
     """
@@ -100,13 +102,21 @@ class Update:
         reduce_each_micro_batch: bool = False,
         loss_parallel: bool = False,
     ) -> None:
+        check_type("model", model, isinstance(model, nn.Module), "a module")
+        check_type("loss_fn", loss_fn, callable(loss_fn), "a function loss_fn(model, batch)")
+        check_type("weight_fn", weight_fn, weight_fn is None or callable(weight_fn), "a function of a batch, or None")
+        check_type("clip_norm", clip_norm, clip_norm is None or is_number(clip_norm), "a number or None")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, or None for no clipping, got {clip_norm}.")
         self.model = inside_ddp(model) if rank_invariant else model
         self.optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
         if not self.optimizers:
             raise ValueError("optimizer must hold at least one optimizer, got an empty mapping.")
-        for each in self.optimizers.values():
+        for name, each in self.optimizers.items():
+            check_type("an optimizer's name", name, isinstance(name, str), "a word")
+            label = f"optimizer[{name!r}]" if isinstance(optimizer, Mapping) else "optimizer"
+            is_optimizer = hasattr(each, "param_groups") and hasattr(each, "step")
+            check_type(label, each, is_optimizer, "an optimizer, or a mapping of names to several")
             if needs_closure(each):
                 raise ValueError(
                     f"{type(each).__name__} needs a closure that computes the loss again, which Update does not give: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -19,6 +20,7 @@ from ignite_engine.checkpointing import (
     require_exact,
 )
 from ignite_engine.checkpointing.save_options import SaveKeywords
+from ignite_engine.errors import check_type
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
@@ -41,6 +43,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: str | Path, *, name: str = "checkpoint", **options: Unpack[SaveKeywords]) -> None:
+        check_type("directory", directory, bool(directory) and isinstance(directory, str | PathLike), "a path")
         self.name, self.options = name, SaveOptions(**options)
         self._saver = Saver(directory, self.options)
         best = self.options.best
@@ -52,6 +55,13 @@ class Checkpoint:
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Save at the step boundary after ``event``; always at the end and on a stop."""
+        folder = self.store.directory
+        for other in trainer.registry.objects.values():
+            if isinstance(other, Checkpoint) and other is not self and other.store.directory == folder:
+                raise ValueError(
+                    f"The checkpoint handlers {other.name!r} and {self.name!r} both save in {folder}, where each would "
+                    "delete what the other keeps: give each a directory, or attach one to both events (first | second)."
+                )
         self._trainer = trainer
         trainer.register(self.name, self)
         trainer.registry.filters.append(self._saver.filter)
@@ -94,6 +104,8 @@ class Checkpoint:
         """
         if self._trainer is None:
             raise RuntimeError("Checkpoint.resume() needs a trainer: call attach(trainer, event) before.")
+        if isinstance(ignore, str):
+            raise ValueError(f"ignore is a list, got {ignore!r}: write [{ignore!r}].")
         path = self._trainer.registry.resume(self.store, ignore=ignore, strict=self.options.strict)
         if path is not None:
             self._saver.resumed(self._trainer, path)

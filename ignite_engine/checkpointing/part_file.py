@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ignite_engine.checkpointing.filesystem import FileRecord, hash_file, open_regular, write_file
 from ignite_engine.checkpointing.nested import TooDeep, rebuilt, walk
@@ -61,6 +62,8 @@ def _is_key(key: Any) -> bool:
 def _problem(value: Any) -> str | None:
     """The rest of a sentence about a value that a checkpoint cannot hold; None: it can."""
     kind = type(value)
+    if is_lazy(value):
+        return "a parameter of a lazy module, which has no values yet: call the model on a batch before training."
     if kind in _MAPPINGS:
         key = type(next(key for key in value if not _is_key(key)))
         what = f"a {kind.__qualname__} with a key of type {key.__module__}.{key.__qualname__}"

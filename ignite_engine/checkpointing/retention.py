@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ignite_engine.checkpointing.manifest import Manifest
+from ignite_engine.errors import check_type, is_whole
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Retention:
         keep_every: those whose iteration is a multiple of it; None: none.
 
     Raises:
+        TypeError: a value is of another type.
         ValueError: a count is too small, or the mode unknown.
     """
 
@@ -46,6 +48,13 @@ class Retention:
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_best"):
+            value = getattr(self, name)
+            check_type(name, value, is_whole(value), "a whole number")
+        every = self.keep_every
+        check_type("keep_every", every, every is None or is_whole(every), "a whole number of iterations or None")
+        best = self.best
+        check_type("best", best, best is None or isinstance(best, str), "the name of a metric or None")
         if self.keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, got {self.keep_last}: the newest is always kept.")
         if self.keep_best < 0:

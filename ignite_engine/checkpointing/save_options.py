@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.checkpointing.retention import Retention
 from ignite_engine.checkpointing.save_filter import SaveFilter
+from ignite_engine.errors import check_type
 
 
 class SaveKeywords(TypedDict, total=False):
@@ -55,6 +56,7 @@ class SaveOptions:
         strict: refuse to start, or to resume, what cannot be resumed bit for bit.
 
     Raises:
+        TypeError: a value is of another type.
         ValueError: a value is out of range, or two of them exclude each other.
     """
 
@@ -73,6 +75,12 @@ class SaveOptions:
     strict: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("background", "on_exception", "strict"):
+            value = getattr(self, name)
+            check_type(name, value, isinstance(value, bool), "True or False")
+        check_type("keep_fn", self.keep_fn, self.keep_fn is None or callable(self.keep_fn), "a function or None")
+        config = self.config
+        check_type("config", config, config is None or isinstance(config, Mapping), "a mapping or None")
         if self.when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy must be 'wait' or 'skip', got {self.when_busy!r}.")
         if self.strict and self.on_exception:

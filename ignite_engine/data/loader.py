@@ -12,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ignite_engine import rng
 from ignite_engine.data.sampler import ResumableSampler, SeededDataset
 from ignite_engine.data.workers import WorkerInit
+from ignite_engine.errors import check_type, is_whole
 from ignite_engine.ranks import agreement, mesh
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ def loader(
     for option in ("sampler", "batch_sampler", "generator"):
         if option in dataloader_options:
             raise TypeError(f"loader() sets {option} itself: use a plain DataLoader for an order of your own.")
+    check_type("batch_size", batch_size, is_whole(batch_size), "a whole number of samples")
+    check_type("seed", seed, is_whole(seed), "a whole number")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
     if not len(dataset):

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from ignite_engine.errors import check_type
+
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -97,6 +99,8 @@ def loss_scaler(precision: str, device_type: str, options: Mapping[str, Any] | N
     Raises:
         ValueError: options are given for a precision that does not scale.
     """
+    is_mapping = options is None or isinstance(options, Mapping)
+    check_type("grad_scaler", options, is_mapping, "a mapping of GradScaler's arguments or None")
     if precision == "fp16":
         return LossScaler(device_type, **(options or {}))
     if options:
