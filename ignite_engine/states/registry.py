@@ -220,9 +220,9 @@ class Registry:
             reasons.append(f"sharding: {_listed(manifest.sharding)} when it was saved, {_listed(sharding)} now")
         if strict:
             require_exact(path.name, [*manifest.reproducibility, *reasons])
-        self.resumed_otherwise = (
-            [f"resumed from {path.name} otherwise than saved ({'; '.join(reasons)})"] if reasons else []
-        )
+        self.resumed_otherwise = [each for each in manifest.reproducibility if each.startswith(_RESUMED)]
+        if reasons:
+            self.resumed_otherwise.append(f"{_RESUMED}{path.name} otherwise than saved ({'; '.join(reasons)})")
         if reasons and rank == 0:
             logger.warning("%s may go on with other bits: %s.", path.name, "; ".join(reasons))
         states = {**loaded.shared, **local}
@@ -352,6 +352,7 @@ def _changed_ranks(before: int, now: int) -> list[str]:
     return [f"ranks {which} have random numbers drawn from the checkpoint's and their rank, and rank 0's other states"]
 
 
+_RESUMED = "resumed from "
 _SCRIPT = ("__main__", "__mp_main__")
 """Modules of the script that was started, in this process and in one that it spawned."""
 _KINDS: dict[type, str] = {

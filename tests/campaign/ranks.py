@@ -22,21 +22,22 @@ def items() -> list[Item]:
     return [
         Item(
             "two ranks",
-            f"{how}, {'in the background' if background else 'in the loop'}",
-            partial(_run, how, background),
+            f"{how}, {'in the background' if background else 'in the loop'}{', FSDP2' if sharded else ''}",
+            partial(_run, how, background, sharded),
         )
         for how in HOW
-        for background in (False, True)
+        for background, sharded in ((False, False), (True, False), (True, True))
     ]
 
 
-def _run(how: str, background: bool, bench: Bench) -> dict[str, Any]:
+def _run(how: str, background: bool, sharded: bool, bench: Bench) -> dict[str, Any]:
     sections: dict[str, Any] = {
         "run": {"max_epochs": 6},
         "checkpoint": {"every": 2, "background": background},
         "task_options": {"step_s": 0.05},
+        "distributed": {"strategy": "fsdp" if sharded else "ddp"},
     }
-    expected = reference(bench, "two ranks", *TWO_RANKS, **sections)
+    expected = reference(bench, "two ranks, FSDP2" if sharded else "two ranks", *TWO_RANKS, **sections)
     folder = bench.folder / "run"
     config = write_config(folder, **{**sections, "task_options": {"step_s": 0.05, "notes": str(folder)}})
     child = bench.servers[0].start(MAIN, ["train", str(config), *TWO_RANKS], output=folder / "output.txt")

@@ -155,6 +155,22 @@ def test_other_environment_is_told_and_refused_where_it_is_strict(
     assert f"iteration_00000006 may go on with other bits: {told}." in caplog.messages
 
 
+def test_what_a_resume_changed_stays_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a run that is resumed a second time, as it was then: its bits are not those of an uninterrupted one."""
+    threads = torch.get_num_threads()
+    for epochs, now in ((1, threads), (2, threads + 3), (3, threads + 3)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda now=now: now)
+        trainer, checkpoint = trainer_of(linear()), Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(numbers_loader(), max_epochs=epochs)
+        reason = (
+            f"resumed from iteration_00000006 otherwise than saved (threads: {threads} when it was saved, {now} now)"
+        )
+        expected = [] if now == threads else [reason]
+        assert checkpoint.store.checkpoints()[-1].manifest.reproducibility == trainer.reproducibility() == expected
+
+
 def test_saves_that_it_would_not_resume_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="strict refuses to resume what on_exception saves"):
         Checkpoint(tmp_path, strict=True, on_exception=True)
