@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
 
-from ignite_engine import Trainer, Update
+from ignite_engine import Trainer, Update, loader
 from ignite_engine.checkpointing.digests import tensor_sha256
 from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.handlers import EMA, Checkpoint
 from ignite_engine.ranks import agreement
+from ignite_engine.ranks.mesh import use_mesh
 from ignite_engine.run_directory import weights_sha256
 from tests.builders import Numbers, mse
 from tests.checkpointing.file_faults import start_child, wait_for
@@ -41,35 +43,35 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1))
 
 
-def in_layout(layout: str, model: nn.Sequential | None = None) -> tuple[nn.Module, int, int]:
-    """The model on all ranks of the default group, and this rank's data-parallel size and rank."""
+def in_layout(layout: str, model: nn.Sequential | None = None) -> tuple[nn.Module, int]:
+    """The model on all ranks of the default group, and the number of data-parallel ranks."""
     model = model or net()
-    world, rank = agreement.world_size(), agreement.rank()
+    world = agreement.world_size()
+    use_mesh(None)
     if layout == "plain":
-        return model, 1, 0
+        return model, 1
     if layout == "ddp":
-        return nn.parallel.DistributedDataParallel(model), world, rank
+        return nn.parallel.DistributedDataParallel(model), world
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (world,))
         fully_shard(model[0], mesh=mesh)
-        return fully_shard(model, mesh=mesh), world, rank
+        return fully_shard(model, mesh=mesh), world
     if layout == "hsdp":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        return fully_shard(model, mesh=mesh), world, rank
+        return fully_shard(model, mesh=mesh), world
     split = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     if layout == "tp":
-        return parallelize_module(model, init_device_mesh("cpu", (world,)), split), 1, 0
+        mesh = use_mesh(init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",)))
+        return parallelize_module(model, mesh, split), 1
     assert layout == "tp+fsdp"
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = use_mesh(init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor")))
     parallelize_module(model, mesh["tensor"], split)
-    return fully_shard(model, mesh=mesh["data"]), world // 2, rank // 2
+    return fully_shard(model, mesh=mesh["data"]), world // 2
 
 
-def batches(size: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """An epoch of four batches of 12 samples; of each the share of a data-parallel rank."""
-    data = Numbers(48)
-    shares = zip(data.inputs.split(12), data.targets.split(12), strict=True)
-    return [(inputs.chunk(size)[rank], targets.chunk(size)[rank]) for inputs, targets in shares]
+def batches(size: int) -> DataLoader[Any]:
+    """An epoch of four iterations of 12 samples each, shared by the data-parallel ranks."""
+    return loader(Numbers(48), batch_size=12 // size, shuffle=True)
 
 
 def look_at(model: nn.Module) -> None:
@@ -80,18 +82,18 @@ def look_at(model: nn.Module) -> None:
 
 def trainer_in(
     layout: str, folder: Path, optimizer: str = "adamw", model: nn.Sequential | None = None, **options: Any
-) -> tuple[Trainer, Checkpoint, list[tuple[Tensor, Tensor]]]:
+) -> tuple[Trainer, Checkpoint, DataLoader[Any]]:
     """A trainer with an average that saves every two iterations, and its data."""
-    module, size, rank = in_layout(layout, model)
+    module, size = in_layout(layout, model)
     trainer = Trainer(Update(module, OPTIMIZERS[optimizer](module.parameters()), mse, clip_norm=0.5))
     EMA(decay=0.9).attach(trainer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, look_at, module)
     checkpoint = Checkpoint(folder, **{"keep_last": 10, **options})
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    return trainer, checkpoint, batches(size, rank)
+    return trainer, checkpoint, batches(size)
 
 
-def train(trainer: Trainer, data: Sequence[Any], epochs: int = 2) -> dict[str, Any]:
+def train(trainer: Trainer, data: DataLoader[Any], epochs: int = 2) -> dict[str, Any]:
     """Train to the end: the losses by iteration, means over ranks, and digests of the whole state."""
     losses: dict[int, float] = {}
 
