@@ -211,8 +211,8 @@ class Watch:
     def _follow(self) -> None:
         link = self._link
         assert link is not None
-        silent_s, before, beat_at = 0.0, time.monotonic(), 0.0
-        while not self._leaving:
+        silent_s, before, beat_at, closed = 0.0, time.monotonic(), 0.0, False
+        while not self._leaving and not closed:
             if time.monotonic() >= beat_at:
                 link.send(beat=self._heartbeat())
                 beat_at = time.monotonic() + BEAT_S
@@ -227,8 +227,8 @@ class Watch:
             elapsed, before = min(now - before, BEAT_S), now  # not while this process itself was stopped
             silent_s = silent_s + elapsed if heard is None else 0.0
             for message in heard or ():
-                if self._hear(message):
-                    return
+                self._hear(message)
+                closed = closed or "closed" in message
             if silent_s >= (SILENT_S if self._waits_for_verdict else self.heartbeat_timeout_s):
                 self._learn(self._failure_of_hub(SILENT.format(silent_s), kind="silent"))
             self._end_if_due()
@@ -239,8 +239,7 @@ class Watch:
     def _failure_of_hub(self, how: str, kind: Literal["ended", "silent"] = "ended") -> Failure:
         return Failure(f"rank 0 {how}. Last heartbeat: {self._hub_heartbeat}", (0,), kind=kind)
 
-    def _hear(self, message: Message) -> bool:
-        """Whether it was the last one."""
+    def _hear(self, message: Message) -> None:
         if "hub" in message:
             self._hub_heartbeat = message["hub"]
         elif "failure" in message:
@@ -249,7 +248,6 @@ class Watch:
             self._left.add(message["left"])
             if self.failure is not None and not self._raised and message["left"] in self.failure.ranks:
                 self._end_at = min(self._end_at, time.monotonic() + _MAY_RAISE_S)
-        return "closed" in message
 
     def _heartbeat(self) -> Message:
         position, frames = self._position, sys._current_frames().get(self._watched)
@@ -422,7 +420,9 @@ def _where(frame: FrameType | None) -> tuple[str, str | None]:
         waits = "backward"
     each = frame
     while each is not None and _module(each).startswith(("torch.distributed", "torch.nn.parallel")):
-        waits, each = each.f_code.co_name, each.f_back
+        if _module(each) != "torch.distributed.c10d_logger":  # a decorator of all collectives
+            waits = each.f_code.co_name
+        each = each.f_back
     while each is not None and _module(each).partition(".")[0] in _LIBRARIES:
         each = each.f_back
     each = each or frame

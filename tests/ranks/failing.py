@@ -60,6 +60,7 @@ def build(options: Mapping[str, Any]) -> Task:
 
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         calls.append(1)
+        time.sleep(0.15)  # several heartbeats before it fails
         if fails and len(calls) == at:
             fail(how)
         return nn.functional.mse_loss(model(batch[0]), batch[1])

@@ -35,38 +35,58 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-# how rank 1 fails, what every rank says of it, and the exit code
-RAISED = [
-    ("raise", rf"rank 1 failed at {HEARTBEAT}: ValueError: a sample is broken", 1),
-    (
+LAST = rf"Last heartbeat: {HEARTBEAT}, in \w+ \(\w+\.py:\d+\).*"
+SILENT = r"gave no sign of life for \d\.\d s: .*"
+# how a rank fails, which, what the others say of it, and the exit code
+CASES = {
+    "an exception": ("raise", 1, rf"rank 1 failed at {HEARTBEAT}: ValueError: a sample is broken", 1),
+    "a handler": (
         "handler",
+        1,
         r"rank 1 failed at iteration 5, epoch 1, after ITERATION_COMPLETED: KeyError: 'no such key' "
         r"\(Raised by handler Broken on ITERATION_COMPLETED\)",
         1,
     ),
-    ("exit", rf"rank 1 called sys\.exit\(3\) at {HEARTBEAT}, while ranks? [02, ]+ waited for it", 3),
-    ("kill", rf"rank 1 ended without a word: .* Last heartbeat: .*{HEARTBEAT}|rank 1 ended without a word", 1),
-    ("stop", r"rank 1 gave no sign of life for \d\.\d s: .* Last heartbeat: ", 1),
-]
+    "an exit": ("exit", 1, rf"rank 1 called sys\.exit\(3\) at {HEARTBEAT}, while ranks? [02, ]+ waited for it", 3),
+    "a kill": ("kill", 1, rf"rank 1 ended without a word: .*{LAST}", 1),
+    "a stopped process": ("stop", 1, rf"rank 1 {SILENT}{LAST}", 1),
+    "a hang": (
+        "hang",
+        1,
+        rf"rank 1 did not come while ranks? [02, ]+ waited .* {HEARTBEAT}, in fail \(failing\.py:\d+\)",
+        1,
+    ),
+    "an exception on rank 0": ("raise", 0, rf"rank 0 failed at {HEARTBEAT}: ValueError: a sample is broken", 1),
+    "a kill of rank 0": ("kill", 0, rf"rank 0 ended without a word: .*{LAST}", 1),
+    "a stopped rank 0": ("stop", 0, rf"rank 0 {SILENT}{LAST}", 1),
+}
 
 
-@pytest.mark.parametrize(("how", "line", "code"), RAISED, ids=[each[0] for each in RAISED])
-def test_every_rank_and_the_summary_name_what_failed_on_one(
-    tmp_path: Path, server: ForkServer, how: str, line: str, code: int
-) -> None:
-    config = config_of(tmp_path, how=how)
-    child = server.start(
-        "tests.ranks.failing:train", str(config), 3, {"heartbeat_timeout": 1.5}, output=tmp_path / "output.txt"
-    )
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_and_the_summary_name_what_failed_on_one(tmp_path: Path, server: ForkServer, case: str) -> None:
+    how, failing, line, code = CASES[case]
+    config = config_of(tmp_path, how=how, rank=failing)
+    options = {"heartbeat_timeout": 1.5, "timeout": 2.0 if how == "hang" else None}
+    child = server.start("tests.ranks.failing:train", str(config), 3, options, output=tmp_path / "output.txt")
     ended = child.wait(60.0)
     output = (tmp_path / "output.txt").read_text()
 
     assert ended == code, output
     assert group_is_gone(child.pid), "a rank is left"
     assert summary(tmp_path)["status"] == "failed"
-    assert re.fullmatch(f"({line}).*", summary(tmp_path)["reason"]), summary(tmp_path)["reason"]
-    for rank, text in logs(tmp_path).items():
-        if rank != 1:
-            assert re.search(f" ERROR .*: ({line})", text), (rank, text)
-    assert {0, 2} <= logs(tmp_path).keys()
-    assert re.search(line, output)
+    assert re.fullmatch(line, summary(tmp_path)["reason"]), summary(tmp_path)["reason"]
+    others = {0, 1, 2} - {failing}
+    assert others <= logs(tmp_path).keys()
+    for rank in others:
+        assert re.search(f" ERROR .*: {line}", logs(tmp_path)[rank]), (rank, logs(tmp_path)[rank])
+        assert how != "stop" or "Thread MainThread" in logs(tmp_path)[rank], "no stacks of those that run"
+    assert how != "hang" or "in fail" in logs(tmp_path)[failing], "no stacks of the rank that hangs"
+    assert re.search(line, output) or "ValueError: a sample is broken" in output
+
+
+def test_error_while_one_rank_builds_is_named_by_the_others(tmp_path: Path, server: ForkServer) -> None:
+    config = config_of(tmp_path, how="build")
+    code = server.call("tests.ranks.failing:train", str(config), 2, {}, output=tmp_path / "output.txt")
+
+    assert code == 2
+    assert (tmp_path / "output.txt").read_text().count("no model here") == 1
