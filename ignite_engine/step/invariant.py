@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from ignite_engine import rng
 from ignite_engine.ranks import agreement
 from ignite_engine.step.exchange import Exchange, gradient_group
+from ignite_engine.step.gradient_buffers import GradientBuffers
 from ignite_engine.step.gradient_tree import GradientTree
 from ignite_engine.step.losses import names_of
 from ignite_engine.step.micro_batches import WeightFn, check_weight, share
 from ignite_engine.step.rank_local import check_model
-from ignite_engine.step.tree_sum import Gradients, nodes_of
+from ignite_engine.step.tree_sum import nodes_of
 
 _BETWEEN_UPDATES = -1
 """In the place of a micro-batch: the random numbers that handlers and evaluations draw."""
@@ -39,6 +40,7 @@ class RankInvariance:
     def __init__(self, model: nn.Module, parameters: Callable[[], list[Tensor]], device: torch.device) -> None:
         self._model, self._all_parameters, self._device = model, parameters, device
         self._seed: int | None = None
+        self._gradient_buffers: GradientBuffers | None = None
         self._exchange: Exchange | None = None
 
     # -- a run ----------------------------------------------------------------------------------------------------
@@ -54,6 +56,7 @@ class RankInvariance:
         if self._seed is None:
             self._seed = agreement.broadcast_int(torch.initial_seed() & (2**63 - 1))
         self._names: list[str] | None = None
+        self._gradient_buffers = self._exchange = None  # another process group perhaps
         saved = self._model.state_dict()
         self._buffers = {name: each for name, each in self._model.named_buffers() if name in saved}
         if agreement.world_size() > 1:
@@ -93,7 +96,10 @@ class RankInvariance:
         self._leaves = [range(min(first, total), min(end, total)) for first, end in ends]
         self._own = self._leaves[agreement.rank()]
         assert len(self._own) == len(micro_batches)
-        self._tree = GradientTree([each for each in self._all_parameters() if each.requires_grad])
+        parameters = [each for each in self._all_parameters() if each.requires_grad]
+        if self._gradient_buffers is None or not self._gradient_buffers.are_for(parameters):
+            self._gradient_buffers, self._exchange = GradientBuffers(parameters, ranks), None
+        self._tree = GradientTree(self._gradient_buffers, is_whole=ranks == 1)
         self._versions = [each._version for each in self._buffers.values()]
         self._scales = [1.0 / total] * len(micro_batches)
         if weight_fn is None:
@@ -117,7 +123,8 @@ class RankInvariance:
         """Before the forward of this rank's micro-batch ``index``, which weighs something."""
         leaf = self._own[index]
         self._seed_generators(self._iteration, leaf)
-        self._tree.before(leaf, sibling_follows=leaf % 2 == 0 and any(self._scales[index + 1 : index + 2]))
+        sibling_follows = leaf % 2 == 0 and any(self._scales[index + 1 : index + 2])
+        self._tree.before(leaf, sibling_follows=sibling_follows, is_last=index + 1 == len(self._own))
 
     def after(self, index: int) -> None:
         """After the backward of this rank's micro-batch ``index``, or in its place where it weighs nothing.
@@ -146,7 +153,7 @@ class RankInvariance:
         self._agree_names(losses, extras)
         products = self._products(losses, extras)
         if agreement.world_size() == 1:
-            gradients: Gradients = self._tree.total()
+            gradients = self._tree.total()
         else:
             gradients, products = self._over_ranks(products)
         for parameter, gradient in zip(self._tree.parameters, gradients, strict=True):
@@ -202,13 +209,13 @@ class RankInvariance:
         products[:, weighing] = values
         return products
 
-    def _over_ranks(self, products: Tensor) -> tuple[Gradients, Tensor]:
-        parameters = self._tree.parameters
-        if self._exchange is None or not self._exchange.is_for(parameters):
-            self._exchange = Exchange(parameters)
-        ranks, own = agreement.world_size(), [gradients for _, gradients in self._tree.nodes]
-        has_any = [any(each[at] is not None for each in own) for at in range(len(parameters))]
-        present = torch.tensor(has_any, dtype=torch.uint8)
+    def _over_ranks(self, products: Tensor) -> tuple[list[Tensor | None], Tensor]:
+        assert self._gradient_buffers is not None
+        self._exchange = self._exchange or Exchange(self._gradient_buffers)
+        ranks, own = agreement.world_size(), self._tree.sums()
+        present = torch.zeros(len(self._tree.parameters), dtype=torch.uint8)
+        for each in own:
+            present |= torch.frombuffer(each.present, dtype=torch.uint8)
         everyones_present = [torch.empty_like(present) for _ in range(ranks)]
         padded = products.new_zeros(len(products), max(map(len, self._leaves)))
         padded[:, : products.shape[1]] = products

@@ -11,12 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-import torch
-from torch import Tensor
-
 T = TypeVar("T")
 Node = tuple[int, int]
-Gradients = list[Tensor | None]
 
 
 class TreeSum(Generic[T]):
@@ -53,11 +49,3 @@ def nodes_of(first: int, end: int) -> list[Node]:
     for leaf in range(first, end):
         tree.push((leaf, 0), None)
     return [node for node, _ in tree.nodes]
-
-
-def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """``left + right`` in place where both have one; a gradient that is missing adds nothing."""
-    both = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
-    if both:
-        torch._foreach_add_([one for one, _ in both], [other for _, other in both])
-    return [other if one is None else one for one, other in zip(left, right, strict=True)]

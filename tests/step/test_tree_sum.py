@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
-from ignite_engine.step.tree_sum import Gradients, TreeSum, add_gradients, nodes_of
+from ignite_engine.step.tree_sum import TreeSum, nodes_of
 
 
 def written(first: int, end: int) -> list[tuple[tuple[int, int], str]]:
@@ -54,13 +53,3 @@ def test_every_way_to_cut_it_adds_in_the_same_order(leaves: int) -> None:
 def test_a_rank_keeps_at_most_two_buffers_per_level() -> None:
     assert max(len(nodes_of(first, end)) for first in range(64) for end in range(first, 65)) <= 2 * 6
     assert len(nodes_of(8, 16)) == 1, "an aligned share is one subtree: as much traffic as the usual reduction"
-
-
-def test_missing_gradients_add_nothing() -> None:
-    left: Gradients = [torch.tensor([-0.0]), None, torch.tensor([1.0]), None]
-    right: Gradients = [None, torch.tensor([-0.0]), torch.tensor([2.0]), None]
-
-    found = add_gradients(left, right)
-
-    assert found[0] is left[0] and found[1] is right[1] and found[3] is None
-    assert found[2] is not None and found[2].item() == 3.0
