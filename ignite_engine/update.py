@@ -310,6 +310,8 @@ class Update:
                 if engine._event_handlers.get(TrainingEvents.BACKWARD_COMPLETED):
                     engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
                 invariance.after(index)
+        if not losses and self.scaler is not None:  # it makes its scale in its first use, which is that of its peers
+            self.scaler.scale(torch.zeros((), device=self.device))
         return invariance.reduce(losses, extras)
 
     def _backward(self, batch: Any, scale: float, extras: list[Mapping[str, Tensor]]) -> Tensor:

@@ -44,10 +44,20 @@ def test_bits_do_not_depend_on_the_number_of_ranks(
         assert end_of(tmp_path / f"{ranks}") == end_of(tmp_path / "1"), f"on {ranks} ranks"
 
 
-def test_run_killed_and_restarted_on_other_ranks_ends_with_the_same_bits(server: ForkServer, tmp_path: Path) -> None:
-    case = PAIRS[0]
+@pytest.mark.parametrize(
+    ("case", "starts"),
+    [
+        (PAIRS[0], ((2, 3), (4, 5), (1, 7), (3, None))),
+        # rank 1 begins with a tail in which it has nothing to do
+        (Case("fp16", micro_batches=8, evaluate=False), ((1, 3), (2, None))),
+    ],
+    ids=["2 to 4 to 1 to 3", "1 to 2 before a tail"],
+)
+def test_run_killed_and_restarted_on_other_ranks_ends_with_the_same_bits(
+    server: ForkServer, tmp_path: Path, case: Case, starts: tuple[tuple[int, int | None], ...]
+) -> None:
     train(server, tmp_path / "whole", 1, case)
-    for ranks, kill_at in ((2, 3), (4, 5), (1, 7), (3, None)):
+    for ranks, kill_at in starts:
         train(server, tmp_path / "restarted", ranks, case, kill_at)
 
     restarted, whole = end_of(tmp_path / "restarted"), end_of(tmp_path / "whole")
