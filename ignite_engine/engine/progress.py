@@ -230,6 +230,17 @@ class Progress:
         self._saved_with = saved["accumulation_steps"], saved.get("global_micro_batches")
         self._resume.counters = True
 
+    def grouped_otherwise(self) -> str | None:
+        """How an iteration differs from one of the run that was loaded, None if it does not."""
+        if self._saved_with == self._grouping:
+            return None
+        names = ("accumulation_steps", "global_micro_batches")
+        then, now = (
+            ", ".join(f"{name}={value}" for name, value in zip(names, each, strict=True) if value) or "no grouping"
+            for each in (self._saved_with, self._grouping)
+        )
+        return f"saved with {then}, resumed with {now}: an iteration is other samples"
+
     def regroup(self) -> None:
         """After a resume with another accumulation or number of ranks: how much of the epoch is left the data says."""
         source, same = self.source, self._saved_with == self._grouping

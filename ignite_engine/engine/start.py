@@ -7,6 +7,7 @@ checks the arguments against it, and puts counters and data where the run begins
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from ignite_engine.ranks import agreement
 from ignite_engine.state import COUNTERS, Start, TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,10 @@ def begin(
         if start is Start.CONTINUED:
             registry.keep_metrics()
             resume.rng = rng.capture()  # handlers of STARTED may draw
+        if (reason := progress.grouped_otherwise()) is not None:
+            registry.resumed_otherwise.append(reason)
+            if agreement.rank() == 0:
+                logger.warning("The run may go on with other bits: it was %s.", reason)
         progress.regroup()
         state.epoch = progress.epochs_completed + int(progress.epoch_iteration > 0)  # that in which it was left
     state.start = start

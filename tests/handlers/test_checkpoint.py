@@ -17,7 +17,7 @@ from ignite.metrics import Average
 from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, StateMismatch, filesystem
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, NotExact, StateMismatch, filesystem
 from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLogger, warmup_cosine
 from tests.builders import Passes, linear, numbers_loader, trainer_of, weights
 
@@ -519,3 +519,21 @@ def test_two_handlers_of_one_trainer_never_save_into_one_directory(tmp_path: Pat
     with pytest.raises(ValueError, match=r"'checkpoint' and 'best' both save in .*one, where each would delete"):
         Checkpoint(tmp_path / "one", name="best").attach(trainer)
     Checkpoint(tmp_path / "two", name="best").attach(trainer)
+
+
+def test_another_accumulation_is_in_the_report_of_the_resumed_run_and_refused_by_strict(tmp_path: Path) -> None:
+    def resumed(steps: int, **options: Any) -> Trainer:
+        trainer = trainer_of(accumulation_steps=steps)
+        checkpoint = Checkpoint(tmp_path, **options)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(numbers_loader(), max_epochs=2)
+        return trainer
+
+    first = trainer_of(accumulation_steps=2)
+    Checkpoint(tmp_path).attach(first)
+    first.run(numbers_loader(), max_iters=1)
+    with pytest.raises(NotExact, match="saved with accumulation_steps=2, resumed with accumulation_steps=3"):
+        resumed(3, strict=True)
+    assert resumed(2, strict=True).reproducibility() == []
+    assert "resumed with accumulation_steps=3" in resumed(3).reproducibility()[0]
