@@ -91,15 +91,20 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.summary, json.dumps(json_values(values), indent=1) + "\n")
 
-    def note_failure(self, reason: str, rank: int) -> None:
+    def note_failure(self, reason: str, rank: int, *, killed: bool) -> None:
         """All processes of the run have ended: write why, unless one of them has written it.
 
         Args:
             rank: the one that failed first; its peers know only that it is gone, and may have written that.
+            killed: by a signal, which ``reason`` names and the peers do not know; they know its last heartbeat.
         """
         summary = self.read_summary()
-        known = f"rank {rank}" in str(summary.get("reason")).lower()
-        if summary.get("status") == "running" or (summary.get("status") == "failed" and not known):
+        written = str(summary.get("reason"))
+        known = f"rank {rank}" in written.lower()
+        if killed and known:
+            _, found, heartbeat = written.partition(" Last heartbeat")
+            reason += found + heartbeat
+        if summary.get("status") == "running" or (summary.get("status") == "failed" and (killed or not known)):
             self.write_summary({**summary, "status": "failed", "reason": reason})
 
     def read_summary(self) -> dict[str, Any]:

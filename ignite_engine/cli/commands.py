@@ -105,7 +105,8 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
         except (ProcessRaisedException, ProcessExitedException) as error:
             if options.command == "train":
                 reason = str(error).strip().splitlines()[-1]  # of a traceback: the error
-                RunDirectory(config.directory).note_failure(reason, error.error_index)
+                killed = isinstance(error, ProcessExitedException) and error.signal_name is not None
+                RunDirectory(config.directory).note_failure(reason, error.error_index, killed=killed)
             print(f"error: {str(error).strip()}", file=sys.stderr, flush=True)
             sys.exit(FAILED)
     else:

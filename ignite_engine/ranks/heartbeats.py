@@ -270,6 +270,8 @@ class Hub:
         each.quiet_s = 0.0
         if "beat" in message and message["beat"] != each.beat:
             each.beat, each.still_s = message["beat"], 0.0
+            if rank == 0:  # which may be killed, and this hub with it
+                self._tell(hub=each.last_heartbeat())
         elif "failed" in message:
             failure = Failure.of(message["failed"])
             if self._failure is None or failure.run > self._failure.run:

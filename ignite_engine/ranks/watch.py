@@ -148,6 +148,7 @@ class Watch:
         self._raised = self._raised_own = self._waits_for_verdict = False
         if self._link is not None:
             self._link.send(run=self._run)
+            self._link.send(beat=self._heartbeat())  # the last one, if this rank is killed before the next
 
     def end_run(self) -> None:
         self._position = None

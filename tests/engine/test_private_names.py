@@ -9,10 +9,20 @@ from typing import Any
 from ignite.engine import Engine, Events, State
 from ignite.handlers import param_scheduler
 from ignite.metrics import Metric
+from torch import nn
+
+from ignite_engine.handlers.evaluation.invariant import SUMMED
 
 ROOT = Path(__file__).resolve().parents[2]
 _SCHEDULERS = param_scheduler.__name__
-USED = {"_dataloader_iter", "_event_handlers", "_fire_event", "_handler_wrapper", "_internal_run_generator"}
+USED = {
+    "_dataloader_iter",
+    "_event_handlers",
+    "_fire_event",
+    "_handler_wrapper",
+    "_internal_run_generator",
+    "_state_dict_all_req_keys",
+}
 
 
 def nothing(engine: Any, batch: Any) -> None: ...
@@ -60,3 +70,15 @@ def test_a_paused_run_is_kept_as_we_expect() -> None:
     engine.run([1, 2])
 
     assert engine._internal_run_generator is not None and next(engine._dataloader_iter) == 2  # type: ignore[arg-type]
+
+
+def test_each_summed_metric_lists_its_sums() -> None:
+    """``_state_dict_all_req_keys``: what a rank-invariant evaluation adds up over batches."""
+    for each in SUMMED:
+        needed = {"num_classes": 3} if each.__name__ == "ConfusionMatrix" else {}
+        needed |= {"loss_fn": nn.functional.mse_loss} if each.__name__ == "Loss" else {}
+        needed |= {"data_range": 1.0} if each.__name__ == "PSNR" else {}
+        metric = each(**needed)
+        metric.reset()
+        assert metric._state_dict_all_req_keys, each
+        assert all(hasattr(metric, name) for name in metric._state_dict_all_req_keys), each

@@ -35,7 +35,8 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-LAST = rf"Last heartbeat: {HEARTBEAT}, in \w+ \(\w+\.py:\d+\).*"
+BEGUN = r"iteration \d+, epoch [01](, after [A-Z_]+)?"
+LAST = rf"Last heartbeat: {BEGUN}, in \w+ \(\w+\.py:\d+\).*"
 SILENT = r"gave no sign of life for \d\.\d s: .*"
 # how a rank fails, which, what the others say of it, and the exit code
 CASES = {
