@@ -28,73 +28,110 @@ def loader_of(data: Any) -> Any:
     return with_own_iterator(resumable(data, seed=0))  # the same order in a resumed process
 
 
-def check_loader(name: str, data: Any) -> None:
+def check_loader(name: str, data: Any, *, on_each_rank: bool = False) -> None:
     """Refuse, before training, a ``DataLoader`` without a batch; a collective.
 
+    Args:
+        on_each_rank: refuse one that has none on some rank.
+
     Raises:
-        ValueError: a rank has none; on every rank the same line.
+        ValueError: no rank has one; on every rank the same line.
     """
-    _smallest(name, length_of(data) if isinstance(data, DataLoader) else None)
+    lengths = _lengths(length_of(data) if isinstance(data, DataLoader) else None)
+    _check(name, lengths, on_each_rank=on_each_rank)
 
 
-def _smallest(name: str, batches: int | None) -> int:
-    """The smallest number of batches of a rank, -1 if it is unknown on any; a collective that refuses 0."""
-    return min(_of_all_ranks(name, batches))
+def _lengths(batches: int | None) -> list[int]:
+    """By rank, -1 where it is unknown; a collective."""
+    return [int(row[0]) for row in agreement.gather_floats([-1.0 if batches is None else float(batches)])]
 
 
-def _of_all_ranks(name: str, batches: int | None) -> list[int]:
-    lengths = [int(row[0]) for row in agreement.gather_floats([-1.0 if batches is None else float(batches)])]
-    if 0 in lengths:
-        remedy = "use fewer ranks, a smaller batch_size or more data" if len(lengths) > 1 else "give data that has one"
+def _check(name: str, lengths: list[int], *, on_each_rank: bool) -> None:
+    if (0 in lengths) if on_each_rank else not any(lengths):
+        remedy = "use fewer ranks, a smaller batch_size or more data" if any(lengths) else "give data that has one"
         known = ["unknown" if each < 0 else str(each) for each in lengths]
-        raise ValueError(
-            f"The evaluation of {name!r} needs a batch on every rank, got {', '.join(known)} by rank: {remedy}."
-        )
-    return lengths
+        where = "a batch on every rank" if on_each_rank else "a batch"
+        by = " by rank" if len(known) > 1 else ""
+        raise ValueError(f"The evaluation of {name!r} needs {where}, got {', '.join(known)}{by}: {remedy}.")
 
 
 class EvaluationBatches:
-    """Iterated once by the evaluator.
+    """Iterated once by the evaluator, and by hand on a rank that has no batch (see ``holders``).
 
     The batches end early when all ranks know of a stop: on one process also during a wait for the loader, on several
-    at a batch that every rank reaches.
+    after the same number, a rank that has no more of them voting along.
+
+    Args:
+        on_each_rank: a rank without a batch is an error.
 
     Raises:
-        ValueError: a rank has no batch; on every rank the same line.
+        ValueError: no rank has a batch; on every rank the same line.
     """
 
-    def __init__(self, data: Iterable[Any], name: str, limit: int | None, trainer: Trainer, evaluator: Engine) -> None:
+    def __init__(
+        self,
+        data: Iterable[Any],
+        name: str,
+        limit: int | None,
+        trainer: Trainer,
+        evaluator: Engine,
+        *,
+        on_each_rank: bool = False,
+    ) -> None:
         self.data, self.name, self.limit, self.trainer, self.evaluator = data, name, limit, trainer, evaluator
         sized = length_of(data)
         self.length = sized if limit is None or sized is None else min(sized, limit)
         self.single_process, self.interrupted = agreement.world_size() == 1, False
-        lengths = _of_all_ranks(name, self.length)
-        self.common = min(lengths)
+        self._lengths = _lengths(self.length)
+        self.common = min(self._lengths)
         """Batches that every rank has; below 0 where a rank does not know."""
-        self._idle_forwards = 0 if self.single_process else self._forwards_of_peers(lengths)
+        model = getattr(evaluator, "model", None) or getattr(trainer.update, "model", None)
+        waits = not self.single_process and isinstance(model, nn.Module) and waits_for_peers(model)
+        self._on_each_rank = on_each_rank or waits
+        _check(name, self._lengths, on_each_rank=self._on_each_rank)
+        self._idle_forwards = self._forwards_of_peers() if waits else 0
+        # a rank that forwards along cannot vote along
+        self._voting = self.common if waits else max(self._lengths)
         self.progress: OngoingProgress | None = None
         self._vote = agreement.Vote()
+        self._iterator: Any = None
+        self._peeked: list[Any] = []
 
-    def _forwards_of_peers(self, lengths: list[int]) -> int:
+    def _forwards_of_peers(self) -> int:
         """How many more batches than this rank another one has, where a forward waits for all ranks (FSDP2).
 
         Raises:
             ValueError: ranks would wait for each other; on every rank the same line.
         """
-        model = getattr(self.evaluator, "model", None) or getattr(self.trainer.update, "model", None)
-        if not isinstance(model, nn.Module) or not waits_for_peers(model) or min(lengths) == max(lengths) >= 0:
+        most = max(self._lengths)
+        if self.common == most >= 0:
             return 0
-        if self.length is None or min(lengths) < 0 or not hasattr(self.evaluator, "step"):
+        if self.length is None or not self.sized or not hasattr(self.evaluator, "step"):
             raise ValueError(
                 f"The evaluation of {self.name!r} has a model in FSDP2, in which each forward waits for all ranks: "
                 "give data with a length, and an evaluator of create_evaluator()."
             )
-        return max(lengths) - self.length
+        return most - self.length
 
     @property
     def sized(self) -> bool:
         """Every rank knows how many batches it has."""
         return self.common >= 0
+
+    def holders(self) -> list[int]:
+        """The ranks that have a batch; a collective.
+
+        Raises:
+            ValueError: there is none; on every rank the same line.
+        """
+        if self.single_process:
+            return [0]
+        if not self.sized:
+            self._iterator = begin_pass(self.data)
+            self._peeked = [next(self._iterator, _END)]
+            self._lengths = _lengths(0 if self._peeked[0] is _END else -1)
+            _check(self.name, self._lengths, on_each_rank=self._on_each_rank)
+        return [rank for rank, length in enumerate(self._lengths) if length]
 
     def keep_progress(self, progress: EvaluationProgress, model: nn.Module) -> None:
         """Save the progress from now on; start where the saved progress ends."""
@@ -105,7 +142,9 @@ class EvaluationBatches:
 
     def __iter__(self) -> Iterator[Any]:
         progress, batches = self.progress, self.progress.start if self.progress else 0
-        iterator = begin_pass(self.data) if progress is None else iter(self.source)
+        iterator = self._iterator
+        if iterator is None:
+            iterator = begin_pass(self.data) if progress is None else iter(self.source)
         if progress is not None:
             progress.restore_rng()
         self._vote.restart(batches)
@@ -116,7 +155,7 @@ class EvaluationBatches:
             try:
                 self.trainer.requests.waiting_for_data = self.single_process
                 try:
-                    batch = next(iterator, _END)
+                    batch = self._peeked.pop() if self._peeked else next(iterator, _END)
                 finally:
                     self.trainer.requests.waiting_for_data = False
             except StopRequested:
@@ -124,25 +163,42 @@ class EvaluationBatches:
                     progress.write(batches)
                 self._interrupt(iterator)
                 return
-            if batches == 0 and not self.sized:
-                _smallest(self.name, 0 if batch is _END else None)
+            if batches == 0 and self.single_process:
+                _check(self.name, [0 if batch is _END else -1], on_each_rank=False)
             if batch is _END:
-                return
+                break
             if self._idle_forwards and batches + 1 == self.length:
                 for _ in range(self._idle_forwards):  # peers have more batches
                     self.evaluator.step(self.evaluator, batch)  # type: ignore[attr-defined]  # checked above
             yield batch
             batches += 1
+        if not self.single_process and self._stops_while_peers_go_on(batches):
+            self._interrupt(iterator)
 
     def _stops(self, batches: int) -> bool:
         """Whether all ranks stop after so many; saves the progress where it is due."""
-        if not self.single_process and batches >= self.common:
+        if not self.single_process and self.sized and batches >= self._voting:
             return False
-        due = self.progress is not None and self.progress.due(batches)
-        stops = bool(self._vote.poll(batches, int(self.trainer.stop_requested), now=due))
-        if self.progress is not None and (due or stops):
+        # while each rank has batches: the position of one that has none left is not that of the others
+        writes = self.progress is not None and (self.single_process or batches < self.common)
+        due = writes and self.progress is not None and self.progress.due(batches)
+        union = self._vote.poll(batches, int(self.trainer.stop_requested) | _HAS_MORE, now=due)
+        stops = bool(union & _STOP)
+        if self.progress is not None and writes and (due or stops):
             self.progress.write(batches)
         return stops
+
+    def _stops_while_peers_go_on(self, batches: int) -> bool:
+        """Vote along, without a batch, until no rank has one, or all stop."""
+        if self.sized:
+            return any(self._stops(each) for each in range(batches, self._voting))
+        while True:
+            batches += 1
+            if not self._vote.is_due(batches):
+                continue
+            union = self._vote.poll(batches, int(self.trainer.stop_requested))
+            if union & _STOP or not union & _HAS_MORE:
+                return bool(union & _STOP)
 
     def _interrupt(self, iterator: Any) -> None:
         self.interrupted = True
@@ -160,3 +216,4 @@ def _pass_of(data: Any) -> int:
 
 
 _END = object()
+_STOP, _HAS_MORE = 1, 2

@@ -23,6 +23,7 @@ from ignite_engine.handlers.evaluation.invariant import InvariantSums, dealing_o
 from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import share_buffers
+from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.state import OngoingEvaluation, Start
 from ignite_engine.states.model_and_optimizer import unwrap
 
@@ -34,8 +35,9 @@ class Evaluation:
 
     Args:
         evaluator: from ``create_evaluator``, or any Ignite engine.
-        data: a loader, on several ranks of this rank's share, with at least one batch on every rank. A plain
-            ``DataLoader`` is rebuilt as for training, so it is sharded over the ranks.
+        data: a loader, on several ranks of this rank's share. A plain ``DataLoader`` is rebuilt as for training, so it
+            is sharded over the ranks. A rank that has no batch takes the metrics of its peers, and ``evaluator`` does
+            not run there; under FSDP2, or if the update is rank-invariant, each rank must have one.
         name: of the set; unique for each Evaluation of one trainer.
         limit: batches per evaluation and rank, None for all. Where the update is rank-invariant: over all ranks.
         progress: directory in which an evaluation saves its progress, for long ones: interrupted or killed, it
@@ -44,13 +46,13 @@ class Evaluation:
         progress_every: batches between two writes of it.
 
     The mode of each module is restored and random numbers are isolated. A stop that comes during an evaluation ends it
-    without metrics, on one process at once, on several if the loader has a length; the resumed run repeats it before it
-    trains. On ``Events.STARTED`` a run is evaluated before it trains, but not again when it is resumed. On
+    without metrics, on one process at once, on several after the same number of batches; the resumed run repeats it
+    before it trains. On ``Events.STARTED`` a run is evaluated before it trains, but not again when it is resumed. On
     ``Events.COMPLETED`` it is evaluated unless this iteration was; a finished run that is started again is.
 
     Raises:
-        ValueError: a setting is out of its range, or (at STARTED or at the evaluation, on every rank) a rank has no
-            batch.
+        ValueError: a setting is out of its range, or (at STARTED or at the evaluation, on every rank) no rank has
+            a batch.
     """
 
     phase = Phase.EVALUATE
@@ -133,8 +135,9 @@ class Evaluation:
     def _start(self, trainer: Trainer) -> None:
         if trainer.starts_fresh(self.name):
             self._reset()
-        check_loader(self.label, self._loader())
-        if getattr(trainer.update, "rank_invariant", False) and agreement.rank() == 0:
+        invariant = getattr(trainer.update, "rank_invariant", False)
+        check_loader(self.label, self._loader(), on_each_rank=invariant)
+        if invariant and agreement.rank() == 0:
             self._say_what_is_not_invariant()
         if self._unfinished_at == trainer.state.iteration:
             self._evaluate(trainer)
@@ -172,14 +175,23 @@ class Evaluation:
             if self._rng is not None:
                 rng.restore(self._rng)
             limit = self.limit if dealing is None else None
-            batches = EvaluationBatches(data, self.label, limit, trainer, evaluator)
+            batches = EvaluationBatches(data, self.label, limit, trainer, evaluator, on_each_rank=dealing is not None)
             if self._progress is not None and self._progress.usable(evaluator, model, sized=batches.sized):
                 batches.keep_progress(self._progress, model)
             # at each evaluation: Ignite would keep the length of the first pass
             evaluator.state.max_epochs = evaluator.state.epoch_length = None
             sums = nullcontext() if dealing is None else InvariantSums(evaluator, dealing).collecting()
-            with sums, batches.progress.restoring() if batches.progress else nullcontext():
-                evaluator.run(batches, max_epochs=1, epoch_length=batches.length)
+            holders = batches.holders()
+            all_hold = len(holders) == agreement.world_size()
+            reduce = nullcontext() if all_hold else metrics_reduce(holders)
+            with reduce, sums, batches.progress.restoring() if batches.progress else nullcontext():
+                if agreement.rank() in holders:
+                    evaluator.run(batches, max_epochs=1, epoch_length=batches.length)
+                else:
+                    for _ in batches:  # there is none, but it votes along
+                        pass
+            if not all_hold and not batches.interrupted:
+                evaluator.state.metrics = agreement.gather_objects(evaluator.state.metrics)[holders[0]]
         if batches.progress is not None and not batches.interrupted:
             batches.progress.complete()
         return not batches.interrupted

@@ -60,6 +60,18 @@ def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
     return _groups[key]
 
 
+def subgroup(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Of a group for each of ``parts`` (ranks in none or one of them) this rank's; a collective of all ranks at first.
+
+    Its backend is that of the default group.
+    """
+    key = (id(dist.group.WORLD), str(parts))
+    if key not in _groups:
+        own, _ = dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout=timeout())
+        _groups[key] = own
+    return _groups[key]
+
+
 def timeout() -> timedelta:
     """How long a rank waits for the others, in the default group and therefore in every other one."""
     default = dist.group.WORLD
@@ -220,6 +232,10 @@ class Vote:
     def vote_now(self) -> None:
         """Vote at the next :meth:`poll` whatever its iteration; every rank calls this at the same place."""
         self._next = 0
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether :meth:`poll` votes at this iteration."""
+        return iteration >= self._next
 
     def poll(self, iteration: int, requests: int, *, now: bool = False) -> int:
         """The union of all ranks' request bits, or 0 between votes.

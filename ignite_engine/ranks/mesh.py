@@ -116,25 +116,45 @@ def by_data_rank(values: Sequence[T]) -> list[T]:
 
 
 @contextmanager
-def metrics_reduce() -> Iterator[None]:
+def metrics_reduce(ranks: Sequence[int] | None = None) -> Iterator[None]:
     """Within it ``ignite.distributed`` counts, sums and gathers as metrics need it: over the data-parallel ranks.
 
     It gathers tensors of different lengths, too, as an order without padding gives them to the ranks. Its ``broadcast``
-    stays one over all ranks, from rank 0, whose metrics have the values of its data-parallel group.
+    stays one over all ranks, from rank 0, whose metrics have the values of its data-parallel group. Within another one
+    it changes nothing.
+
+    Args:
+        ranks: of which alone it is, ``broadcast`` included, because the others have nothing to reduce: a metric raises
+            there before it reduces. A collective of all ranks. None: all.
     """
+    if isinstance(idist.all_gather, partial):
+        yield
+        return
     layout = _layout()
     group = None if layout is None or layout.group is None else layout.group()
+    idist.get_world_size()  # Ignite's first look at a process group is a collective of all ranks
+    if some := ranks is not None and len(ranks) < agreement.world_size():
+        rows = [[rank] for rank in range(agreement.world_size())] if layout is None else layout.sharing
+        group = agreement.subgroup([[rank for rank in column if rank in ranks] for column in zip(*rows, strict=True)])
     changed: dict[str, Any] = {"all_gather": partial(_gather, group)}
     if group is not None:
-        changed |= {"get_rank": data_rank, "get_world_size": data_size}
+        changed |= {"get_rank": partial(dist.get_rank, group), "get_world_size": partial(dist.get_world_size, group)}
         changed["all_reduce"] = partial(idist.all_reduce, group=group)
         changed["all_gather_tensors_with_shapes"] = partial(idist.all_gather_tensors_with_shapes, group=group)
+        if some:
+            changed["broadcast"] = partial(_broadcast, group)
     before = {name: getattr(idist, name) for name in changed}
     vars(idist).update(changed)
     try:
         yield
     finally:
         vars(idist).update(before)
+
+
+def _broadcast(group: Any, value: Any, src: int = 0, safe_mode: bool = False) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, group_src=src, group=group)
+    return box[0]
 
 
 def _gather(of_data: Any, value: Any, group: Any = None, *, gather: Callable[..., Any] = idist.all_gather) -> Any:

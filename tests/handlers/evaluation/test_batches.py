@@ -56,7 +56,7 @@ def test_plain_loader_is_rebuilt_with_one_line(caplog: pytest.LogCaptureFixture)
 def test_loader_without_a_batch_is_refused_before_training() -> None:
     trainer = trainer_of()
     Evaluation(evaluator_of(model_of(trainer)), DataLoader(Subset(Numbers(4), []), batch_size=2)).attach(trainer)
-    with pytest.raises(ValueError, match=r"^The evaluation of 'val' needs a batch on every rank, got 0 by rank: give"):
+    with pytest.raises(ValueError, match=r"^The evaluation of 'val' needs a batch, got 0: give"):
         trainer.run(numbers_loader())
     assert trainer.state.iteration == 0
 
@@ -64,7 +64,7 @@ def test_loader_without_a_batch_is_refused_before_training() -> None:
 def test_data_without_a_length_and_without_a_batch_is_one_line() -> None:
     trainer = trainer_of()
     Evaluation(averaging(), Batches(0)).attach(trainer)
-    with pytest.raises(ValueError, match=r"^The evaluation of 'val' needs a batch on every rank, got 0 by rank: give"):
+    with pytest.raises(ValueError, match=r"^The evaluation of 'val' needs a batch, got 0: give"):
         trainer.run(numbers_loader())
 
 
@@ -92,27 +92,30 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     ):
         trainer = Trainer(lambda engine, batch: None)
         Evaluation(averaging(), data).attach(trainer)
-        try:
-            trainer.run([0, 1], max_epochs=1)
-        except ValueError as error:
-            report[name] = [trainer.state.iteration, str(error)]
+        report[name] = trainer.run([0, 1], max_epochs=1).metrics["val/mean"]
+    trainer = Trainer(lambda engine, batch: None)
+    Evaluation(averaging(), Batches(0)).attach(trainer)
+    try:
+        trainer.run([0, 1], max_epochs=1)
+    except ValueError as error:
+        report["none"] = str(error)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_on_two_ranks_a_plain_loader_is_sharded_and_a_rank_without_a_batch_is_one_line_on_both(tmp_path: Path) -> None:
+def test_on_two_ranks_a_plain_loader_is_sharded_and_a_rank_without_a_batch_has_its_peers_metrics(
+    tmp_path: Path,
+) -> None:
     mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
 
     assert [each["mean"] for each in reports] == [11.5, 11.5]
     assert sorted(reports[0]["mine"] + reports[1]["mine"]) == [*range(24)], "each sample once"
-    for name, lengths, iteration in (("sized", "2, 0", 0), ("list", "2, 0", 2), ("unsized", "unknown, 0", 2)):
-        line = (
-            f"The evaluation of 'val' needs a batch on every rank, got {lengths} by rank: "
-            "use fewer ranks, a smaller batch_size or more data."
-        )
-        assert [each[name] for each in reports] == [[iteration, line]] * 2
+    for name, mean in (("sized", 1.5), ("list", 1.0), ("unsized", 0.5)):
+        assert [each[name] for each in reports] == [mean] * 2, name
+    line = "The evaluation of 'val' needs a batch, got 0, 0 by rank: give data that has one."
+    assert [each["none"] for each in reports] == [line] * 2
 
 
 def test_order_of_a_shuffled_evaluation_does_not_depend_on_the_process() -> None:

@@ -1,0 +1,128 @@
+"""Metrics of Ignite on 1 to 4 ranks, some without a sample: the counts and means of one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ignite.engine import Events
+from ignite.metrics import Accuracy, Average, ConfusionMatrix, EpochMetric, Loss, Precision
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import TensorDataset
+
+from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader, use_mesh
+from ignite_engine.handlers import Evaluation
+from ignite_engine.ranks import agreement
+
+pytestmark = pytest.mark.distributed
+
+
+def samples(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(count, 3, generator=generator), torch.randint(3, (count,), generator=generator))
+
+
+class Stream:
+    """Batches of one rank, without a length."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+
+def metrics_of(count: int, *, sized: bool) -> dict[str, Any]:
+    metrics = {
+        "accuracy": Accuracy(),
+        "loss": Loss(nn.functional.cross_entropy),
+        "precision": Precision(average="macro"),
+        "mean": Average(output_transform=lambda output: output[0].sum(1, keepdim=True)),
+        "all": EpochMetric(lambda predictions, targets: float((predictions.sum(1) * targets).sum())),
+        "counts": ConfusionMatrix(3),
+    }
+    evaluator = create_evaluator(nn.Identity(), lambda model, batch: (model(batch[0]), batch[1]), metrics)
+    trainer, seen = Trainer(lambda engine, batch: None), list[Any]()
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.extend(evaluator.state.output[0].tolist()))
+    data: Any = loader(samples(count), 2)
+    Evaluation(evaluator, data if sized else Stream(data)).attach(trainer)
+    trainer.run([0], max_epochs=1)
+    found = {key: torch.as_tensor(value).double().tolist() for key, value in evaluator.state.metrics.items()}
+    return {"metrics": found, "logged": trainer.state.metrics["val/accuracy"], "seen": seen}
+
+
+def stopped(rank: int, world: int) -> Any:
+    """Rank 0 has no batch, the last one many slow ones; rank 0 is asked to stop."""
+
+    def slow() -> Iterator[Any]:
+        for index in range(400 if rank == world - 1 else 2 * min(rank, 1)):
+            time.sleep(0.02)
+            yield torch.tensor([float(index)])
+
+    evaluator = create_evaluator(nn.Identity(), lambda model, batch: batch, {"mean": Average()})
+    trainer = Trainer(lambda engine, batch: None)
+    Evaluation(evaluator, Stream(slow())).attach(trainer)
+    if rank == 0:
+        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, lambda: trainer.request_stop("here"))
+    state = trainer.run([0], max_epochs=1)
+    return state.status, "val/mean" in state.metrics, evaluator.state.iteration < 400
+
+
+def _rank(place: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    reports: dict[Any, Any] = {}
+    for world in (2, 3, 4):
+        if place < world:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=place, world_size=world)
+            for count, sized in ((3, True), (17, True), (1, False), (17, False)):
+                reports[world, count, sized] = metrics_of(count, sized=sized)
+            if world == 3:
+                reports["stopped"] = stopped(place, world)
+            if world == 4:
+                use_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+                reports["tensor parallel"] = metrics_of(1, sized=True)
+                use_mesh(None)
+            agreement.forget_groups()
+            idist.finalize()  # else Ignite takes the next group for this one
+    torch.save(reports, f"{folder}/{place}.pt")
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("collectives")
+    mp.spawn(_rank, args=(str(folder),), nprocs=4)
+    return [torch.load(folder / f"{place}.pt", weights_only=False) for place in range(4)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("count", "sized"), [(3, True), (17, True), (1, False), (17, False)])
+def test_metrics_are_those_of_one_process(reports: list[dict[Any, Any]], count: int, sized: bool) -> None:
+    whole = metrics_of(count, sized=sized)
+    assert len(whole["seen"]) == count
+    for world in (2, 3, 4):
+        each_rank = [report[world, count, sized] for report in reports[:world]]
+        assert sorted(each for report in each_rank for each in report["seen"]) == sorted(whole["seen"])
+        assert any(not report["seen"] for report in each_rank) == (count < world)
+        for report in each_rank:
+            assert report["logged"] == pytest.approx(whole["logged"], abs=1e-6)
+            for name, value in whole["metrics"].items():
+                assert torch.tensor(report["metrics"][name]).allclose(torch.tensor(value), rtol=1e-6, atol=1e-6), name
+            assert report["metrics"]["counts"] == whole["metrics"]["counts"]
+
+
+def test_ranks_that_share_data_share_the_lack_of_it(reports: list[dict[Any, Any]]) -> None:
+    found = [report["tensor parallel"] for report in reports]
+    assert [len(each["seen"]) for each in found] == [1, 1, 0, 0]
+    assert all(each["metrics"] == metrics_of(1, sized=True)["metrics"] for each in found)
+
+
+def test_all_ranks_stop_in_an_evaluation_that_some_have_ended(reports: list[dict[Any, Any]]) -> None:
+    outcomes = [report["stopped"] for report in reports[:3]]
+    assert outcomes == [("interrupted", False, True)] * 3
