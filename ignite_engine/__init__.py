@@ -5,6 +5,7 @@ from ignite_engine.errors import Interrupted, StopRequested
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.ranks.mesh import data_rank, data_size, use_mesh
+from ignite_engine.rowwise_adagrad import RowwiseAdagrad
 from ignite_engine.runs.load_model import load_model
 from ignite_engine.state import Start, TrainingState
 from ignite_engine.step.micro_batches import Group, accumulation_steps_for, gradient_sync
@@ -17,6 +18,7 @@ __all__ = [
     "Interrupted",
     "Parallel",
     "Phase",
+    "RowwiseAdagrad",
     "Start",
     "StopRequested",
     "Task",

@@ -36,7 +36,7 @@ from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_
 from ignite_engine.step.optimizer_step import needs_closure, step
 from ignite_engine.step.precision import autocast, check_precision, loss_scaler
 from ignite_engine.step.rank_local import inside_ddp
-from ignite_engine.step.without_trace import without_trace
+from ignite_engine.step.without_trace import without_rows, without_trace
 
 logger = logging.getLogger(__name__)
 
@@ -268,12 +268,13 @@ class Update:
         for batch in micro_batches if self._on_host else to_device(micro_batches, self.device):
             scale = scales[len(losses)]
             repeated = not scale and len(losses) >= len(scales) - state.padding
-            if defers or self.loss_parallel or repeated:
+            if defers or self.loss_parallel or not scale:
                 is_last = len(losses) == len(scales) - 1
                 with (
                     without_sync(() if is_last else defers),
                     loss_parallel_context(self.loss_parallel),
                     without_trace(self.model) if repeated else nullcontext(),
+                    nullcontext() if scale else without_rows(self._parameters()),
                 ):
                     losses.append(self._backward(batch, scale, extras))
             else:

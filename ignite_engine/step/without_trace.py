@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ignite_engine import rng
 
@@ -28,3 +28,23 @@ def without_trace(model: nn.Module) -> Iterator[None]:
         for module, name, buffer, value in buffers:
             buffer.copy_(value)
             setattr(module, name, buffer)
+
+
+@contextmanager
+def without_rows(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let a backward that weighs zero name no row in sparse gradients.
+
+    A row of zeros is not nothing: SparseAdam moves it on by its momentum, while a process that has all the data and
+    no such batch leaves it alone.
+    """
+    with ExitStack() as hooks:
+        for parameter in parameters:
+            if parameter.requires_grad:
+                hooks.callback(parameter.register_hook(_no_row).remove)
+        yield
+
+
+def _no_row(gradient: Tensor) -> Tensor:
+    if not gradient.is_sparse:
+        return gradient
+    return torch.zeros_like(gradient)  # of a sparse tensor: without entries

@@ -1,0 +1,146 @@
+"""Sparse tables and dense layers in DistributedDataParallel on two gloo ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Group, Trainer, TrainingEvents, Update
+from ignite_engine.handlers import Checkpoint
+from tests.builders import on_two_ranks
+from tests.collectives import Collectives
+from tests.sparse_and_dense import Net, Sized, batches, by_hand, loss_fn, optimizers_of, values
+
+pytestmark = pytest.mark.distributed
+
+COUNTS = {"even": (6, 6), "uneven": (5, 3), "one rank is exhausted for an update": (6, 2)}
+SCALER = {"init_scale": 256.0, "growth_interval": 3}
+ALL = batches(12, 2)
+
+
+def shares(counts: tuple[int, int]) -> list[list[Any]]:
+    """Each rank's batches: the first ones of its half."""
+    return [ALL[: counts[0]], ALL[6 : 6 + counts[1]]]
+
+
+def trainer_of(model: Any, **options: Any) -> Trainer:
+    inner = getattr(model, "module", model)
+    return Trainer(Update(model, optimizers_of(inner), loss_fn, clip_norm=0.5, **options), 2)
+
+
+def in_ddp() -> DistributedDataParallel:
+    return DistributedDataParallel(Net(), gradient_as_bucket_view=True)
+
+
+def counted(trainer: Trainer, data: Sized) -> list[int]:
+    """Run three epochs; the reductions of gradients so far after each backward."""
+    seen: list[int] = []
+    with Collectives() as collectives:
+        trainer.add_event_handler(
+            TrainingEvents.BACKWARD_COMPLETED, lambda: seen.append(collectives.counts["all_reduce"])
+        )
+        trainer.run(data, max_epochs=3)
+    return seen
+
+
+def without_weight_on_rank_1(rank: int) -> list[Any]:
+    """In every update both batches of rank 1 weigh nothing."""
+    weights = iter([1.0, 1.0] * 3 if rank == 0 else [0.0, 0.0] * 3)
+    model = in_ddp()
+    trainer_of(model, weight_fn=lambda batch: next(weights)).run(Sized(shares((6, 6))[rank]))
+    return values(model)
+
+
+def resumed(rank: int, folder: Path) -> list[Any]:
+    def run(name: str, iterations: int) -> list[Any]:
+        model = in_ddp()
+        trainer = trainer_of(model)
+        checkpoint = Checkpoint(folder / name)
+        checkpoint.attach(trainer, Events.COMPLETED)
+        checkpoint.resume()
+        trainer.run(Sized(shares((5, 3))[rank]), max_iters=iterations)
+        return values(model)
+
+    whole = run("whole", 6)
+    run("parts", 4)
+    return [whole, run("parts", 6)]
+
+
+def cases(rank: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    answers: dict[str, Any] = {}
+    for name, counts in COUNTS.items():
+        model = in_ddp()
+        trainer = trainer_of(model)
+        answers[f"reductions, {name}"] = counted(trainer, Sized(shares(counts)[rank]))
+        answers[name] = values(model)
+    for precision in ("fp32", "fp16"):
+        model, written = in_ddp(), in_ddp()
+        options: dict[str, Any] = {"grad_scaler": SCALER} if precision == "fp16" else {}
+        scaler = torch.amp.GradScaler("cpu", **SCALER) if precision == "fp16" else None  # type: ignore[arg-type]
+        mine = shares((6, 6))[rank]
+        trainer_of(model, precision=precision, **options).run(Sized(mine), max_epochs=2)
+        by_hand(written, [mine[i : i + 2] for i in (0, 2, 4)], clip_norm=0.5, scaler=scaler, passes=2)
+        answers[f"by hand, {precision}"] = [values(model), values(written)]
+    answers["weightless"] = without_weight_on_rank_1(rank)
+    answers["resumed"] = resumed(rank, folder)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    folder = tmp_path_factory.mktemp("sparse")
+    return on_two_ranks(lambda rank: cases(rank, folder), folder / "meet")
+
+
+def on_one_process(groups: list[list[Any]], epochs: int) -> list[Any]:
+    model = Net()
+    update = Update(model, optimizers_of(model), loss_fn, clip_norm=0.5)
+    Engine(update).run([Group(group) for group in groups], max_epochs=epochs)
+    return values(model)
+
+
+def assert_close(ours: list[Any], others: list[Any]) -> None:
+    for one, other in zip(ours, others, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_ranks_train_as_one_process(answers: dict[str, list[Any]], name: str) -> None:
+    """The rows of a batch that a rank repeats with weight zero are not touched by it: SparseAdam would move them."""
+    first, second = shares(COUNTS[name])
+    groups = [first[i : i + 2] + second[i : i + 2] for i in range(0, max(COUNTS[name]), 2)]
+
+    assert answers[name][0] == answers[name][1]
+    assert_close(answers[name][0], on_one_process(groups, 3))
+
+
+def test_rows_of_a_batch_without_weight_are_not_touched(answers: dict[str, list[Any]]) -> None:
+    mine = shares((6, 6))[0]
+
+    assert_close(answers["weightless"][1], on_one_process([mine[i : i + 2] for i in (0, 2, 4)], 1))
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_each_gradient_is_reduced_in_the_last_micro_batch_only(answers: dict[str, list[Any]], name: str) -> None:
+    counts = answers[f"reductions, {name}"][0]
+    grown = [after - before for before, after in zip([0, *counts], counts, strict=False)]
+
+    # those of two tables and one bucket of dense ones; the last group of 5 micro-batches has one
+    assert grown == [0, 3, 0, 3, *([3] if name == "uneven" else [0, 3])] * 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_weights_have_the_bits_of_the_loop_written_by_hand(answers: dict[str, list[Any]], precision: str) -> None:
+    for ours, written in answers[f"by hand, {precision}"]:
+        assert ours == written != values(Net())
+
+
+def test_resumed_run_ends_with_the_same_bits(answers: dict[str, list[Any]]) -> None:
+    for whole, parts in answers["resumed"]:
+        assert whole == parts

@@ -1,0 +1,101 @@
+"""A model of two sparse tables and a dense layer, its three optimizers, and the loop written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ignite_engine import RowwiseAdagrad
+from ignite_engine.step.gradients import clip_gradients
+
+WORDS, ROWS = 20, 30
+
+
+class Net(nn.Module):
+    """A word and a bag of three ids, each with rows of its own; the weights are always the same."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.words = nn.Embedding(WORDS, 4, sparse=True, dtype=dtype)
+        self.bags = nn.EmbeddingBag(ROWS, 4, sparse=True, mode="sum", dtype=dtype)
+        self.head = nn.Linear(8, 1, dtype=dtype)
+
+    def forward(self, words: Tensor, ids: Tensor) -> Tensor:
+        bags = self.bags(ids.flatten(), torch.arange(len(ids)) * ids.shape[1])
+        found: Tensor = self.head(torch.cat([self.words(words), bags], dim=1))
+        return found
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    words, ids, targets = batch
+    return (model(words, ids) - targets).square().mean()
+
+
+def optimizers_of(model: Any) -> dict[str, Optimizer]:
+    return {
+        "sparse": torch.optim.SparseAdam(list(model.words.parameters()), lr=0.05),
+        "tables": RowwiseAdagrad(model.bags.parameters(), lr=0.1),
+        "dense": torch.optim.AdamW(model.head.parameters(), lr=0.01),
+    }
+
+
+def samples(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Functions of the count; many ids occur more than once."""
+    generator = torch.Generator().manual_seed(count)
+    words = torch.randint(0, WORDS, (count,), generator=generator)
+    ids = torch.randint(0, ROWS, (count, 3), generator=generator)
+    return words, ids, torch.randn(count, 1, generator=generator, dtype=dtype)
+
+
+def batches(count: int, size: int, dtype: torch.dtype = torch.float32) -> list[Any]:
+    whole = samples(count * size, dtype)
+    return list(zip(*(part.split(size) for part in whole), strict=True))
+
+
+class Sized:
+    """Batches with a length."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def by_hand(
+    model: nn.Module, groups: Iterable[Sequence[Any]], *, clip_norm: float, scaler: Any = None, passes: int = 1
+) -> None:
+    """Train ``model``, which may be a DistributedDataParallel, as one would without an engine."""
+    optimizers = optimizers_of(getattr(model, "module", model))
+    parameters = [p for each in optimizers.values() for group in each.param_groups for p in group["params"]]
+    for group in [group for _ in range(passes) for group in groups]:
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        for index, batch in enumerate(group):
+            if hasattr(model, "require_backward_grad_sync"):
+                model.require_backward_grad_sync = index == len(group) - 1
+            with torch.autocast("cpu", torch.float16, enabled=scaler is not None):
+                loss = loss_fn(model, batch)
+            loss = loss * (1 / len(group))
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            for optimizer in optimizers.values():
+                scaler.unscale_(optimizer)
+        clip_gradients(parameters, clip_norm)
+        for optimizer in optimizers.values():
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+
+
+def values(model: nn.Module) -> list[Any]:
+    """All weights as plain values, which compare bit for bit."""
+    return [parameter.detach().tolist() for parameter in model.parameters()]
