@@ -107,7 +107,10 @@ def shortened(names: Iterable[str], limit: int = 3) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's first line; a bare type name where it has none. Where there was no room: how much is free."""
+    """The error's first line; a bare type name where it has none. Where there was no room: how much is free.
+
+    Of an error that a loader's worker met it is the line of that error: torch puts its traceback into the message.
+    """
     if isinstance(error, OSError) and error.strerror:
         where = [str(error.filename)] if error.filename else []
         if where and error.errno in _NO_ROOM:
@@ -116,6 +119,10 @@ def one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__
+    if "in DataLoader worker process" in lines[0]:
+        kind = type(error).__name__
+        lines = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == kind] or lines
+        return lines[-1]
     return lines[0] if isinstance(error, CheckpointError) else f"{type(error).__name__}: {lines[0]}"
 
 

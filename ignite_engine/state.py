@@ -11,7 +11,7 @@ from typing import Any
 
 from ignite.engine import Engine, State
 
-COUNTERS = ("micro_batches", "optimizer_steps", "skipped_steps", "evaluations", "checkpoints", "windows")
+COUNTERS = ("micro_batches", "optimizer_steps", "skipped_steps", "evaluations", "checkpoints", "windows", "read_errors")
 
 
 class Start(Enum):
@@ -109,6 +109,8 @@ class TrainingState(State):
     """The directory of the checkpoint committed last, None before the first. Writer: Checkpoint."""
     windows: int
     """Windows of a streamed source begun. Writer: the windowed loader."""
+    read_errors: int
+    """Batches that could not be read and were left out, over all ranks. Writer: Trainer."""
     micro_batch_limit: int | None
     """Samples above which micro-batches are split, since one ran out of memory; None: none did. Writer: Update."""
     padding: int

@@ -42,10 +42,12 @@ class Trainer(Engine):
         global_micro_batches: instead of ``accumulation_steps``: micro-batches of one iteration over all ranks, taken in
             the global order of samples. Each rank computes a contiguous share, so an iteration is the same work on any
             number of ranks. ``state.batch`` is the list of this rank's, without the others.
+        max_read_errors: batches, over all ranks, that a run may leave out because the data raises in their place; all
+            ranks agree on it. ``state.read_errors`` counts them. One more, and by default the first, ends the run.
 
     Raises:
         ValueError: ``accumulation_steps`` or ``global_micro_batches`` is below 1, both are given, or ``update`` needs
-            the latter.
+            the latter; ``max_read_errors`` is below 0 or given with ``global_micro_batches``.
 
     Its parts: ``state`` (what handlers read), ``progress`` (counters and data position), ``requests`` (to stop, to
     save), ``registry`` (what a checkpoint holds) and ``resume_state`` (what a checkpoint brought). The bus is Ignite's
@@ -60,6 +62,7 @@ class Trainer(Engine):
         accumulation_steps: int | None = None,
         *,
         global_micro_batches: int | None = None,
+        max_read_errors: int = 0,
     ) -> None:
         if accumulation_steps is not None and (not is_whole(accumulation_steps) or accumulation_steps < 1):
             raise ValueError(
@@ -78,6 +81,13 @@ class Trainer(Engine):
                 "Update(rank_invariant=True) needs the size of an iteration over all ranks: "
                 "make it Trainer(update, global_micro_batches=...)."
             )
+        if not is_whole(max_read_errors) or max_read_errors < 0:
+            raise ValueError(f"max_read_errors must be a whole number of at least 0, got {max_read_errors!r}.")
+        if max_read_errors and global_micro_batches is not None:
+            raise ValueError(
+                f"max_read_errors={max_read_errors} would make an iteration of global_micro_batches other work on "
+                "another number of ranks: use accumulation_steps, or max_read_errors=0."
+            )
         super().__init__(update)
         self.update = update
         self.state = TrainingState()
@@ -93,6 +103,7 @@ class Trainer(Engine):
             may_be_empty=rank_invariant,
             weigh=None if rank_invariant else getattr(update, "weight_fn", None),
             waiting=self.requests,
+            max_read_errors=max_read_errors,
         )
         for name, part in self.progress.parts().items():
             self.registry.register(name, part, kind={"trainer": "counters"}.get(name, name))
@@ -317,6 +328,7 @@ class Trainer(Engine):
         settings: dict[str, Any] = {
             "accumulation_steps": self.accumulation_steps,
             "global_micro_batches": self.global_micro_batches,
+            "max_read_errors": self.progress.max_read_errors,
         }
         settings["what a checkpoint holds"] = sorted(self.registry.objects)
         start.check_ranks_agree(arguments, settings, getattr(self.update, "optimizers", {}))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
+from ignite_engine.data.read_errors import ReadErrors, split
 from ignite_engine.errors import PeerFailed, StopRequested, one_line
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group, GroupWeights, WeightFn, check_weight
@@ -52,6 +53,7 @@ class LookAhead:
         position: where the data is now; None where nothing that is fetched ahead need be saved.
         weigh: weight of a batch, None weighs none.
         waiting: its ``waiting_for_data`` is set while a fetch may be interrupted.
+        read_errors: counts the batches in whose place ``batches`` has an error; None: there are none.
         left: batches that are left of the pass on the longest rank, None if unknown.
 
     Raises (from ``next``):
@@ -68,12 +70,17 @@ class LookAhead:
         position: Callable[[], Before] | None = None,
         weigh: WeightFn | None = None,
         waiting: Waiting | None = None,
+        read_errors: ReadErrors | None = None,
         left: int | None = None,
     ) -> None:
         self._batches, self._steps, self._weigh = batches, steps or 1, weigh
         self._grouped = steps is not None
         self._position, self._waiting, self._left = position, waiting, left
+        self._read_errors = read_errors
         self._before: deque[Before] = deque()
+        self._taken = 0
+        self._places = 0
+        self._unread: list[Exception] = []
         self._group: Group | None = None
         self._weights: list[float] = []
         self._exchange: Callable[[], list[list[float]]] | None = None
@@ -91,9 +98,10 @@ class LookAhead:
         return self._before[0] if self._before else None
 
     def consumed(self) -> None:
-        """The group that was taken last is trained on."""
-        if self._before:
+        """The group that was taken last is trained on; with it those before it of which nothing could be read."""
+        for _ in range(min(self._taken, len(self._before))):
             self._before.popleft()
+        self._taken = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -103,24 +111,31 @@ class LookAhead:
             raise StopIteration
         if self._group is None:
             self.fetch()
-        try:
-            group = self._agreed()
-        except BaseException:
-            self._over = True
-            raise
-        if self._left is None or self._left > 0:
-            self.fetch()
-        else:
-            self._over = True
+        group = None
+        while not group:
+            if self._over:
+                raise StopIteration
+            try:
+                group = self._agreed()
+            except BaseException:
+                self._over = True
+                raise
+            self._taken += 1
+            if self._left is None or self._left > 0:
+                self.fetch()
+            else:
+                self._over = True
         return group if self._grouped else group[0]
 
     def fetch(self) -> None:
         """Fetch the next group, and start to tell the peers."""
         if self._position is not None:
             self._before.append(self._position())
-        self._group, self._weights, flags = Group(), [], 0
+        self._group, self._unread, self._weights, self._places, flags = Group(), [], [], 0, 0
         try:
-            self._group = self._interruptible()
+            places = self._interruptible()
+            self._group, self._unread = split(places)
+            self._places = len(places)
             if self._weigh is not None:
                 self._weights = [check_weight(self._weigh(batch)) for batch in self._group]
         except StopRequested:
@@ -129,10 +144,10 @@ class LookAhead:
             self._error, flags = error, _ERROR
         if self._group:
             self._last, self._can_repeat = self._group[-1], True
-        elif self._before and not flags:
+        elif self._before and not flags and not self._places:
             self._before[-1].exhausted = True
         flags |= _CAN_REPEAT * self._can_repeat
-        self._exchange = agreement.start_gather([len(self._group), flags, sum(self._weights)])
+        self._exchange = agreement.start_gather([len(self._group), flags, sum(self._weights), self._places])
 
     def _interruptible(self) -> Group:
         if self._waiting is None:
@@ -144,7 +159,7 @@ class LookAhead:
             self._waiting.waiting_for_data = False
 
     def _agreed(self) -> Group:
-        """The group that was fetched, as long as the longest of all ranks."""
+        """The group that was fetched, as long as the longest of all ranks; empty if no rank could read any of it."""
         assert self._exchange is not None
         rows, self._exchange = self._exchange(), None  # a forked worker must not be the one that frees what gloo holds
         flags = [int(row[1]) for row in rows]
@@ -152,10 +167,17 @@ class LookAhead:
             self._raise()
         if any(each & _STOP for each in flags):
             raise StopRequested
-        group, length = self._group, int(max(row[0] for row in rows))
+        group, length, places = self._group, *(int(max(row[column] for row in rows)) for column in (0, 3))
         assert group is not None
-        if not length:
+        if not places:
             raise StopIteration
+        if self._left is not None:
+            self._left -= places
+        if self._read_errors is not None:
+            found = int(sum(row[3] - row[0] for row in rows))
+            self._read_errors.take(places, self._unread, found=found, empty=not length)
+        if not length:
+            return group
         if not all(each & _CAN_REPEAT for each in flags):
             holder = next(rank for rank, row in enumerate(rows) if row[0])
             shared = batch_of(holder, group[0] if group else None)
@@ -167,8 +189,6 @@ class LookAhead:
             weight = sum(row[2] for row in mesh.by_data_rank(rows))
             batch = group if self._grouped else group[0]
             self.weights = GroupWeights(batch, self._weights + [0.0] * self.padding, weight)
-        if self._left is not None:
-            self._left -= length
         return group
 
     def _raise(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.lookahead import Waiting
+from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.sampler import Dealing
 from ignite_engine.data.source import DataSource
 from ignite_engine.ranks import agreement, mesh
@@ -22,20 +23,27 @@ def source_of(
     may_be_empty: bool = False,
     weigh: WeightFn | None = None,
     waiting: Waiting | None = None,
+    read_errors: ReadErrors | None = None,
 ) -> DataSource:
     """The source over a user's data.
 
     Args:
         global_micro_batches: of an iteration, over all ranks; then ``accumulation_steps`` is None.
         may_be_empty: of a :class:`SharedSource`.
-        weigh, waiting: of a :class:`DataSource`.
+        weigh, waiting, read_errors: of a :class:`DataSource`.
 
     Raises:
-        ValueError: there are fewer micro-batches than ranks, or data of the ranks' own cannot be dealt out.
+        ValueError: there are fewer micro-batches than ranks, data of the ranks' own cannot be dealt out, or ranks that
+            share their data might read something else.
     """
+    if read_errors is not None and mesh.data_size() < agreement.world_size():
+        raise ValueError(
+            f"max_read_errors={read_errors.limit} could leave a batch out on one rank of a tensor-parallel group and "
+            "not on another one: use max_read_errors=0 with tensor parallelism."
+        )
     data = resumable(data)
     if global_micro_batches is None:
-        return DataSource(data, accumulation_steps, weigh=weigh, waiting=waiting)
+        return DataSource(data, accumulation_steps, weigh=weigh, waiting=waiting, read_errors=read_errors)
     share(global_micro_batches, mesh.data_rank(), mesh.data_size())
     source = DataSource(data, global_micro_batches)
     if source.sampler is not None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 
 from ignite_engine import rng
 from ignite_engine.data.lookahead import Before, LookAhead, Waiting, batch_to_repeat
+from ignite_engine.data.read_errors import ReadErrors, marked
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import StateMismatch, leave_out
@@ -64,10 +65,11 @@ class DataSource:
         accumulation_steps: batches in a group; None yields the batches themselves.
         weigh: weight of a batch, which the ranks then exchange ahead; None: none.
         waiting: its ``waiting_for_data`` is set where a signal may end a wait that the ranks agree on.
+        read_errors: batches that cannot be read are left out; None: they raise.
 
     On several ranks one that is exhausted before its peers repeats its last batch until all are; :meth:`padded` counts
     what of a group weighs nothing. Of sized loaders the lengths are exchanged when a pass starts. Where they do not
-    tell, or groups are weighed, the ranks agree on each group one ahead (:class:`LookAhead`).
+    tell, groups are weighed, or batches may be left out, the ranks agree on each group one ahead (:class:`LookAhead`).
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class DataSource:
         *,
         weigh: WeightFn | None = None,
         waiting: Waiting | None = None,
+        read_errors: ReadErrors | None = None,
     ) -> None:
-        self.weigh, self.waiting = weigh, waiting
+        self.weigh, self.waiting, self.read_errors = weigh, waiting, read_errors
         self.data, self.steps = data, accumulation_steps or 1
         self.grouped = accumulation_steps is not None
         self.sampler: ResumableSampler | None = getattr(data, "sampler", None) if type(data) is DataLoader else None
@@ -106,7 +109,8 @@ class DataSource:
         rows = agreement.gather_floats([-1.0 if own is None else float(own)])
         lengths = [int(row[0]) for row in mesh.by_data_rank(rows)]
         self.lengths = lengths if min(lengths) >= 0 else None
-        self._looks_ahead = len(rows) > 1 and (self.lengths is None or self.weigh is not None)
+        tells = self.weigh is not None or self.read_errors is not None
+        self._looks_ahead = len(rows) > 1 and (self.lengths is None or tells)
         self.uneven = len(set(lengths)) > 1 and not self._looks_ahead
 
     @property
@@ -147,6 +151,8 @@ class DataSource:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the current pass, from the position on."""
+        if self.read_errors is not None:
+            self.read_errors.clear()
         if self.position.ended:
             return iter(())
         if self._looks_ahead:
@@ -154,6 +160,9 @@ class DataSource:
         batches = self._from_position()
         if self.uneven and self.batches is not None:
             batches = self._repeat_last(batches, self.batches - self.position.batch)
+        if self.read_errors is not None:
+            groups = self.read_errors.readable(batches, self.steps)
+            return groups if self.grouped else (group[0] for group in groups)
         return self._groups(batches) if self.grouped else batches
 
     def _agreed_ahead(self) -> Iterator[Any]:
@@ -167,6 +176,7 @@ class DataSource:
             position=None if self.sampler is not None else self._present,
             weigh=self.weigh,
             waiting=self.waiting,
+            read_errors=self.read_errors,
             left=None if batches is None else batches - at.batch,
         )
         if fetched_with is not None:  # what the fetch drew was drawn before the generators were saved
@@ -247,7 +257,7 @@ class DataSource:
 
     def _open(self) -> Iterator[Any]:
         self._iterator = begin_pass(self.data)
-        return self._iterator  # type: ignore[no-any-return]  # an iterator
+        return self._iterator if self.read_errors is None else marked(self._iterator, self.data)
 
     def _after_a_pass(self, generators: Any) -> Iterator[Any]:
         """The next pass of data whose state is that of a pass's end: some yield nothing then, some start the next."""
@@ -283,7 +293,9 @@ class DataSource:
             yield batch
 
     def size_of(self, group: Any) -> int:
-        """How far ``group`` moves the position."""
+        """How far ``group`` moves the position, with what could not be read before it and within it."""
+        if self.read_errors is not None:
+            return self.read_errors.batches
         return len(group) if type(group) is Group else 1
 
     def padded(self, count: int) -> tuple[int, int]:
@@ -309,6 +321,8 @@ class DataSource:
         self.position.batch += batches
         if self._ahead is not None:
             self._ahead.consumed()
+        if self.read_errors is not None:
+            self.read_errors.clear()
 
     def abandon(self) -> None:
         """End the workers of the present pass at once: they may be busy for long with what is no longer wanted."""

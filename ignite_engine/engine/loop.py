@@ -200,6 +200,8 @@ class Loop:
     def _first_of_next_pass(self) -> Generator[None, None, Any]:
         """The first group of the next pass over the data, or ``_END`` where the epoch ends with this one."""
         state, progress = self.state, self.progress
+        if progress.rest_is_unread():
+            return _END
         emptied = False
         while True:
             if progress.measured and progress.epoch_iteration:

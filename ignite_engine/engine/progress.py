@@ -11,6 +11,7 @@ from typing import Any
 
 from ignite_engine import rng
 from ignite_engine.data.lookahead import Waiting
+from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.state import COUNTERS, TrainingState
@@ -48,10 +49,11 @@ class Progress:
         may_be_empty: bool = False,
         weigh: Callable[[Any], float] | None = None,
         waiting: Waiting | None = None,
+        max_read_errors: int = 0,
     ) -> None:
         self.state, self.accumulation_steps = state, accumulation_steps
         self.global_micro_batches, self._may_be_empty = global_micro_batches, may_be_empty
-        self._weigh, self._waiting = weigh, waiting
+        self._weigh, self._waiting, self.max_read_errors = weigh, waiting, max_read_errors
         self._resume = resume
         self.source: DataSource | None = None
         self.user_data: Any = None
@@ -98,8 +100,14 @@ class Progress:
 
     def new_source(self, data: Any) -> DataSource:
         """A source over the user's data; a collective."""
-        weigh, waiting = self._weigh, self._waiting
-        source = source_of(data, *self._grouping, may_be_empty=self._may_be_empty, weigh=weigh, waiting=waiting)
+        source = source_of(
+            data,
+            *self._grouping,
+            may_be_empty=self._may_be_empty,
+            weigh=self._weigh,
+            waiting=self._waiting,
+            read_errors=ReadErrors(self.max_read_errors, self.state) if self.max_read_errors else None,
+        )
         source.agree_lengths()
         return source
 
@@ -166,15 +174,30 @@ class Progress:
     def group_consumed(self) -> None:
         self.at_boundary = True
         self.epoch_iteration += 1
-        if self.source is not None:
-            self.source.consumed(self._batches)
+        self._consume()
+
+    def rest_is_unread(self) -> bool:
+        """Whether the epoch is full with what could not be read at the end of the pass, which is then consumed."""
+        errors = None if self.source is None else self.source.read_errors
+        if errors is None or not errors.groups:
+            return False
+        self._batches = errors.batches
+        self._consume()
+        return self.epoch_is_full()
+
+    def _consume(self) -> None:
+        if self.source is None:
+            return
+        if (errors := self.source.read_errors) is not None:
+            self.epoch_iteration += errors.groups
+            self.state.read_errors += errors.count
+        self.source.consumed(self._batches)
 
     def group_discarded(self) -> None:
         """A user's EXCEPTION_RAISED handler swallowed the error of an update: its group does not come again."""
         if not self.at_boundary:
             self.at_boundary = True
-            if self.source is not None:
-                self.source.consumed(self._batches)
+            self._consume()
 
     def end_pass(self) -> None:
         if self.source is not None:
@@ -222,7 +245,7 @@ class Progress:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         for name in ("iteration", *COUNTERS):
-            setattr(self.state, name, saved[name])
+            setattr(self.state, name, saved.get(name, 0))  # some were not always saved
         self.epochs_completed, self.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
         self.epoch_ends = saved.get("epoch_ends", False)
         self.state.micro_batch_limit = saved.get("micro_batch_limit")  # it was not always saved

@@ -142,8 +142,18 @@ def check_fit(config: Config, task: Task) -> None:
             raise config.error(
                 "task", f"the data '{name}' is a {type(data).__name__}, expected __len__ and __getitem__."
             )
-        if size < mesh.data_size():
+        evaluated = name != "train_set" and config.distributed.strategy == "ddp" and not config.update.rank_invariant
+        if size < (1 if evaluated else mesh.data_size()):
             raise config.error("task", f"the data '{name}' has {size} samples for {mesh.data_size()} ranks.")
+    limit, shared = (
+        config.data.max_read_errors,
+        {
+            "update.global_micro_batches": config.update.global_micro_batches,
+            "distributed.tensor_parallel": config.distributed.tensor_parallel > 1,
+        },
+    )
+    for key in (key for key, value in shared.items() if limit and value):
+        raise config.error("data.max_read_errors", f"got {limit} with {key}, which share out batches; set it to 0.")
     both = set(task.val_sets) & set(task.test_sets)
     if both:
         raise config.error(

@@ -87,6 +87,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             update,
             accumulation_steps=config.update.accumulation_steps,
             global_micro_batches=config.update.global_micro_batches,
+            max_read_errors=config.data.max_read_errors,
         )
         schedule = make_schedule(config, optimizer, total)
         directory = RunDirectory(config.directory)

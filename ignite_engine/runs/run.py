@@ -347,6 +347,7 @@ class Run:
             "epoch": state.epoch,
             "optimizer_steps": state.optimizer_steps,
             "skipped_steps": state.skipped_steps,
+            "read_errors": state.read_errors,
             "metrics": dict(sorted({**before, **state.metrics}.items())),
             "weights_sha256": digest,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -38,6 +38,20 @@ class Broken:
         raise KeyError("no such key")
 
 
+class Unreadable(TensorDataset):
+    """The sample that is read after as many others raises."""
+
+    def __init__(self, after: int, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.left = after
+
+    def __getitem__(self, index: int) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(5, "a sample is damaged")
+        return super().__getitem__(index)
+
+
 def fail(how: str) -> None:
     if how == "raise":
         raise ValueError("a sample is broken")
@@ -66,7 +80,8 @@ def build(options: Mapping[str, Any]) -> Task:
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     torch.manual_seed(1)
-    data = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
+    readable = at if fails and how == "read" else 1000
+    data = Unreadable(readable, torch.randn(96, 4), torch.randn(96, 1))
     return Task(
         handlers=[Broken(at)] if fails and how == "handler" else [],
         model=nn.Linear(4, 1),

@@ -79,6 +79,11 @@ def test_only_training_shuffles_and_drops_the_last_batch() -> None:
         ({}, {"val_sets": {"val": iter(())}}, "task: the data 'val' is a tuple_iterator, expected __len__"),
         ({}, {"val_sets": {"val": Numbers(0)}}, "task: the data 'val' has 0 samples for 1 ranks"),
         (
+            {"data": {"max_read_errors": 3}, "update": {"global_micro_batches": 2, "accumulation_steps": None}},
+            {},
+            "data.max_read_errors: got 3 with update.global_micro_batches",
+        ),
+        (
             {"ema": {"decay": 0.9, "evaluate": ["vl"]}},
             {"val_sets": {"val": Numbers(2)}},
             "ema.evaluate: got 'vl', ",

@@ -1,0 +1,128 @@
+"""Batches that cannot be read: in the place of each stands its error, and what can be read is trained on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ignite_engine.errors import PeerFailed, one_line
+from ignite_engine.ranks import agreement
+from ignite_engine.step.micro_batches import Group
+
+logger = logging.getLogger(__name__)
+
+
+class Counts(Protocol):
+    """Of the run's state."""
+
+    iteration: int
+    read_errors: int
+
+
+class Unread:
+    """In the place of a batch that could not be read."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class ReadErrors:
+    """What is taken from a source whose batches may be left out; more than ``limit`` in a run end it.
+
+    A batch that is left out keeps its place in the order: the position counts it, and a group is shorter by it. A group
+    of which no rank can read anything is no iteration.
+
+    Args:
+        limit: over all ranks.
+        state: counts what was left out of the groups that are consumed.
+    """
+
+    def __init__(self, limit: int, state: Counts) -> None:
+        self.limit, self._state = limit, state
+        self.clear()
+
+    def clear(self) -> None:
+        """What was taken is consumed."""
+        self.batches = self.groups = self.count = 0
+        """Taken and not yet consumed: places in the order; groups of which nothing is left; errors on all ranks."""
+
+    def take(self, batches: int, errors: Sequence[Exception], *, found: int, empty: bool) -> None:
+        """Count a group; where a rank could not read all of it, a collective.
+
+        Args:
+            batches: places of the group in the order.
+            errors: of this rank.
+            found: errors on all ranks.
+            empty: nothing of it could be read on any rank.
+
+        Raises:
+            Exception: of this rank, where there are too many.
+            PeerFailed: of another rank, likewise.
+        """
+        self.batches += batches
+        self.groups += empty
+        if not found:
+            return
+        lines = [
+            (rank, line)
+            for rank, of_rank in enumerate(agreement.gather_objects([one_line(error) for error in errors]))
+            for line in of_rank
+        ]
+        for rank, line in lines:
+            self.count += 1
+            total = self._state.read_errors + self.count
+            if total > self.limit:
+                if errors:
+                    raise errors[0]
+                raise PeerFailed(f"Rank {rank} failed, reading its data: {line}")
+            if agreement.rank() == 0:
+                where = agreement.on_ranks([rank])
+                at = self._state.iteration + 1
+                logger.warning(
+                    "A batch at iteration %d cannot be read%s and is left out (%d of at most %d): %s",
+                    *(at, where, total, self.limit, line),
+                )
+
+    def readable(self, batches: Iterator[Any], steps: int) -> Iterator[Group]:
+        """On one process: groups of what can be read of ``batches``."""
+        while places := list(islice(batches, steps)):
+            group, errors = split(places)
+            self.take(len(places), errors, found=len(errors), empty=not group)
+            if group:
+                yield group
+
+
+def split(places: Sequence[Any]) -> tuple[Group, list[Exception]]:
+    """What was read, and the errors in the place of what was not."""
+    group = Group(each for each in places if not isinstance(each, Unread))
+    return group, [each.error for each in places if isinstance(each, Unread)]
+
+
+def marked(batches: Iterator[Any], data: Any) -> Iterator[Any]:
+    """``batches`` of ``data``, with :class:`Unread` in the place of each that raises.
+
+    Raises:
+        Exception: the data gives nothing after it, as a generator does; or workers iterate, so that nobody could tell.
+    """
+    by_index = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset)
+    workers = getattr(data, "num_workers", 0)
+    if not by_index and workers:
+        yield from batches
+        return
+    failed: Exception | None = None
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            if failed is not None and not by_index:
+                raise failed from None
+            return
+        except Exception as error:
+            batch, failed = Unread(error), error
+        else:
+            failed = None
+        yield batch
