@@ -36,7 +36,7 @@ class Checkpoint:
         name: of the handler's own state in a checkpoint.
         options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`: ``keep_last``, ``best``,
             ``keep_best``, ``mode``, ``keep_every``, ``config``, ``labels``, ``exclude``, ``keep_fn``, ``background``,
-            ``when_busy``, ``on_exception``, ``strict``.
+            ``when_busy``, ``writers``, ``on_exception``, ``strict``.
 
     A save that fails fires ``CHECKPOINT_FAILED`` and training continues; the one at the end of the run raises. In the
     background both events come at the first step boundary after the save has ended, the same one on all ranks.

@@ -168,7 +168,7 @@ class Saver:
 
         def write() -> Path:
             facts["healthy"] = all_finite([shared.get("model"), shards and shards.of_parts.get("model")])
-            path = save(**facts)
+            path = save(writers=self.options.writers, **facts)
             self._prune()
             return path
 

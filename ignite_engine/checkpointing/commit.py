@@ -26,6 +26,7 @@ from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    SHARDED_VERSION,
     UNSHARDED_VERSION,
     Facts,
     Manifest,
@@ -36,6 +37,7 @@ from ignite_engine.checkpointing.manifest import (
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded, write_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import superseded
+from ignite_engine.checkpointing.rows import in_threads, shared_out, take_out
 from ignite_engine.checkpointing.shards import Shards, missing_numbers, split
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -64,9 +66,13 @@ class Commit:
         iteration: updates done.
         ranks: who saves together.
         failure: makes the error's text of the causes.
+        writers: threads of rank 0 that write at once.
     """
 
-    def __init__(self, directory: Path, iteration: int, ranks: Ranks, failure: Callable[[str], str]) -> None:
+    def __init__(
+        self, directory: Path, iteration: int, ranks: Ranks, failure: Callable[[str], str], *, writers: int = 1
+    ) -> None:
+        self._writers = writers
         self._directory = directory
         self._iteration = iteration
         self._ranks = ranks
@@ -127,20 +133,26 @@ class Commit:
                 for parts in (shared, local):
                     refuse_what_cannot_be_loaded(parts)
                 mine, own, pieces = split(shared, local)
-            contents = {
+            missing = missing_numbers({**mine, **own} if rank == 0 else {}, pieces)
+            contents: dict[str, Mapping[str, Any]] = {}
+            if rank == 0 and self._writers > 1:
+                mine, rows = take_out(mine)
+                contents |= {names.rows_file(at): share for at, share in enumerate(shared_out(rows, self._writers))}
+            contents |= {
                 names.SHARED_FILE: mine if rank == 0 else {},
                 names.rank_file(rank): own,
                 names.shards_file(rank): pieces.of_parts,
             }
             contents = {name: parts for name, parts in contents.items() if parts}
+            records = in_threads(lambda name: write_parts(temporary / name, contents[name]), contents, self._writers)
             return _Written(
                 iteration=self._iteration,
-                files={name: write_parts(temporary / name, parts) for name, parts in contents.items()},
+                files=dict(zip(contents, records, strict=True)),
                 parts={name: list(parts) for name, parts in contents.items()},
                 reproducibility=list(self._facts.get("reproducibility", ())),
                 healthy=self._facts.get("healthy", True),
                 sharding=pieces.layout,
-                missing=missing_numbers({**mine, **own} if rank == 0 else {}, pieces),
+                missing=missing,
             )
 
         self._written = self._ranks.together(write, self._failure)
@@ -190,13 +202,15 @@ class Commit:
         sharding = _unique(each for written in self._written for each in written.sharding)
         earlier = names.scan(self._directory)[0]
         same = [each.manifest for each in earlier if each.iteration == self._iteration]
+        files = {name: record for each in self._written for name, record in each.files.items()}
+        has_rows = any(map(names.ROWS_FILE.fullmatch, files))
         known = {
             "iteration": self._iteration,
             "epoch": epoch,
             "sequence": 1 + max((each.manifest.sequence for each in earlier), default=0),
             "world_size": self._ranks.world_size,
             "versions": current_versions(),
-            "files": {name: record for each in self._written for name, record in each.files.items()},
+            "files": files,
             "parts": {name: parts for each in self._written for name, parts in each.parts.items()},
             "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "reproducibility": _unique(reason for each in self._written for reason in each.reproducibility),
@@ -205,7 +219,7 @@ class Commit:
             "pinned": any(each.pinned for each in same),
             "environment": environment_values(self._ranks.world_size),
             "sharding": sharding,
-            "format_version": FORMAT_VERSION if sharding else UNSHARDED_VERSION,
+            "format_version": FORMAT_VERSION if has_rows else SHARDED_VERSION if sharding else UNSHARDED_VERSION,
         }
         return Manifest(**{**self._facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts
 

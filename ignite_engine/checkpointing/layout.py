@@ -35,6 +35,14 @@ def shards_file(rank: int) -> str:
     return f"shards_{rank}.pt"
 
 
+ROWS_FILE = re.compile(r"rows_\d+\.pt")
+
+
+def rows_file(number: int) -> str:
+    """Name of a file with rows of large tensors."""
+    return f"rows_{number}.pt"
+
+
 def checkpoint_name(iteration: int) -> str:
     """Name of the directory of a committed checkpoint."""
     return f"iteration_{iteration:08d}"

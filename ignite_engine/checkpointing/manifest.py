@@ -18,7 +18,8 @@ import torch
 from ignite_engine.checkpointing.filesystem import FileRecord, open_regular
 from ignite_engine.errors import CheckpointError, one_line
 
-FORMAT_VERSION = 3  # 2: no sharded tensors; 1: no kinds, and `exactness` for `reproducibility`
+FORMAT_VERSION = 4  # 3: no files of rows; 2: no sharded tensors; 1: no kinds, and `exactness` for `reproducibility`
+SHARDED_VERSION = 3
 UNSHARDED_VERSION = 2
 OLDEST_READABLE_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -79,7 +80,7 @@ class Manifest:
     sharding: list[str] = field(default_factory=list)
     """How tensors were sharded over the ranks: meshes and placements; empty: none was."""
     format_version: int = UNSHARDED_VERSION
-    """What a release must know to read it; one without sharded tensors is written as the version before."""
+    """What a release must know to read it: the lowest version that has what is in this checkpoint."""
 
     @property
     def exact(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.checkpointing.retention import Retention
 from ignite_engine.checkpointing.save_filter import SaveFilter
-from ignite_engine.errors import check_type
+from ignite_engine.errors import check_type, is_whole
 
 
 class SaveKeywords(TypedDict, total=False):
@@ -26,6 +26,7 @@ class SaveKeywords(TypedDict, total=False):
     keep_fn: Callable[[str, str, Any], bool] | None
     background: bool
     when_busy: Literal["wait", "skip"]
+    writers: int
     on_exception: bool
     strict: bool
 
@@ -51,6 +52,8 @@ class SaveOptions:
             update function of your own training waits for the whole copy.
         when_busy: what a save that is due does while the previous one is still being written; ``wait`` or ``skip``
             (never a best one, one that was requested, or the last).
+        writers: files that a rank hashes and writes at once, each in a thread. With more than one, tensors of 1 MiB and
+            more that the ranks share are in so many files of their own, which earlier releases do not read.
         on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
             one process only. A resume from there is not bit for bit, so ``strict`` excludes it.
         strict: refuse to start, or to resume, what cannot be resumed bit for bit.
@@ -71,6 +74,7 @@ class SaveOptions:
     keep_fn: Callable[[str, str, Any], bool] | None = None
     background: bool = False
     when_busy: Literal["wait", "skip"] = "wait"
+    writers: int = 1
     on_exception: bool = False
     strict: bool = False
 
@@ -81,6 +85,9 @@ class SaveOptions:
         check_type("keep_fn", self.keep_fn, self.keep_fn is None or callable(self.keep_fn), "a function or None")
         config = self.config
         check_type("config", config, config is None or isinstance(config, Mapping), "a mapping or None")
+        check_type("writers", self.writers, is_whole(self.writers), "a whole number")
+        if self.writers < 1:
+            raise ValueError(f"writers must be at least 1, got {self.writers}.")
         if self.when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy must be 'wait' or 'skip', got {self.when_busy!r}.")
         if self.strict and self.on_exception:

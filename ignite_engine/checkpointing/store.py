@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -18,6 +19,7 @@ from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.checkpointing.part_file import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
+from ignite_engine.checkpointing.rows import RowFiles
 from ignite_engine.checkpointing.shard_files import ShardFiles
 from ignite_engine.checkpointing.shards import Shards
 from ignite_engine.checkpointing.shards import whole as read_whole
@@ -68,6 +70,7 @@ class CheckpointStore:
         iteration: int,
         epoch: int,
         shards: Shards | None = None,
+        writers: int = 1,
         **facts: Unpack[Facts],
     ) -> Path:
         """Write a checkpoint and commit it; a collective. Older ones are left as they are.
@@ -81,6 +84,7 @@ class CheckpointStore:
             iteration: updates done; the same on all ranks.
             epoch: epochs begun or done, as the caller counts.
             shards: what ``split`` took out of the parts, if that was done before (for a copy, say).
+            writers: files that each rank writes at once; rank 0 writes tensors of 1 MiB and more into that many.
             facts: of the manifest: ``metrics`` (numbers to choose the best by), ``config`` (JSON data), ``labels``,
                 ``parent`` (the checkpoint that the run was resumed from), ``left_out`` (names inside parts that were
                 left out of them, by part) and ``kinds`` (what each part is), of which rank 0's count;
@@ -96,7 +100,8 @@ class CheckpointStore:
         """
         if iteration < 0:
             raise ValueError(f"iteration must be at least 0, got {iteration}.")
-        commit = Commit(self.directory, iteration, self._ranks, lambda causes: self._not_saved(iteration, causes))
+        failure = partial(self._not_saved, iteration)
+        commit = Commit(self.directory, iteration, self._ranks, failure, writers=writers)
         with commit:
             commit.begin(facts)
             commit.write(shared, local, shards)
@@ -167,9 +172,13 @@ class CheckpointStore:
                 continue
             verified = self._verification.is_sound(path / name, record)
             loaded.append(read_parts(path / name, record, verified=verified, mmap=mmap))
+
+        def problem(name: str) -> str | None:
+            return self._verification.problem(path / name, manifest.files[name])
+
+        loaded[0] = RowFiles(path, manifest, problem).join(loaded[0])
         if manifest.sharding:
-            files = manifest.files
-            shards = ShardFiles(path, manifest, lambda name: self._verification.problem(path / name, files[name]))
+            shards = ShardFiles(path, manifest, problem)
             loaded = [shards.join(parts) for parts in loaded]
             if whole:
                 loaded = [rebuilt(parts, read_whole) for parts in loaded]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, open_regular, signature
-from ignite_engine.checkpointing.layout import SHARDS_FILE
+from ignite_engine.checkpointing.layout import ROWS_FILE, SHARDS_FILE, SHARED_FILE
 from ignite_engine.checkpointing.manifest import Manifest, read_manifest
 from ignite_engine.checkpointing.part_file import compare, load_plain, plain_data_problem
+from ignite_engine.checkpointing.rows import RowFiles, in_threads
 from ignite_engine.checkpointing.shard_files import ShardFiles
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -24,8 +25,8 @@ class Verification:
             manifest = read_manifest(checkpoint)
         except CheckpointError as error:
             return [str(error)]
-        found = [problem for name in manifest.files if (problem := self._read(checkpoint / name, manifest.files[name]))]
-        return found or self._missing_pieces(checkpoint, manifest)
+        read = in_threads(lambda name: self._read(checkpoint / name, manifest.files[name]), manifest.files)
+        return [problem for problem in read if problem] or self._missing_pieces(checkpoint, manifest)
 
     def problem(self, path: Path, record: FileRecord) -> str | None:
         """What is wrong with a file; one verified before and unchanged since is not read again."""
@@ -62,12 +63,18 @@ class Verification:
         self._found = {path: found for path, found in self._found.items() if path.parent != checkpoint}
 
     def _missing_pieces(self, checkpoint: Path, manifest: Manifest) -> list[str]:
-        """Whether all pieces of sharded tensors are there, of a checkpoint whose files are sound."""
+        """Whether all rows and all pieces of sharded tensors are there, of a checkpoint whose files are sound."""
+        rows = RowFiles(checkpoint, manifest, lambda name: None)
         shards = ShardFiles(checkpoint, manifest, lambda name: None)
         try:
-            for name in manifest.files if manifest.sharding else ():
-                if not SHARDS_FILE.fullmatch(name):
-                    shards.join(load_plain(checkpoint / name, None, mmap=True))
+            for name in manifest.files if manifest.sharding or rows.names else ():
+                if ROWS_FILE.fullmatch(name) or SHARDS_FILE.fullmatch(name):
+                    continue
+                parts = load_plain(checkpoint / name, None, mmap=True)
+                if name == SHARED_FILE:
+                    parts = rows.checked(parts)
+                if manifest.sharding:
+                    shards.join(parts)
         except (CheckpointError, OSError) as error:
             return [one_line(error)]
         return []

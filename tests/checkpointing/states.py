@@ -22,14 +22,14 @@ def local_parts(iteration: int, rank: int = 0) -> dict[str, Any]:
     return {"rng": {"torch": torch.full((8,), 1000 * rank + iteration, dtype=torch.int64)}}
 
 
-def save(store: CheckpointStore, iteration: int, **options: Any) -> Path:
-    return store.save(shared_parts(iteration), local_parts(iteration), iteration=iteration, epoch=1, **options)
+def save(store: CheckpointStore, iteration: int, *, size: int = 300, **options: Any) -> Path:
+    return store.save(shared_parts(iteration, size), local_parts(iteration), iteration=iteration, epoch=1, **options)
 
 
-def holds(store: CheckpointStore, path: Path, iteration: int) -> bool:
+def holds(store: CheckpointStore, path: Path, iteration: int, size: int = 300) -> bool:
     """Whether a checkpoint loads with exactly the bits that were saved at that iteration."""
     loaded = store.load(path)
-    shared = shared_parts(iteration)
+    shared = shared_parts(iteration, size)
     return (
         loaded.manifest.iteration == loaded.shared["counters"]["iteration"] == iteration
         and all(torch.equal(loaded.shared["model"][name], shared["model"][name]) for name in shared["model"])

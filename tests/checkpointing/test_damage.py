@@ -70,7 +70,7 @@ def rewrite_manifest(checkpoint: Path, drop: str = "", **changes: Any) -> None:
 
 def make_it_newer(checkpoint: Path) -> str:
     rewrite_manifest(checkpoint, format_version=99)
-    return "has format version 99, this release reads up to 3: update ignite_engine"
+    return "has format version 99, this release reads up to 4: update ignite_engine"
 
 
 def make_it_older(checkpoint: Path) -> str:

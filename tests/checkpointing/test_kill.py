@@ -68,6 +68,22 @@ def test_killed_at_any_file_operation_of_a_save_the_newest_valid_one_loads(tmp_p
     assert operations >= 18
 
 
+def test_killed_at_any_file_operation_of_several_writers_the_newest_valid_one_loads(tmp_path: Path) -> None:
+    template, size = tmp_path / "template", 3000
+    save(CheckpointStore(template), 100, size=size, writers=2)
+
+    def check(directory: Path, number: int, first_rename: int) -> None:
+        store = CheckpointStore(directory)
+        newest, skipped = store.latest()
+        assert newest is not None and skipped == []
+        assert {"rows_0.pt", "rows_1.pt"} < set(newest.manifest.files)
+        assert holds(store, newest.path, 100 if number <= first_rename else 200, size)
+        store.sweep()
+        assert left_over(directory) == []
+
+    kill_everywhere(template, lambda directory: save(CheckpointStore(directory), 200, size=size, writers=2), check)
+
+
 def test_killed_while_the_same_iteration_is_saved_again_one_of_the_two_loads(tmp_path: Path) -> None:
     template = tmp_path / "template"
     save(CheckpointStore(template), 100)

@@ -41,6 +41,7 @@ def test_labels_and_config_are_facts_of_the_manifest() -> None:
         ({"when_busy": "drop"}, "when_busy must be 'wait' or 'skip', got 'drop'"),
         ({"labels": "mine"}, r"labels is a list, got 'mine': write \['mine'\]"),
         ({"exclude": "optimizer"}, r"exclude is a list, got 'optimizer'"),
+        ({"writers": 0}, "writers must be at least 1, got 0"),
         ({"exclude": ["model:"]}, "exclude has the pattern 'model:'"),
         ({"strict": True, "on_exception": True}, "choose one of them"),
     ],

@@ -74,6 +74,24 @@ def test_some_of_the_best_are_kept(tmp_path: Path) -> None:
     assert iterations(tmp_path) == [4, 5, 6, 10]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_several_writers_resume_to_the_same_bits(tmp_path: Path, background: bool) -> None:
+    def run(folder: str, max_iters: int) -> tuple[Tensor, CheckpointStore]:
+        torch.manual_seed(0)
+        width = 1 << 17
+        trainer = trainer_of(torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Linear(width, 1)), lr=1e-6)
+        checkpoint = Checkpoint(tmp_path / folder, writers=3, background=background)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        checkpoint.resume()
+        trainer.run(numbers_loader(), max_iters=max_iters)
+        return weights(trainer), checkpoint.store
+
+    whole, _ = run("whole", 6)
+    _, store = run("stopped", 4)
+    assert {"rows_0.pt", "rows_1.pt", "rows_2.pt"} < set(store.checkpoints()[-1].manifest.files)
+    assert torch.equal(run("stopped", 6)[0], whole)
+
+
 def test_best_is_remembered_over_a_resume(tmp_path: Path) -> None:
     def run(scores: dict[int, float], max_iters: int) -> int:
         trainer = trainer_of()
