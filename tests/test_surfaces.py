@@ -60,7 +60,9 @@ def _names(module: ModuleType) -> Iterator[str]:
 
 def _keys(section: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name, field in section["properties"].items():
-        inner = definitions.get(field.get("$ref", "").rpartition("/")[2], {})
+        inner = definitions.get(field.get("oneOf", [field])[0].get("$ref", "").rpartition("/")[2], {})
+        if "oneOf" in field:  # one section, or a list of them
+            yield f"{prefix}{name}: {_type(field)}"
         if name != prefix and inner.get("title", "").endswith("Section"):
             yield from _keys(inner, definitions, f"{prefix}{name}.")
             continue
@@ -74,8 +76,9 @@ def _keys(section: Mapping[str, Any], definitions: Mapping[str, Any], prefix: st
 
 def _type(field: Mapping[str, Any]) -> str:
     """A JSON schema in few words."""
-    if "anyOf" in field:
-        return " | ".join(_type(each) for each in field["anyOf"])
+    for union in ("anyOf", "oneOf"):
+        if union in field:
+            return " | ".join(_type(each) for each in field[union])
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "enum" in field:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
@@ -15,10 +15,12 @@ from ignite_engine.checkpointing import (
     CheckpointError,
     CheckpointStore,
     LoadPlan,
+    LoadSource,
     LoadTable,
     SaveOptions,
     require_exact,
 )
+from ignite_engine.checkpointing.load.sources import load_sources
 from ignite_engine.checkpointing.save_options import SaveKeywords
 from ignite_engine.errors import check_type
 from ignite_engine.handlers.checkpoint.saver import Saver
@@ -125,14 +127,16 @@ class Checkpoint:
             saver.resumed(trainer, path)
         return path
 
-    def load(self, path: str | Path, plan: LoadPlan) -> LoadTable:
-        """Start with what ``plan`` takes from another run's checkpoint, where :meth:`resume` found none; a collective.
+    def load(self, path: str | Path | Sequence[LoadSource], plan: LoadPlan | None = None) -> LoadTable:
+        """Start with what a plan takes from another run's checkpoint, where :meth:`resume` found none; a collective.
 
         What ``exclude`` leaves out of this run's own checkpoints is to be loaded before :meth:`resume`, each time.
 
         Args:
             path: a checkpoint, a folder of checkpoints or of a run (its newest valid one), or a file of weights
-                (safetensors, or a state_dict of ``torch.save``).
+                (safetensors, or a state_dict of ``torch.save``). Or a list of
+                :class:`~ignite_engine.checkpointing.LoadSource`, each with its plan: the last that has a name brings
+                it.
             plan: such as ``LoadPlan.fine_tune()``.
 
         Returns:
@@ -146,7 +150,7 @@ class Checkpoint:
         """
         if self._trainer is None:
             raise RuntimeError("Checkpoint.load() needs a trainer: call attach(trainer, event) before.")
-        table = self._trainer.registry.begin_from(path, plan)
+        table = self._trainer.registry.begin_from(load_sources(path, plan))
         self._saver.parent = table.source
         return table
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ignite_engine.checkpointing.background import BackgroundSave
 from ignite_engine.checkpointing.load.plan import LoadPlan
 from ignite_engine.checkpointing.load.prepare import prepare
+from ignite_engine.checkpointing.load.sources import LoadSource
 from ignite_engine.checkpointing.load.table import LoadTable
 from ignite_engine.checkpointing.manifest import FORMAT_VERSION, Manifest, read_manifest
 from ignite_engine.checkpointing.part_file import all_finite
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointStore",
     "LoadPlan",
+    "LoadSource",
     "LoadTable",
     "Loaded",
     "Manifest",

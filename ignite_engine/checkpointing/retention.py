@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -78,15 +78,17 @@ class Retention:
         return [each for each in checkpoints if each.path in stay]
 
     def _best(self, healthy: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-        if self.best is None:
-            return []
-        scores = [(each.manifest.metrics.get(self.best, math.nan), each) for each in healthy]
-        sign = 1 if self.mode == "min" else -1
-        ranked = sorted((pair for pair in scores if math.isfinite(pair[0])), key=lambda pair: sign * pair[0])
-        return [each for _, each in ranked[: self.keep_best]]
+        return [] if self.best is None else ranked(healthy, self.best, self.mode)[: self.keep_best]
 
     def _is_nth(self, checkpoint: CheckpointInfo) -> bool:
         return self.keep_every is not None and checkpoint.iteration % self.keep_every == 0
+
+
+def ranked(checkpoints: Iterable[CheckpointInfo], metric: str, mode: str) -> list[CheckpointInfo]:
+    """Those with finite weights and a finite value of ``metric``, the best first; of equal ones the earlier."""
+    scores = [(each.manifest.metrics.get(metric, math.nan), each) for each in checkpoints if each.manifest.healthy]
+    sign = 1 if mode == "min" else -1
+    return [each for _, each in sorted((one for one in scores if math.isfinite(one[0])), key=lambda one: sign * one[0])]
 
 
 def superseded(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:

@@ -18,7 +18,7 @@ from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Facts, Manifest,
 from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.checkpointing.part_file import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
-from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
+from ignite_engine.checkpointing.retention import CheckpointInfo, Retention, ranked
 from ignite_engine.checkpointing.rows import RowFiles
 from ignite_engine.checkpointing.shard_files import ShardFiles
 from ignite_engine.checkpointing.shards import Shards
@@ -144,6 +144,19 @@ class CheckpointStore:
         for path, reason in skipped:
             logger.warning("Checkpoint %s is skipped: %s.", path, reason.rstrip("."))
         return Newest(found, skipped)
+
+    def best(self, metric: str, mode: str) -> CheckpointInfo | None:
+        """The best valid checkpoint; one that is damaged is skipped with a warning. Not collective: ask on one rank.
+
+        Args:
+            metric: of the manifest; without a finite value of it, or with non-finite weights, none is the best.
+            mode: ``min`` or ``max``: whether a small or a large value is good.
+        """
+        for each in ranked(self.checkpoints(), metric, mode):
+            if not (problems := self.verify(each.path)):
+                return each
+            logger.warning("Checkpoint %s is skipped: %s.", each.path, "; ".join(problems).rstrip("."))
+        return None
 
     def verify(self, path: str | Path) -> list[str]:
         """Read a whole checkpoint and list what is wrong with it, in words; empty if it is valid."""

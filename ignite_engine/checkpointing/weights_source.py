@@ -50,6 +50,14 @@ def find_directory(path: str | Path) -> Path:
     raise CheckpointError(f"{path} holds no checkpoint; expected a run's folder or a folder of checkpoints.")
 
 
+def is_there(path: str | Path) -> bool:
+    """Whether there is anything that :func:`find_source` could mean, valid or not."""
+    path = Path(path)
+    if path.is_dir() and not (path / MANIFEST_NAME).exists() and names.named_iteration(path) is None:
+        return any(map(any, map(names.scan, (path, path / _RUNS_FOLDER))))
+    return path.exists()
+
+
 def find_source(path: str | Path) -> Path:
     """The checkpoint or file that a path means; of a folder of checkpoints, or a run's, the newest valid one.
 
@@ -57,7 +65,7 @@ def find_source(path: str | Path) -> Path:
         CheckpointError: one line; there is none, or none that is valid.
     """
     path = Path(path)
-    if path.is_file() or (path / MANIFEST_NAME).exists() or names.named_iteration(path) is not None:
+    if path.is_file() or (path / MANIFEST_NAME).exists() or (path.exists() and names.named_iteration(path) is not None):
         return path
     newest = CheckpointStore(find_directory(path)).latest()
     if newest.checkpoint is None:

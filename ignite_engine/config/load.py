@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
@@ -124,7 +124,7 @@ class Config(Section):
                 yield "checkpoint.keep_best has no effect: checkpoint.best names no metric"
             if self.checkpoint.mode != "min":
                 yield "checkpoint.mode has no effect: checkpoint.best names no metric"
-        if self.checkpoint.load.path is None:
+        if isinstance(self.checkpoint.load, Section) and self.checkpoint.load.path is None:
             for key in _changed(self.checkpoint.load):
                 yield f"checkpoint.load.{key} has no effect: checkpoint.load.path names nothing to load"
 
@@ -188,7 +188,7 @@ def _validated(source: Source) -> Config:
 def _one_line(fault: ErrorDetails, source: Source) -> str:
     """``file:line: section.key: what was given, what is expected, did you mean``."""
     kind, given, context = fault["type"], fault["input"], fault.get("ctx", {})
-    parts = [str(part) for part in fault["loc"]]
+    parts = [str(part) for part in fault["loc"] if not str(part).startswith("<")]  # which form a key has
     if context.get("key"):  # a section's own validator names the key in it
         parts.append(context["key"])
     key = ".".join(parts)
@@ -238,11 +238,20 @@ def _known_keys(section: Sequence[str]) -> list[str]:
     """The keys of the section that a dotted name leads to."""
     model: type[BaseModel] = Config
     for part in section:
-        inner = model.model_fields[part].annotation if part in model.model_fields else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        if part.isdecimal():  # of several
+            continue
+        inner = _section_in(model.model_fields[part].annotation) if part in model.model_fields else None
+        if inner is None:
             return []
         model = inner
     return list(model.model_fields)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key is, or each of a list of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for each in get_args(annotation) if (found := _section_in(each))), None)
 
 
 def _expected_of(parts: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import inspect
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
@@ -251,13 +251,21 @@ class LoadSection(Section):
     """What a run starts from if its own folder has no checkpoint to resume."""
 
     path: Annotated[str, Field(min_length=1)] | None = None  # a run's folder, a checkpoint, or a file of weights
+    which: Literal["newest", "best"] = "newest"  # valid checkpoint of a folder
+    metric: Annotated[str, Field(min_length=1)] | None = None  # of the best; default: as the run that saved it says
+    mode: Literal["min", "max"] | None = None  # with metric: whether a smaller or a larger value is better
+    optional: bool = False  # it may be missing; one that is there must be valid
     plan: Literal["fine_tune", "warm_start", "resume"] = "fine_tune"  # the model; also its optimizers; everything
     parts: list[str] | None = None  # instead of the plan's: model, optimizer, schedule, counters, ...
     include: list[str] | None = None  # only these names of the parts named here, such as model:backbone.*
     ignore: list[str] | None = None  # parts and names that are not loaded
-    rename: dict[str, str] | None = None  # prefix in the checkpoint: prefix here; re:... for a regular expression
+    rename: dict[str, str] | None = None  # prefix there: prefix here; names with *; re:... for a regular expression
     weights: Annotated[str, Field(min_length=1)] = "raw"  # or the part of an average, such as ema
     strict: bool = True  # a name missing on either side is an error
+
+
+def _form_of_load(value: object) -> str:
+    return "<several>" if isinstance(value, list) else "<one>"
 
 
 class CheckpointSection(Section):
@@ -277,7 +285,23 @@ class CheckpointSection(Section):
     labels: list[str] | None = None  # labels of every checkpoint
     exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*
     ignore: list[str] | None = None  # parts of the run's own newest checkpoint that a resume leaves out
-    load: LoadSection = LoadSection()
+    load: Annotated[  # what a run starts from; of several the last that has a name brings it
+        Annotated[LoadSection, Tag("<one>")] | Annotated[list[LoadSection], Tag("<several>")],
+        Discriminator(_form_of_load),
+    ] = LoadSection()
+
+    @property
+    def sources(self) -> dict[str, LoadSection]:
+        """What is to be loaded, by its key in the config."""
+        if isinstance(self.load, LoadSection):
+            return {} if self.load.path is None else {"checkpoint.load": self.load}
+        return {f"checkpoint.load.{index}": each for index, each in enumerate(self.load)}
+
+    @model_validator(mode="after")
+    def _each_of_several_has_a_path(self) -> CheckpointSection:
+        if missing := next((key for key, each in self.sources.items() if each.path is None), None):
+            raise _fault(f"{missing.removeprefix('checkpoint.')}.path", "this is missing, expected what to load.")
+        return self
 
     @model_validator(mode="after")
     def _an_exception_is_not_exact(self) -> CheckpointSection:

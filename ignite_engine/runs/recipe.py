@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from ignite_engine import handlers
-from ignite_engine.checkpointing import CheckpointError, LoadPlan, SaveOptions
+from ignite_engine.checkpointing import CheckpointError, LoadPlan, LoadSource, SaveOptions
 from ignite_engine.config import Config, Every
+from ignite_engine.config.sections import LoadSection
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.ranks import mesh
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
@@ -192,8 +193,8 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
     options = {name: value for name, value in given.items() if value is not None}
     run.checkpoint = handlers.Checkpoint(run.directory.checkpoints, config=run.config, **options)
     run.ignore = section.ignore or ()
-    if section.load.path is not None:
-        run.load, run.always_load = _loading(config, run.checkpoint, section.load.path), bool(section.exclude)
+    if section.sources:
+        run.load, run.always_load = _loading(config, run.checkpoint), bool(section.exclude)
     # it always saves at the end; after COMPLETED nothing more is saved
     minutes = section.every.minutes if section.every else None
     run.checkpoint.attach(
@@ -206,30 +207,37 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         users_own.attach(trainer)
 
 
-def _loading(config: Config, checkpoint: handlers.Checkpoint, path: str) -> Callable[[], object]:
+def _loading(config: Config, checkpoint: handlers.Checkpoint) -> Callable[[], object]:
     """The function that loads the config's ``checkpoint.load``.
 
     Raises:
         ConfigError: (now) the settings are not a plan; (when called) there is nothing to load, or it does not fit.
     """
-    section = config.checkpoint.load
-    given = {"parts": section.parts, "include": section.include, "ignore": section.ignore, "rename": section.rename}
-    preset = {"fine_tune": LoadPlan.fine_tune, "warm_start": LoadPlan.warm_start, "resume": LoadPlan.resume}
-    settings = {key: value for key, value in given.items() if value is not None}
-    try:
-        plan = preset[section.plan](**settings, weights=section.weights, strict=section.strict)
-    except ValueError as error:
-        raise config.error("checkpoint.load", str(error)) from None
+    sources = [_source(config, key, section) for key, section in config.checkpoint.sources.items()]
 
     def load() -> object:
         try:
-            return checkpoint.load(path, plan)
+            return checkpoint.load(sources)
         except CheckpointError as error:
-            raise config.error("checkpoint.load.path", str(error)) from error
+            key = "checkpoint.load.path" if isinstance(config.checkpoint.load, LoadSection) else "checkpoint.load"
+            raise config.error(key, str(error)) from error
         except ValueError as error:
             raise config.error("checkpoint.load", str(error)) from error
 
     return load
+
+
+def _source(config: Config, key: str, section: LoadSection) -> LoadSource:
+    given = {"parts": section.parts, "include": section.include, "ignore": section.ignore, "rename": section.rename}
+    preset = {"fine_tune": LoadPlan.fine_tune, "warm_start": LoadPlan.warm_start, "resume": LoadPlan.resume}
+    settings = {name: value for name, value in given.items() if value is not None}
+    assert section.path is not None  # it is one of the config's sources
+    try:
+        plan = preset[section.plan](**settings, weights=section.weights, strict=section.strict)
+        chosen = {name: getattr(section, name) for name in ("which", "metric", "mode", "optional")}
+        return LoadSource(section.path, plan, **chosen)
+    except ValueError as error:
+        raise config.error(key, str(error)) from None
 
 
 def _attach_stops(config: Config, run: Run) -> None:

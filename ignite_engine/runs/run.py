@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, Loaded, LoadPlan, LoadTable
+from ignite_engine.checkpointing import CheckpointStore, Loaded, LoadPlan, LoadTable
 from ignite_engine.checkpointing.shards import is_sharded
 from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.ranks import agreement
@@ -307,16 +307,9 @@ class Run:
         if asked not in (None, "best", "newest"):
             return Path(asked)
         if asked != "newest" and self.best is not None:
-            metric, mode = self.best
-            scored = [each for each in store.checkpoints() if metric in each.manifest.metrics]
-
-            def goodness(each: CheckpointInfo) -> float:
-                score = each.manifest.metrics[metric]
-                return score if mode == "max" else -score
-
-            for each in sorted(scored, key=goodness, reverse=True):
-                if not store.verify(each.path):
-                    return each.path
+            best = store.best(*self.best)
+            if best is not None:
+                return best.path
         if asked == "best":
             return None
         newest = store.latest().checkpoint

@@ -17,15 +17,15 @@ from ignite_engine.checkpointing import (
     CheckpointStore,
     Loaded,
     LoadPlan,
+    LoadSource,
     LoadTable,
     SaveFilter,
-    find_source,
-    prepare,
     read_source,
     require_exact,
 )
 from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
 from ignite_engine.checkpointing.load.part_names import filled
+from ignite_engine.checkpointing.load.prepare import Wanted, prepare_all
 from ignite_engine.checkpointing.nested import walk
 from ignite_engine.checkpointing.shards import fitted, has_sharded, layout_of
 from ignite_engine.errors import StateMismatch, leave_out, shortened
@@ -230,32 +230,33 @@ class Registry:
         agreement.agreed(lambda: self.load(states, source=str(path), ignore=ignore, left_out=manifest.left_out))
         return path
 
-    def begin_from(self, path: str | Path, plan: LoadPlan) -> LoadTable:
-        """Load what a plan takes from a checkpoint that is not this run's; a collective.
+    def begin_from(self, sources: Sequence[LoadSource]) -> LoadTable:
+        """Load what plans take from checkpoints that are not this run's; a collective.
 
         Args:
-            path: a checkpoint, or a folder of which rank 0's newest valid one is taken on all ranks, or a file of
-                weights.
-            plan: the same on all ranks.
+            sources: rank 0 chooses of each which checkpoint is loaded on all ranks. The last that has a name brings it.
 
         Raises:
             CheckpointError, StateMismatch, ValueError: one line, on all ranks the same; nothing was loaded.
         """
-        chosen = agreement.agreed(lambda: find_source(path) if agreement.rank() == 0 else None)[0]
-        assert chosen is not None
-        rank = agreement.rank()
-
-        def prepared() -> tuple[dict[str, Any], LoadTable]:
-            found = read_source(chosen, rank, mmap=bool(self._sharding()), whole=False)
-            kinds = {**self.kinds, **found.kinds}
-            return prepare(plan, found.parts, self.objects, source=str(chosen), left_out=found.left_out, kinds=kinds)
-
-        outcome: list[tuple[dict[str, Any], LoadTable]] = []
-        agreement.agreed(lambda: outcome.append(prepared()))
-        states, table = outcome[0]
-        agreement.agreed(lambda: self._take(states, str(chosen)))
+        chosen = agreement.on_rank_0(lambda: [each.find() for each in sources])
+        states, table = agreement.together(lambda: self._prepared(sources, chosen))
+        agreement.agreed(lambda: self._take(states, table.source))
         logger.log(logging.INFO if table.complete else logging.WARNING, "%s", table)
         return table
+
+    def _prepared(
+        self, sources: Sequence[LoadSource], chosen: Sequence[Path | None]
+    ) -> tuple[dict[str, Any], LoadTable]:
+        wanted = []
+        for source, path in zip(sources, chosen, strict=True):
+            if path is None:
+                wanted.append(Wanted(LoadPlan(parts=[], strict=False), f"{source.path} (optional, not there)", {}))
+                continue
+            found = read_source(path, agreement.rank(), mmap=bool(self._sharding()), whole=False)
+            kinds = {**self.kinds, **found.kinds}
+            wanted.append(Wanted(source.plan, str(path), found.parts, found.left_out, kinds))
+        return prepare_all(wanted, self.objects)
 
     def load_part(self, name: str, state: Any, left_out: Mapping[str, Sequence[str]]) -> None:
         """Load one registered object; names that were left out when its state was saved stay as they are."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ignite_engine.checkpointing import CheckpointError, LoadPlan
+from ignite_engine.checkpointing import CheckpointError, LoadPlan, LoadSource
 from ignite_engine.handlers import Checkpoint
 from tests.builders import linear, numbers_loader, on_two_ranks, one, trainer_of, weights
 
@@ -34,6 +34,24 @@ def start_of(directory: Path, source: Path) -> list[Any]:
     return ["fine-tune", table.source, trainer.state.iteration, weights(trainer).sum().item()]
 
 
+def several_from(folder: Path, rank: int) -> list[Any]:
+    """Rank 1 sees an optional source that rank 0 does not, and one of another run in the place of rank 0's."""
+    trainer, checkpoint = attached(folder / "empty", nn.parallel.DistributedDataParallel(linear()))
+    sources = [
+        LoadSource(folder / ("own" if rank == 0 else "source")),
+        LoadSource(folder / ("nowhere" if rank == 0 else "own"), optional=True),
+        LoadSource(folder / "source", LoadPlan.fine_tune(include=["model:2.*"])),
+    ]
+    table = checkpoint.load(sources)
+    saved = [
+        checkpoint.store.load(folder / name).shared["model"]
+        for name in ("own/iteration_00000004", "source/iteration_00000007")
+    ]
+    state = trainer.registry.objects["model"].state_dict()
+    right = all(bool((value == saved[name.startswith("2.")][name]).all()) for name, value in state.items())
+    return [table["model"].origins, right, weights(trainer).sum().item()]
+
+
 def error_of(work: Callable[[], Any]) -> list[str]:
     try:
         work()
@@ -48,6 +66,7 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
     # what a rank sees on a file system that lags must not count
     answers["rank 1 sees nothing"] = start_of(own if rank == 0 else empty, source)
     answers["rank 0 sees nothing"] = start_of(empty if rank == 0 else own, source if rank == 0 else own)
+    answers["several"] = several_from(folder, rank)
     other = linear(features=3 if rank == 0 else 5)
     before = one(other).clone()
     _, checkpoint = attached(empty, other)
@@ -93,6 +112,12 @@ def test_rank_0_decides_whether_a_run_restarts_or_begins_with_another_ones_weigh
     first, second = answers["rank 0 sees nothing"]
     assert first == second
     assert first[:3] == ["fine-tune", str(folder / "source" / "iteration_00000007"), 0]
+
+
+def test_rank_0_chooses_each_of_several_sources(two_ranks: tuple[Path, dict[str, list[Any]]]) -> None:
+    first, second = two_ranks[1]["several"]
+    assert first == second and first[1]
+    assert first[0] == {"0.weight": 0, "0.bias": 0, "2.weight": 2, "2.bias": 2}
 
 
 def test_an_error_of_one_rank_is_raised_on_both_and_nothing_is_loaded(

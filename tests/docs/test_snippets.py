@@ -190,8 +190,8 @@ def test_the_handlers_page_names_all_that_is_exported_and_only_keys_that_exist()
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel) and inner is not Every:
+        inner = type(field.default) if isinstance(field.default, BaseModel) else field.annotation  # a list, too
+        if isinstance(inner, type) and issubclass(inner, BaseModel) and not issubclass(inner, Every):
             yield from keys_of(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from ignite.engine import Events
 
 from ignite_engine import Task
+from ignite_engine.checkpointing import LoadSource
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.runs import components, recipe
 from ignite_engine.runs.run import Run
@@ -153,3 +155,40 @@ def test_settings_that_are_no_plan_are_refused_when_the_run_is_built(build: Buil
 def test_settings_without_a_path_have_no_effect(build: Build) -> None:
     with pytest.warns(ConfigWarning, match=r"checkpoint.load.strict has no effect: checkpoint.load.path names nothing"):
         build("run", {"checkpoint": {"load": {"strict": False}}})
+
+
+def test_a_run_begins_with_several_sources(build: Build, pretrained: Path, tmp_path: Path) -> None:
+    build("heads", {"ema": {"decay": None}, "checkpoint": {"best": "val/loss"}}, seed=6).train()
+    load = [
+        {"path": str(pretrained), "weights": "ema"},
+        {"path": str(tmp_path / "heads"), "include": ["model:head.*"], "which": "best"},
+        {"path": str(tmp_path / "nowhere.pt"), "optional": True},
+    ]
+    run = build("run", {"checkpoint": {"load": load}})
+    began: list[dict[str, torch.Tensor]] = []
+    run.trainer.add_event_handler(Events.STARTED, lambda: began.append(state_of(run)))
+    assert run.train()["start"] == "fine-tune"
+    store = run.checkpoint.store  # type: ignore[union-attr]
+    first = store.load(pretrained / "checkpoints" / "iteration_00000008").shared["ema"]["weights"]
+    second = store.load(LoadSource(tmp_path / "heads", which="best").find() or "").shared["model"]
+    assert torch.equal(began[0]["backbone.weight"], first["backbone.weight"])
+    assert torch.equal(began[0]["head.weight"], second["head.weight"])
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["checkpoint"]["load"][1]["which"] == "best"
+    assert build("run", {"checkpoint": {"load": load}}).train()["start"] == "restart"
+
+
+@pytest.mark.parametrize(
+    ("load", "line"),
+    [
+        ([{"path": "a"}, {"optional": True}], "checkpoint.load.1.path: this is missing, expected what to load"),
+        ([{"path": "a", "pth": 1}], r"checkpoint.load.0.pth: got 1 for a key that is not known; did you mean 'path'\?"),
+        ([{"path": "a", "which": "last"}], "checkpoint.load.0.which: got 'last', expected 'newest' or 'best'"),
+        ([{"path": "a", "metric": "loss"}], "checkpoint.load.0: metric and mode say together"),
+        ({"path": "a", "optional": 1}, "checkpoint.load.optional: got 1, expected true or false"),
+        ("a", "checkpoint.load: got 'a', expected a mapping of settings"),
+        (["a"], "checkpoint.load.0: got 'a', expected a mapping of settings"),
+    ],
+)
+def test_a_source_that_means_nothing_is_one_line_about_its_key(build: Build, load: Any, line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^config: {line}"):
+        build("run", {"checkpoint": {"load": load}})

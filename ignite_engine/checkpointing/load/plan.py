@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,9 @@ class LoadPlan:
         include: of a part that is named here, only these names: ``["model:backbone.*"]``.
         ignore: parts and names that stay as they were built, wherever they are missing: ``["model:head.*", "ema"]``.
         rename: from names in the checkpoint to names here, in the model, its optimizers and its averages. A key is
-            the prefix of a name, ``{"encoder.": "backbone."}``, or after ``re:`` a regular expression; of several that
-            match a name the first one applies. All patterns refer to the names after it.
+            the prefix of a name, ``{"encoder.": "backbone."}``, a whole name with ``*`` for any text, which the new
+            name repeats, ``{"layers.*.attn.*": "blocks.*.attention.*"}``, or after ``re:`` a regular expression; of
+            several that match a name the first one applies. All patterns refer to the names after it.
         weights: ``raw``, or the part that holds an average (``ema``), which is then loaded as the model.
         strict: what is missing on either side, or of another shape, is an error; otherwise it stays as it was built
             and is listed in the table.
@@ -51,11 +52,8 @@ class LoadPlan:
                 raise ValueError(
                     "parts has 'data' without 'counters': a run that counts from 0 starts its data from the beginning."
                 )
-        for old in self.rename:
-            try:
-                re.compile(old.removeprefix("re:") if old.startswith("re:") else "")
-            except re.error as error:
-                raise ValueError(f"rename has {old!r}, which is not a regular expression: {error}.") from None
+        for old, new in self.rename.items():
+            renaming(old, new)
 
     @classmethod
     def resume(cls, **changes: Any) -> LoadPlan:
@@ -71,3 +69,29 @@ class LoadPlan:
     def warm_start(cls, **changes: Any) -> LoadPlan:
         """The model and the optimizers' state; counters, schedule, data and random numbers start fresh."""
         return cls(**{"parts": ("model", "optimizer"), **changes})
+
+
+def renaming(old: str, new: str) -> Callable[[str], str | None]:
+    """The function of one rule of ``rename``: the new name, or None where the rule does not match.
+
+    Raises:
+        ValueError: the rule is malformed.
+    """
+    if old.startswith("re:"):
+        try:
+            expression = re.compile(old[3:])
+        except re.error as error:
+            raise ValueError(f"rename has {old!r}, which is not a regular expression: {error}.") from None
+        return lambda name: expression.sub(new, name) if expression.search(name) else None
+    if "*" not in old:
+        return lambda name: new + name[len(old) :] if name.startswith(old) else None
+    if new.count("*") != old.count("*"):
+        raise ValueError(f"rename has {{{old!r}: {new!r}}}: expected as many * in the new name as in the old one.")
+    whole = re.compile("(.*?)".join(map(re.escape, old.split("*"))))
+    pieces = new.split("*")
+
+    def renamed(name: str) -> str | None:
+        match = whole.fullmatch(name)
+        return pieces[0] + "".join(map("".join, zip(match.groups(), pieces[1:], strict=True))) if match else None
+
+    return renamed

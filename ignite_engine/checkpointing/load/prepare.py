@@ -5,21 +5,31 @@ A plan that does not fit changes nothing.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ignite_engine.checkpointing.load import part_names
 from ignite_engine.checkpointing.load.patterns import Patterns
-from ignite_engine.checkpointing.load.plan import LoadPlan
+from ignite_engine.checkpointing.load.plan import LoadPlan, renaming
 from ignite_engine.checkpointing.load.table import LoadTable, PartRow
 from ignite_engine.errors import StateMismatch
 
 
 class _Stateful(Protocol):
     def state_dict(self) -> Any: ...
+
+
+class Wanted(NamedTuple):
+    """A plan, and the parts that it is to take from."""
+
+    plan: LoadPlan
+    source: str
+    """Its name, for the table and errors."""
+    saved: Mapping[str, Any]
+    left_out: Mapping[str, Sequence[str]] = {}
+    kinds: Mapping[str, str] = {}
 
 
 def prepare(
@@ -50,20 +60,68 @@ def prepare(
         StateMismatch: the plan is strict and something is missing, unexpected or of another shape; one line.
         ValueError: a pattern, a rename or a category of the plan matches nothing, or two names become one.
     """
-    return _Preparation(plan, saved, here, source, left_out or {}, kinds or {}).result()
+    return prepare_all([Wanted(plan, source, saved, left_out or {}, kinds or {})], here)
+
+
+def prepare_all(
+    wanted: Sequence[Wanted], here: Mapping[str, _Stateful], *, held: Mapping[str, Container[str] | None] | None = None
+) -> tuple[dict[str, Any], LoadTable]:
+    """As :func:`prepare` from several sources, of which the last that has a name brings it.
+
+    What a strict plan asks for and its source lacks may come from any other.
+
+    Args:
+        held: names by part that are skipped, whatever the plans say; None instead of names: the whole part.
+    """
+    states: dict[str, Any] = {}
+    tables: list[LoadTable] = []
+    for each in wanted:
+        found, table = _Preparation(each, here, states, held or {}).result()
+        states |= found
+        tables.append(table)
+    joint = LoadTable.joined(tables)
+    for each, table in zip(wanted, tables, strict=True):
+        if each.plan.strict and (unfit := table.lacking_beside(joint)):
+            differences = [f"{row.part}: {row.differences or 'missing'}" for row in unfit]
+            raise StateMismatch(
+                f"{each.source} and this run differ ({'; '.join(differences)}): name them in ignore, rename them, or "
+                "say strict=False to leave them as they were built."
+            )
+    kinds = {part: kind for each in wanted for part, kind in each.kinds.items()}
+    model = states.get("model")
+    for part, state in states.items():
+        if part in here and model and part_names.form_of(state, kinds.get(part)) == "average":
+            states[part] = _begun(state, model, joint[part], joint["model"], kinds.get(part))
+    return states, joint
+
+
+def _begun(state: Any, model: Mapping[str, Any], average: PartRow, weights: PartRow, kind: str | None) -> Any:
+    """An average that begins with the model's weights wherever those came without it, or later."""
+    entries = part_names.named(state, kind) or {}
+    later = {
+        name: model[name]
+        for name in entries
+        if name in model and (name not in average.loaded or average.origin(name) < weights.origin(name))
+    }
+    return part_names.with_entries(state, {**entries, **later}, kind) if later else state
 
 
 class _Preparation:
+    """What one source brings, after those before it.
+
+    Args:
+        before: what those bring, by part.
+    """
+
     def __init__(
         self,
-        plan: LoadPlan,
-        saved: Mapping[str, Any],
+        wanted: Wanted,
         here: Mapping[str, _Stateful],
-        source: str,
-        left_out: Mapping[str, Sequence[str]],
-        kinds: Mapping[str, str],
+        before: Mapping[str, Any],
+        held: Mapping[str, Container[str] | None],
     ) -> None:
-        self._plan, self._here, self._source = plan, here, source
+        plan, source, saved, left_out, kinds = wanted
+        self._plan, self._here, self._source, self._held = plan, here, source, held
 
         def kind_of(part: str) -> str:
             return kinds.get(part) or part_names.guessed_kind(part, saved.get(part), here.get(part))
@@ -81,7 +139,7 @@ class _Preparation:
         self._include = Patterns(plan.include, "include", category)
         self._ignore = Patterns(plan.ignore, "ignore", category)
         self._named: dict[str, dict[str, Any] | None] = {}
-        self._own: dict[str, Any] = {}
+        self._own = {part: state for part, state in before.items() if part in here}
         self._own_named: dict[str, dict[str, Any]] = {}
         known = {*self._saved, *here, *self._left_out}
         if self._parts is not None:
@@ -96,15 +154,9 @@ class _Preparation:
             row = self._row(part)
             table.rows.append(row)
             if row.outcome == "loaded":
-                states[part] = self._merged(part, row, states.get("model", {}))
+                states[part] = self._merged(part, row)
             elif row.outcome == "waits":
                 states[part] = self._saved[part]
-        if self._plan.strict and table.unfit:
-            unfit = [f"{row.part}: {row.differences or 'missing'}" for row in table.unfit]
-            raise StateMismatch(
-                f"{self._source} and this run differ ({'; '.join(unfit)}): name them in ignore, rename them, or say "
-                "strict=False to leave them as they were built."
-            )
         return states, table
 
     def _row(self, part: str) -> PartRow:
@@ -135,16 +187,20 @@ class _Preparation:
         return row
 
     def _is_selected(self, part: str) -> bool:
+        if part in self._held and self._held[part] is None:
+            return False
         if getattr(self._here.get(part), "belongs_to_its_run", False):
             return part in (self._plan.parts or ())
         return (self._parts is None or self._parts.has_part(part)) and not self._ignore.has_part(part)
 
     def _is_asked_for(self, part: str, name: str) -> bool:
+        if name in (self._held.get(part) or ()):
+            return False
         if self._include.concern(part) and not self._include.has_name(part, name):
             return False
         return not self._ignore.has_name(part, name)
 
-    def _merged(self, part: str, row: PartRow, model: Mapping[str, Any]) -> Any:
+    def _merged(self, part: str, row: PartRow) -> Any:
         saved = self._saved[part]
         entries = self._entries(part)
         if entries is None:
@@ -154,13 +210,8 @@ class _Preparation:
         form, kind = self._form(part), self._kind(part)
         if whole and (continues or form != "optimizer"):
             return saved
-        loaded = {name: entries[name] for name in row.loaded}
-        if form == "optimizer":
-            return part_names.with_entries(self._own_state(part), loaded, kind)
-        mine = self._own_entries(part)
-        if form == "average":  # what it has no average of starts with the weights that the model starts with
-            mine = {name: model.get(name, value) for name, value in mine.items()}
-        return part_names.with_entries(saved, {**mine, **loaded}, kind)
+        both = {**self._own_entries(part), **{name: entries[name] for name in row.loaded}}
+        return part_names.with_entries(self._own_state(part) if form == "optimizer" else saved, both, kind)
 
     def _form(self, part: str) -> str | None:
         return part_names.form_of(self._saved[part], self._kind(part))
@@ -216,16 +267,12 @@ class _Renaming:
     """Old names to new ones; remembers which rules were of use."""
 
     def __init__(self, rules: Mapping[str, str], source: str, kind: Callable[[str], str]) -> None:
-        self._rules, self._source, self._kind = dict(rules), source, kind
+        self._rules, self._source, self._kind = {old: renaming(old, new) for old, new in rules.items()}, source, kind
         self._unused = set(rules)
 
     def __call__(self, name: str) -> str:
-        for old, new in self._rules.items():
-            if old.startswith("re:"):
-                renamed, count = re.subn(old[3:], new, name)
-            else:
-                renamed, count = new + name[len(old) :], int(name.startswith(old))
-            if count:
+        for old, rename in self._rules.items():
+            if (renamed := rename(name)) is not None:
                 self._unused.discard(old)
                 return renamed
         return name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from ignite_engine.errors import shortened
 from ignite_engine.text import in_columns
@@ -13,6 +14,9 @@ _OUTCOMES = {
     "waits": "waits until it is registered",
     "unclaimed": "skipped, nothing is registered for it",
 }
+
+
+_MOST_TELLING = ("loaded", "waits", "missing", "not saved", "unclaimed", "skipped", "as built")
 
 
 @dataclass
@@ -33,6 +37,18 @@ class PartRow:
     """Only in the checkpoint."""
     reshaped: list[str] = field(default_factory=list)
     """Of another shape, with both shapes."""
+    origins: dict[str, int] = field(default_factory=dict)
+    """Of several sources, the place (from 0) of the one that each loaded name came from; of a part without names, which
+    is taken as a whole, under ``""``."""
+
+    def origin(self, name: str) -> int:
+        """The place of the source that a loaded name came from, or a part that has no names."""
+        return self.origins.get(name, self.origins.get("", 0))
+
+    @property
+    def has_names(self) -> bool:
+        """Whether it is known by names what became of it."""
+        return bool(self.loaded or self.skipped or self.left_out or self.differences)
 
     @property
     def differences(self) -> str:
@@ -41,12 +57,21 @@ class PartRow:
         return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in kinds.items() if names)
 
     def __str__(self) -> str:
-        if not (self.loaded or self.skipped or self.left_out or self.differences):
-            return _OUTCOMES.get(self.outcome, self.outcome)
-        words = [f"loaded {len(self.loaded)}"]
+        if not self.has_names:
+            return _OUTCOMES.get(self.outcome, self.outcome) + "".join(
+                f" from {at + 1}" for at in self.origins.values()
+            )
+        words = [f"loaded {len(self.loaded)}{self._from_where()}"]
         words += [f"skipped {len(self.skipped)}: {shortened(self.skipped)}"] if self.skipped else []
         words += [f"not saved {len(self.left_out)}: {shortened(self.left_out)}"] if self.left_out else []
         return "; ".join([*words, *([self.differences] if self.differences else [])])
+
+    def _from_where(self) -> str:
+        names = {
+            at: [each for each in self.loaded if self.origins.get(each) == at] for at in set(self.origins.values())
+        }
+        found = "; ".join(f"from {at + 1}: {shortened(each)}" for at, each in sorted(names.items()))
+        return f" ({found})" if found else ""
 
 
 @dataclass
@@ -55,6 +80,8 @@ class LoadTable:
 
     source: str
     rows: list[PartRow] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    """Of several, all of them; :attr:`PartRow.origins` are places in it."""
 
     @property
     def complete(self) -> bool:
@@ -69,5 +96,52 @@ class LoadTable:
     def __getitem__(self, part: str) -> PartRow:
         return next(row for row in self.rows if row.part == part)
 
+    @classmethod
+    def joined(cls, tables: Sequence[LoadTable]) -> LoadTable:
+        """The one table of several sources, of which the last that has a name brings it."""
+        if len(tables) == 1:
+            return tables[0]
+        found: dict[str, list[tuple[int, PartRow]]] = {}
+        for at, table in enumerate(tables):
+            for row in table.rows:
+                found.setdefault(row.part, []).append((at, row))
+        rows = [_joined(part, found[part]) for part in sorted(found, key=lambda each: (each != "model", each))]
+        sources = [table.source for table in tables]
+        return cls("; ".join(sources), rows, sources)
+
+    def lacking_beside(self, joint: LoadTable) -> list[PartRow]:
+        """The parts in which something was missing that no other source of ``joint`` brought, or did not fit."""
+        rows = [
+            replace(row, missing=[each for each in row.missing if each not in joint[row.part].loaded])
+            for row in self.rows
+        ]
+        return [
+            row for row in LoadTable(self.source, rows).unfit if row.differences or joint[row.part].outcome == "missing"
+        ]
+
     def __str__(self) -> str:
-        return "\n".join([f"Loaded from {self.source}:", *in_columns(("", row.part, str(row)) for row in self.rows)])
+        rows = in_columns(("", row.part, str(row)) for row in self.rows)
+        if not self.sources:
+            return "\n".join([f"Loaded from {self.source}:", *rows])
+        sources = [f"  {place}: {source}" for place, source in enumerate(self.sources, 1)]
+        return "\n".join(["Loaded from several sources, of which the last that has a name brings it:", *sources, *rows])
+
+
+def _joined(part: str, rows: Sequence[tuple[int, PartRow]]) -> PartRow:
+    """What became of a part, by what each source made of it."""
+    origins: dict[str, int] = {}
+    for at, row in rows:
+        origins |= dict.fromkeys(row.loaded, at)
+        if row.outcome in ("loaded", "waits") and not row.has_names:
+            origins[""] = at
+    outcome = min((row.outcome for _, row in rows), key=_MOST_TELLING.index)
+    joint = PartRow(part, outcome, [name for name in origins if name], origins=origins)
+    known = set(origins)
+    for kind in ("missing", "unexpected", "reshaped", "left_out", "skipped"):
+        for _, row in rows:
+            for text in getattr(row, kind):
+                name = text.partition(" (saved ")[0]
+                if name not in known:
+                    getattr(joint, kind).append(text)
+                    known.add(name)
+    return joint

@@ -1,0 +1,273 @@
+"""Several sources: the last that has a name brings it, the table says which one it was, and some may be missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+
+from ignite_engine import Trainer, Update
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadPlan, LoadSource
+from ignite_engine.errors import StateMismatch
+from ignite_engine.handlers import EMA, Checkpoint
+from tests.builders import mse, numbers_loader
+
+PARTS = ("backbone", "middle", "head")
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int, names: tuple[str, ...] = PARTS) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.names = names
+        for name, features in zip(names, (3, 4, 4)):
+            self.add_module(name, nn.Linear(features, 1 if name == names[-1] else 4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for name in self.names[:-1]:
+            inputs = torch.tanh(getattr(self, name)(inputs))
+        found: Tensor = getattr(self, self.names[-1])(inputs)
+        return found
+
+
+def run_of(
+    directory: Path, model: nn.Module, *, adagrad: bool = False, ema: bool = False
+) -> tuple[Trainer, Checkpoint]:
+    kind: Any = torch.optim.Adagrad if adagrad else torch.optim.AdamW
+    trainer = Trainer(Update(model, kind(model.parameters(), lr=0.1), mse))
+    if ema:
+        EMA(0.5).attach(trainer)
+    checkpoint = Checkpoint(directory, keep_last=9)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+    return trainer, checkpoint
+
+
+def state_of(trainer: Trainer, part: str = "model") -> Any:
+    return trainer.registry.objects[part].state_dict()
+
+
+def trained(directory: Path, seed: int, **options: Any) -> Trainer:
+    trainer, _ = run_of(directory, Net(seed), **options)
+    trainer.run(numbers_loader(16), max_iters=8)
+    return trainer
+
+
+def only(*names: str, **changes: Any) -> LoadPlan:
+    return LoadPlan.fine_tune(include=[f"model:{name}.*" for name in names], **changes)
+
+
+def test_the_last_source_that_has_a_name_brings_it(tmp_path: Path) -> None:
+    first, second = trained(tmp_path / "a", 1), trained(tmp_path / "b", 2)
+    trainer, checkpoint = run_of(tmp_path / "run", Net(3))
+    built = state_of(trainer)["middle.bias"].clone()
+    table = checkpoint.load(
+        [
+            LoadSource(tmp_path / "a", LoadPlan.fine_tune(ignore=["model:middle.bias"])),
+            LoadSource(tmp_path / "b", only("head", "middle", ignore=["model:middle.*"])),
+        ]
+    )
+    now, a, b = state_of(trainer), state_of(first), state_of(second)
+
+    for name, value in now.items():
+        expected = built if name == "middle.bias" else (b if name.startswith("head") else a)[name]
+        assert torch.equal(value, expected), name
+    row = table["model"]
+    assert row.origins == {
+        **dict.fromkeys(["backbone.weight", "backbone.bias", "middle.weight"], 0),
+        **dict.fromkeys(["head.weight", "head.bias"], 1),
+    }
+    newest = [str(tmp_path / name / "iteration_00000008") for name in "ab"]
+    assert table.sources == newest and table.complete
+    assert str(table).splitlines()[:5] == [
+        "Loaded from several sources, of which the last that has a name brings it:",
+        f"  1: {newest[0]}",
+        f"  2: {newest[1]}",
+        "  model       loaded 5 (from 1: backbone.weight, backbone.bias, middle.weight; from 2: head.weight, "
+        "head.bias); skipped 1: middle.bias",
+        "  checkpoint  skipped",
+    ]
+    trainer.run(numbers_loader(16), max_iters=1)
+    assert checkpoint.store.checkpoints()[-1].manifest.parent == "; ".join(newest)
+
+
+def test_the_order_is_what_decides(tmp_path: Path) -> None:
+    first, second = trained(tmp_path / "a", 1), trained(tmp_path / "b", 2)
+    for order, winner in (("ab", second), ("ba", first)):
+        trainer, checkpoint = run_of(tmp_path / f"run_{order}", Net(3))
+        checkpoint.load([LoadSource(tmp_path / name) for name in order])
+        assert all(torch.equal(value, state_of(winner)[name]) for name, value in state_of(trainer).items())
+
+
+def test_what_a_strict_source_lacks_another_may_bring(tmp_path: Path) -> None:
+    """A file with the head alone, another with the rest: each is strict, and together they are complete."""
+    whole = Net(1).state_dict()
+    torch.save({name: value for name, value in whole.items() if name.startswith("head")}, tmp_path / "head.pt")
+    torch.save({name: value for name, value in whole.items() if not name.startswith("head")}, tmp_path / "rest.pt")
+    trainer, checkpoint = run_of(tmp_path / "run", Net(3))
+    head, rest = LoadSource(tmp_path / "head.pt"), LoadSource(tmp_path / "rest.pt")
+    with pytest.raises(StateMismatch, match=r"head.pt and this run differ \(model: 4 missing: backbone.weight, "):
+        checkpoint.load([head])
+    assert checkpoint.load([head, rest]).complete
+    assert all(torch.equal(value, whole[name]) for name, value in state_of(trainer).items())
+
+
+def test_names_that_do_not_fit_are_an_error_of_their_source_and_nothing_is_loaded(tmp_path: Path) -> None:
+    torch.save(Net(1).state_dict() | {"tail.weight": torch.ones(2)}, tmp_path / "more.pt")
+    torch.save(Net(2).state_dict() | {"head.bias": torch.ones(2)}, tmp_path / "wide.pt")
+    torch.save(Net(3).state_dict(), tmp_path / "right.pt")
+    right = LoadSource(tmp_path / "right.pt")
+    trainer, checkpoint = run_of(tmp_path / "run", Net(4))
+    built = {name: value.clone() for name, value in state_of(trainer).items()}
+    with pytest.raises(StateMismatch, match=r"more.pt and this run differ \(model: 1 unexpected: tail.weight\)"):
+        checkpoint.load([right, LoadSource(tmp_path / "more.pt"), right])
+    with pytest.raises(StateMismatch, match=r"wide.pt and this run differ \(model: 1 of another shape: head.bias "):
+        checkpoint.load([LoadSource(tmp_path / "wide.pt"), right])
+    assert all(torch.equal(value, built[name]) for name, value in state_of(trainer).items())
+
+    loose = LoadPlan.fine_tune(strict=False)
+    table = checkpoint.load([right, LoadSource(tmp_path / "more.pt", loose), LoadSource(tmp_path / "wide.pt", loose)])
+    assert table["model"].origin("head.bias") == 1 and table["model"].origin("head.weight") == 2
+    assert table["model"].unexpected == ["tail.weight"] and table["model"].reshaped == []
+
+
+@pytest.mark.parametrize("adagrad", [False, True])
+def test_moments_come_with_their_tensors(tmp_path: Path, adagrad: bool) -> None:
+    """Those of one source stay where the next has none; Adagrad makes its own as soon as it is made."""
+    first, second = trained(tmp_path / "a", 1, adagrad=adagrad), trained(tmp_path / "b", 2, adagrad=adagrad)
+    trainer, checkpoint = run_of(tmp_path / "run", Net(3), adagrad=adagrad)
+    include = ["model:backbone.*", "optimizer:backbone.*"]
+    checkpoint.load(
+        [
+            LoadSource(tmp_path / "a", LoadPlan.warm_start(ignore=["*:head.*"])),
+            LoadSource(tmp_path / "b", LoadPlan.warm_start(include=include)),
+        ]
+    )
+    key = "sum" if adagrad else "exp_avg_sq"
+    now, a, b = (state_of(each, "optimizer")["state"] for each in (trainer, first, second))
+    assert torch.equal(now["backbone.weight"][key], b["backbone.weight"][key])
+    assert torch.equal(now["middle.weight"][key], a["middle.weight"][key])
+    assert ("head.weight" in now) == adagrad
+    trainer.run(numbers_loader(16), max_iters=2)
+    assert state_of(trainer, "optimizer")["state"]["middle.bias"]["step"].item() == 10
+
+
+def test_an_average_begins_with_weights_that_came_later(tmp_path: Path) -> None:
+    first, second = trained(tmp_path / "a", 1, ema=True), trained(tmp_path / "b", 2, ema=True)
+    trainer, checkpoint = run_of(tmp_path / "run", Net(3), ema=True)
+    checkpoint.load(
+        [LoadSource(tmp_path / "a", LoadPlan(parts=["model", "ema"])), LoadSource(tmp_path / "b", only("head"))]
+    )
+    average = state_of(trainer, "ema")["weights"]
+
+    assert torch.equal(average["head.weight"], state_of(second)["head.weight"])
+    assert torch.equal(average["middle.weight"], state_of(first, "ema")["weights"]["middle.weight"])
+    assert not torch.equal(average["middle.weight"], state_of(first)["middle.weight"])
+
+
+def test_names_are_renamed_by_patterns_source_by_source(tmp_path: Path) -> None:
+    torch.save(Net(1, ("stem", "blocks", "out")).state_dict(), tmp_path / "old.pt")
+    torch.save({f"net.{name}.ema": value for name, value in Net(2).state_dict().items()}, tmp_path / "average.pt")
+    _, checkpoint = run_of(tmp_path / "run", Net(3))
+    table = checkpoint.load(
+        [
+            LoadSource(
+                tmp_path / "old.pt",
+                LoadPlan.fine_tune(
+                    rename={"stem.*": "backbone.*", "blo*s.*": "middle*.*", "out.": "head."}, strict=False
+                ),
+            ),
+            LoadSource(tmp_path / "average.pt", LoadPlan.fine_tune(rename={"net.*.*.ema": "*.*"}, ignore=["model:m*"])),
+        ]
+    )
+    assert table["model"].origins == {
+        f"{name}.{each}": 1 for name in ("backbone", "head") for each in ("weight", "bias")
+    }
+    assert table["model"].missing == ["middle.weight", "middle.bias"]
+    assert table["model"].unexpected == ["middleck.weight", "middleck.bias"]
+    with pytest.raises(ValueError, match=r"rename has \{'a.\*': 'b.'\}: expected as many \* in the new name"):
+        LoadPlan(rename={"a.*": "b."})
+
+
+def test_an_optional_source_may_be_missing_and_a_required_one_is_one_line(tmp_path: Path) -> None:
+    first = trained(tmp_path / "a", 1)
+    (tmp_path / "empty").mkdir()
+    trainer, checkpoint = run_of(tmp_path / "run", Net(3))
+    optional = [
+        LoadSource(tmp_path / name, optional=True) for name in ("nowhere", "empty", "iteration_00000001", "x.pt")
+    ]
+    table = checkpoint.load([LoadSource(tmp_path / "a"), *optional])
+
+    assert all(torch.equal(value, state_of(first)[name]) for name, value in state_of(trainer).items())
+    assert table.sources[1:] == [f"{each.path} (optional, not there)" for each in optional] and table.complete
+    assert set(table["model"].origins.values()) == {0}
+    for each in optional:
+        with pytest.raises(CheckpointError, match=r"(does not exist|holds no checkpoint); expected") as caught:
+            checkpoint.load([LoadSource(tmp_path / "a"), LoadSource(each.path)])
+        assert "\n" not in str(caught.value)
+    (tmp_path / "x.pt").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"x\.pt is"):  # it is there
+        checkpoint.load(optional)
+
+
+def test_of_a_folder_the_best_is_the_best_valid_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(tmp_path / "a", 1)
+    store = CheckpointStore(tmp_path / "a")
+    source = LoadSource(tmp_path / "a", which="best", metric="val/loss", mode="min")
+    with pytest.raises(CheckpointError, match="holds no valid checkpoint with val/loss"):
+        source.find()
+    assert LoadSource(tmp_path / "a", which="best", metric="val/loss", mode="min", optional=True).find() is None
+    for iteration, loss in ((4, 0.5), (8, 0.7)):
+        store.annotate(tmp_path / "a" / f"iteration_0000000{iteration}", metrics={"val/loss": loss, "accuracy": loss})
+    with pytest.raises(CheckpointError, match="no checkpoint says by what it is the best; give metric and mode"):
+        LoadSource(tmp_path / "a", which="best").find()
+    assert source.find() == tmp_path / "a" / "iteration_00000004"
+    manifest = tmp_path / "a" / "iteration_00000008" / "manifest.json"
+    assert json.loads(manifest.read_text())["best"] is None
+    assert LoadSource(tmp_path / "a", which="best", metric="accuracy", mode="max").find() == manifest.parent
+    (tmp_path / "a" / "iteration_00000004" / "shared.pt").write_bytes(b"torn")
+    assert source.find() == manifest.parent
+    assert "iteration_00000004 is skipped: shared.pt has 4 bytes" in caplog.text
+
+
+def test_the_best_is_by_what_the_run_kept_its_best(tmp_path: Path) -> None:
+    trainer, checkpoint = run_of(tmp_path / "x", Net(1))
+    checkpoint = Checkpoint(tmp_path / "a", name="best", best="score", mode="max", keep_last=9)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def score() -> None:
+        trainer.state.metrics["score"] = {3: 2.0}.get(trainer.state.iteration, 1.0)
+
+    trainer.run(numbers_loader(16), max_iters=5)
+    assert LoadSource(tmp_path / "a", which="best").find() == tmp_path / "a" / "iteration_00000003"
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"which": "last"}, "which must be 'newest' or 'best', got 'last'"),
+        ({"metric": "loss"}, "metric and mode say together"),
+        ({"metric": "loss", "mode": "min"}, "metric and mode say together"),
+        ({"which": "best", "mode": "less"}, "mode must be 'min', 'max' or None, got 'less'"),
+        ({"path": ""}, "path must be a path, got ''"),
+        ({"plan": "fine_tune"}, "plan must be a LoadPlan, got 'fine_tune'"),
+        ({"optional": 1}, "optional must be True or False, got 1"),
+    ],
+)
+def test_a_source_that_means_nothing_is_refused(given: dict[str, Any], line: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{line}"):
+        LoadSource(**{"path": "a", **given})
+
+
+def test_a_list_is_of_sources_and_a_path_has_a_plan(tmp_path: Path) -> None:
+    _, checkpoint = run_of(tmp_path / "run", Net(3))
+    for wrong, plan in (([], None), (["a"], None), ([LoadSource("a")], LoadPlan.fine_tune())):
+        with pytest.raises(ValueError, match="Give a path and its plan, or a list of LoadSource"):
+            checkpoint.load(wrong, plan)  # type: ignore[arg-type]  # it is wrong
+    with pytest.raises(TypeError, match="plan must be a LoadPlan beside a path, got None"):
+        checkpoint.load(tmp_path)
