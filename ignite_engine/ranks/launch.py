@@ -226,13 +226,15 @@ class _End:
 
     Attributes:
         code: for the parent to exit with; None: it raised, or was killed.
-        traceback: of what it raised.
         at: seconds since the epoch.
+        traceback: of what it raised.
+        interrupted: a signal ended it, outside of training; peers may wait for it to connect, which no error ends.
     """
 
     code: int | None
     at: float
     traceback: str = ""
+    interrupted: bool = False
 
 
 def _rank_main(
@@ -247,8 +249,9 @@ def _rank_main(
     os.environ.update(place.environment)
     code: int | None = 0
     text = ""
+    interrupted = _never
     try:
-        with signals.ending_the_process(), signals.listening(os.getppid()):
+        with signals.ending_the_process() as interrupted, signals.listening(os.getppid()):
             signals.receive_forwarded()
             _connect(*connection)
             try:
@@ -270,9 +273,13 @@ def _rank_main(
         code, text = None, traceback.format_exc()
     # a code is not the process's own exit status: none of its peers is ended because of it, they may be saving
     with contextlib.suppress(OSError):  # the parent is gone
-        report.send(_End(code, time.time(), text))
+        report.send(_End(code, time.time(), text, interrupted()))
     if code is None:
         sys.exit(1)
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass
@@ -282,9 +289,10 @@ class _Rank:
     Attributes:
         number: in the whole group.
         report: its end of the pipe on which the rank says how it ended.
-        end: what it said, or else its exit status; None: it runs.
+        end: what it said, or else its exit status; None: it runs, or has ended since it was looked at.
         killed_by: the signal that ended it before it could say anything, unless this parent sent that.
         ended_here: this parent sent it SIGTERM or SIGKILL.
+        over: its process had ended when it was looked at.
     """
 
     number: int
@@ -293,6 +301,7 @@ class _Rank:
     end: _End | None = None
     killed_by: int | None = None
     ended_here: bool = False
+    over: bool = False
 
     @property
     def runs(self) -> bool:
@@ -300,11 +309,11 @@ class _Rank:
 
     def look(self) -> None:
         """Take what the rank has said; when its process has ended without a word, its status is what counts."""
-        ended = not self.runs
+        self.over = not self.runs
         with contextlib.suppress(EOFError, OSError):
             if self.end is None and self.report.poll():
                 self.end = self.report.recv()
-        if ended and self.end is None:
+        if self.over and self.end is None:
             code = self.process.exitcode
             if code < 0:
                 self.killed_by = None if self.ended_here else -code
@@ -314,8 +323,10 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        """Its peers cannot go on: it raised, was killed, or ended its process in the middle of everything."""
-        return self.end is not None and (self.end.code is None or self.process.exitcode not in (None, 0))
+        """Its peers cannot go on: it raised, was killed or interrupted, or ended in the middle of everything."""
+        if self.end is None:
+            return False
+        return self.end.code is None or self.end.interrupted or self.process.exitcode not in (None, 0)
 
     def send(self, number: int) -> None:
         if self.runs:
@@ -337,13 +348,11 @@ class _Ranks:
         with _receiving_signals() as received:
             try:
                 store = self._start(func, args, kwargs)  # the ranks meet there as long as they run
-                while running := [rank for rank in self._ranks if rank.runs]:
-                    self._wait(running, received)
+                while left := [rank for rank in self._ranks if not rank.over]:
+                    self._wait(left, received)
                 del store
             finally:
                 self._kill()
-        for rank in self._ranks:
-            rank.look()
         self._finish()
 
     def _start(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -380,13 +389,13 @@ class _Ranks:
             self._ranks.append(_Rank(rank, process, received))
         return store
 
-    def _wait(self, running: list[_Rank], received: socket.socket | None) -> None:
+    def _wait(self, ranks: list[_Rank], received: socket.socket | None) -> None:
         """Until something happens; then act on it.
 
         Args:
-            running: not asked for again, as those that have ended since still have a sentinel, which says so.
+            ranks: not those that run: one that has ended since it was looked at has a sentinel, which says so.
         """
-        sources = [rank.process.sentinel for rank in running] + [rank.report for rank in running if rank.end is None]
+        sources = [rank.process.sentinel for rank in ranks] + [rank.report for rank in ranks if rank.end is None]
         sources += [received] if received is not None else []
         next_deadline = min((at for at, _ in self._deadlines), default=None)
         wait_s = None if next_deadline is None else max(next_deadline - time.monotonic(), 0.0)
@@ -442,7 +451,8 @@ class _Ranks:
         # its peers, which end with a bare 1, may have noticed it before this process did
         cause, end = min(ended, key=lambda each: (each[0].killed_by is None, each[1].code == 1, each[1].at))
         if end.code is not None:
-            sys.exit(max(end.code for _, end in ended if end.code is not None))
+            own = [end.code for rank, end in ended if end.code is not None and not rank.ended_here]
+            sys.exit(max(own, default=end.code))  # that of a peer which was ended here is of no interest
         pid = cause.process.pid
         if (number := cause.killed_by) is None:
             text = f"\n\n-- Rank {cause.number} ended with the following error:\n{end.traceback}"

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -46,14 +46,18 @@ def treated_as(number: int) -> int:
 
 
 @contextmanager
-def ending_the_process() -> Iterator[None]:
+def ending_the_process() -> Iterator[Callable[[], bool]]:
     """Within it a stop that nothing else handles raises :class:`Interrupted`; SIGUSR1, which asks to save, is ignored.
 
     Handlers that are not Python's own stay as they are, and ignored signals stay ignored (``nohup``). Outside the main
     thread, which alone may handle signals, it does nothing.
+
+    Yields:
+        A function that says whether it has ended the process.
     """
-    with _default_handlers_are(_End()):
-        yield
+    end = _End()
+    with _default_handlers_are(end):
+        yield lambda: end.raised_at is not None
 
 
 @contextmanager
@@ -69,7 +73,7 @@ def _default_handlers_are(handler: Any) -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         wanted = {**dict.fromkeys(STOPS, handler), signal.SIGUSR1: _ignore}
         for number, wants in wanted.items():
-            if (found := signal.getsignal(number)) in _DEFAULTS:
+            if (found := signal.getsignal(number)) in _DEFAULTS or isinstance(found, _End):
                 before[number] = found
                 signal.signal(number, wants)
     try:

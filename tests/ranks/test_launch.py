@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from ignite_engine import Parallel
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.errors import LaunchError
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, launch
 from ignite_engine.ranks.launch import free_port
 from tests.faults import processes
 from tests.faults.processes import group_is_gone, start, write_config
@@ -210,6 +211,8 @@ def ends(local_rank: int, how: str) -> None:
         sys.exit(3)
     if how == "SIGKILL":
         if local_rank == 1:
+            os.kill(os.getppid(), signal.SIGUSR1)  # the parent looks, while this rank still runs
+            time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)  # it does not notice: the parent ends it
 
@@ -223,8 +226,23 @@ def test_exit_code_of_one_rank_is_the_parents_and_warnings_are_said_once(capfd: 
     assert errors.count("UserWarning: a warning") == errors.count("a logged warning\n") == 1
 
 
+def unwatched(local_rank: int, func: Callable[..., Any], heartbeat_timeout_s: float, *args: Any) -> None:
+    func(local_rank, *args)
+
+
 @pytest.mark.distributed
-def test_killed_rank_is_named_and_its_peers_are_ended() -> None:
+@pytest.mark.parametrize("when", ["while the parent waits", "just after the parent looked"])
+def test_killed_rank_is_named_and_its_peers_are_ended(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    look = launch._Rank.look
+
+    def look_slowly(rank: Any) -> None:
+        look(rank)
+        if rank.number == 1:
+            rank.process.join()
+
+    monkeypatch.setattr(launch, "watched", unwatched)
+    if when == "just after the parent looked":
+        monkeypatch.setattr(launch._Rank, "look", look_slowly)
     began = time.monotonic()
     with (
         pytest.raises(ProcessExitedException, match=r"^Rank 1 \(process \d+\) was killed by SIGKILL\.$") as error,
@@ -233,6 +251,59 @@ def test_killed_rank_is_named_and_its_peers_are_ended() -> None:
         parallel.run(ends, "SIGKILL")
     assert error.value.exit_code == -signal.SIGKILL and error.value.error_index == 1
     assert time.monotonic() - began < 55
+
+
+class SecondComesLate:
+    """Of two ranks that unpickle it, the second waits, before it connects."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return come, (self.folder,)
+
+
+def come(folder: Path) -> SecondComesLate:
+    try:
+        (folder / "first").touch(exist_ok=False)
+    except FileExistsError:
+        (folder / "late").write_text(f"{os.getpid()}\n")
+        time.sleep(60)
+    return SecondComesLate(folder)
+
+
+def waits_for_its_peer(local_rank: int, late: SecondComesLate | None = None) -> None:
+    if local_rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    dist.new_group([0, 1], timeout=timedelta(seconds=60))  # a failing test ends, too
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("peer", ["connects", "makes a group"])
+def test_peer_that_waits_for_a_rank_which_a_signal_ended_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peer: str
+) -> None:
+    """Its wait is in torch's own code, where no handler of Python runs and no error comes before the timeout."""
+    monkeypatch.setattr(launch, "watched", unwatched)
+    monkeypatch.setattr(launch, "_PEERS_OF_A_FAILURE_MAY_END_S", 0.5)
+    # SIGTERM is enough while it connects; there, SIGKILL would come too late for this test
+    monkeypatch.setattr(launch, "_TERMINATED_RANKS_MAY_END_S", 0.5 if peer == "makes a group" else 60.0)
+
+    def end_the_late_one() -> None:
+        while not (tmp_path / "late").exists() or not (tmp_path / "late").read_text().endswith("\n"):
+            time.sleep(0.05)
+        time.sleep(1.0)  # the other one connects
+        os.kill(int((tmp_path / "late").read_text()), signal.SIGINT)
+
+    began = time.monotonic()
+    arguments: tuple[Any, ...] = ()
+    if peer == "connects":
+        threading.Thread(target=end_the_late_one, daemon=True).start()
+        arguments = (SecondComesLate(tmp_path),)
+    with pytest.raises(SystemExit) as end, Parallel(backend="gloo", nproc_per_node=2, timeout=60.0) as parallel:
+        parallel.run(waits_for_its_peer, *arguments)
+    assert end.value.code == 130, "not that of the peer, which gets SIGTERM"
+    assert time.monotonic() - began < 50
 
 
 @pytest.mark.distributed
