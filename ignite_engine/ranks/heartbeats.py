@@ -2,7 +2,8 @@
 
 Messages are JSON objects, one a line, so nothing that a peer sends is executed. A rank sends ``beat`` (what it does),
 ``run`` (a run begins), ``failed`` (it raises), ``lost`` (a collective of it broke) and ``left`` (its function has
-ended). The hub sends ``hub`` (it lives, and what rank 0 does), ``failure`` and ``left``, and ``closed`` at its end.
+ended). The hub sends ``hub`` (it lives, and what rank 0 does), ``failure`` and ``left``, and at its end ``closed``: how
+rank 0 has left, and its code.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class Hub:
     # -- connections ----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        before, since_tick, closing_s = time.monotonic(), 0.0, 0.0
+        before, since_tick, closing_s, told = time.monotonic(), 0.0, 0.0, False
         while closing_s < _CLOSE_S:
             for key, _ in self._selector.select(self._beat_s):
                 if key.data is None:
@@ -206,8 +207,9 @@ class Hub:
             elapsed, before = min(now - before, self._beat_s), now
             since_tick += elapsed
             if self._closes.is_set():
-                if not closing_s:
-                    self._tell(closed=True)
+                if not told and self._ranks[0].left is not None:  # else that has been sent, and comes
+                    self._tell(closed=self._ranks[0].left, code=self._ranks[0].code)
+                    told = True
                 closing_s += max(elapsed, 1e-9)
                 if not any(each.link for each in self._ranks.values()):
                     break

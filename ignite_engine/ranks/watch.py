@@ -79,9 +79,10 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._left: set[int] = set()
         self._hub_heartbeat = "none"
+        self._hub_left: Failure | None = None
         self._waits_for_verdict = self._raised = self._raised_own = self._leaving = False
         self._end_at = float("inf")
-        self._ending: str | None = None
+        self.ending: str | None = None
         self._code = 0
 
     # -- the main thread ------------------------------------------------------------------------------------------
@@ -113,15 +114,17 @@ class Watch:
         self._decided.set()
         if self._end_at != float("inf"):
             self._end_at = time.monotonic() + _MAY_LEAVE_S
-        if isinstance(error, SystemExit | KeyboardInterrupt) and self._ending is None:
+        if isinstance(error, SystemExit | KeyboardInterrupt) and self.ending is None:
             self._code = _exit_code(error)
-            self._ending = f"{_called(error)}{self._at()}"
+            self.ending = f"{_called(error)}{self._at()}"
         if not isinstance(error, Exception):
             return error
         if self._link is not None and self.failure is None:
             if broken:
                 self._waits_for_verdict = True
                 self._link.send(lost=broken)
+                if self._hub_left is not None:
+                    self._learn(self._hub_left)
                 self._learned.wait(_VERDICT_S)
             if self.failure is None:
                 own = self._failure_of(error)
@@ -198,7 +201,7 @@ class Watch:
         if self._link is None:
             return
         self._leaving = True
-        self._link.send(left=self._ending or "returned from its function", code=self._code)
+        self._link.send(left=self.ending or "returned from its function", code=self._code)
         self._link.finish()
         if self._hub is not None:
             self._hub.close()
@@ -245,6 +248,10 @@ class Watch:
             self._hub_heartbeat = message["hub"]
         elif "failure" in message:
             self._learn(Failure.of(message["failure"]))
+        elif "closed" in message:
+            self._hub_left = Failure(f"rank 0 {message['closed']}", (0,), code=message["code"] or 1)
+            if self._waits_for_verdict:
+                self._learn(self._hub_left)
         elif "left" in message:
             self._left.add(message["left"])
             if self.failure is not None and not self._raised and message["left"] in self.failure.ranks:
@@ -386,8 +393,11 @@ def reason_of(error: BaseException) -> str:
     """Why a run failed, for its summary; on several ranks it names the one that did."""
     if isinstance(error, PeerFailed):
         return str(error)
-    failure = _current.failure if _current is not None else None
-    return failure.line if failure is not None else f"{type(error).__name__}: {error}"
+    if (watch := _current) is not None and watch.failure is not None:
+        return watch.failure.line
+    if watch is not None and watch.ending is not None:
+        return f"rank {watch.rank} {watch.ending}"
+    return f"{type(error).__name__}: {error}"
 
 
 # -- what happened, and where -----------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_end_of_the_hub_is_told(ranks: Ranks) -> None:
     ranks.links[0].finish()
     ranks.hub.close()
 
-    assert {"closed": True} in list(ranks.links[2].receive())
+    assert {"closed": "returned from its function", "code": 0} in list(ranks.links[2].receive())
 
 
 def test_time_in_which_rank_0_is_stopped_itself_does_not_count() -> None:

@@ -59,6 +59,7 @@ CASES = {
         1,
     ),
     "an exception on rank 0": ("raise", 0, rf"rank 0 failed at {HEARTBEAT}: ValueError: a sample is broken", 1),
+    "an exit of rank 0": ("exit", 0, rf"rank 0 called sys\.exit\(3\) at {HEARTBEAT}", 3),
     "a kill of rank 0": ("kill", 0, rf"rank 0 ended without a word: .*{LAST}", 1),
     "a stopped rank 0": ("stop", 0, rf"rank 0 {SILENT}{LAST}", 1),
 }
