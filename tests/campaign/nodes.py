@@ -70,11 +70,11 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def start_nodes(config: Path, namespaces: list[str]) -> list[subprocess.Popen[bytes]]:
+def start_nodes(config: Path, namespaces: list[str], ranks_per_node: int = 2) -> list[subprocess.Popen[bytes]]:
     """The same command on each node, but for its rank."""
     processes = []
     for number, name in enumerate(namespaces):
-        torchrun = f"-m torch.distributed.run --nnodes 2 --node-rank {number} --nproc-per-node 2".split()
+        torchrun = f"-m torch.distributed.run --nnodes 2 --node-rank {number} --nproc-per-node {ranks_per_node}".split()
         rendezvous = f"--master-addr 10.77.0.1 --master-port {PORT}".split()
         train = f"-m ignite_engine train {config} distributed.backend=gloo".split()
         command = ["ip", "netns", "exec", name, sys.executable, *torchrun, *rendezvous, *train]
