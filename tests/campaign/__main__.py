@@ -6,6 +6,7 @@ import argparse
 import json
 import queue
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -15,7 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.campaign import damage, disks, instants, invariant, nodes, operations, ranks, restarts
+from tests.campaign import (
+    damage,
+    disks,
+    failures,
+    instants,
+    invariant,
+    nodes,
+    operations,
+    rank_instants,
+    ranks,
+    restarts,
+)
 from tests.campaign.cases import Case, campaign_matrix
 from tests.campaign.report import commit, write_report
 from tests.campaign.resuming import MODULES, Difference, Matrix
@@ -27,6 +39,8 @@ SECTIONS = (
     "damage",
     "disks",
     "two ranks",
+    "rank instants",
+    "failures",
     "rank-invariant",
     "two nodes",
     "operations",
@@ -43,6 +57,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "campaign.jsonl", help="results so far")
     parser.add_argument("--report", type=Path, default=ROOT / "docs" / "campaign.md", help="page to write")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do the runs
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="campaign-", ignore_cleanup_errors=True) as folder:
         campaign = Campaign(Path(folder), options.results, options.section or SECTIONS)
@@ -141,7 +156,8 @@ def _items_of(section: str, bench: Bench) -> list[Item]:
     if section == "operations":
         return operations.items(bench)
     modules = {"restarts": restarts, "damage": damage, "disks": disks, "instants": instants}
-    modules |= {"two ranks": ranks, "two nodes": nodes, "rank-invariant": invariant}
+    modules |= {"two ranks": ranks, "two nodes": nodes, "rank instants": rank_instants, "rank-invariant": invariant}
+    modules["failures"] = failures
     items: list[Item] = modules[section].items()
     return items
 

@@ -25,7 +25,10 @@ WHAT = {
     "restarts": "stopped five times with `keep_last=1`: one checkpoint is kept, and the result is the same",
     "damage": "the newest checkpoint is damaged, of another version or holds code: skipped, logged, nothing executed",
     "disks": "the disk is full or read-only, for a while or to the end: one log line each, earlier checkpoints remain",
+    "failures": "one of three gloo ranks fails in some way, or the link between two nodes is down: it is named",
     "two ranks": "two gloo ranks: all or one of them killed, or stopped by a signal",
+    "rank instants": "SIGINT, SIGTERM or SIGKILL at a random instant to one of 2 or 3 ranks, all, or the launcher; "
+    "half under torchrun: no process is left, the code is right, resumed to the same bits",
     "rank-invariant": "on 1 to 4 ranks, killed and restarted on other numbers of them: the bits of one process",
     "two nodes": "two network namespaces with two ranks each under torchrun: a node or a rank killed, or stopped by a "
     "signal; the bits of four ranks on one node",
@@ -75,6 +78,8 @@ def write_report(path: Path, results: Sequence[Result], planned: Mapping[str, in
         "",
         *_matrix_tables(results),
         *_instants(results),
+        *_rank_instants(results),
+        *_failures(results),
         "## What is left out",
         "",
         "The matrix is not the full product of its dimensions. Where and how are combined in full with precision,",
@@ -118,6 +123,23 @@ def _matrix_tables(results: Sequence[Result]) -> list[str]:
         *lines,
         "",
         "`stop` is Ctrl-C; `kill` is SIGKILL right after a save; `rewind` is SIGKILL within an update.",
+        "",
+    ]
+
+
+def _rank_instants(results: Sequence[Result]) -> list[str]:
+    phases = Counter(each["facts"]["in"] for each in results if each["section"] == "rank instants" and each["passed"])
+    counts = ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
+    return [f"Signals to runs of several ranks, by what the signalled rank, or the first, did: {counts}.", ""]
+
+
+def _failures(results: Sequence[Result]) -> list[str]:
+    """What a user sees, and when."""
+    facts = [(each["key"], each["facts"]) for each in results if each["section"] == "failures" and each["passed"]]
+    return [
+        "| what fails | all ended after | `reason` in `summary.json` |",
+        "|---|---|---|",
+        *(f"| {key} | {each['seconds']} s | `{each['line']}` |" for key, each in facts),
         "",
     ]
 

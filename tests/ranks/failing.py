@@ -1,6 +1,7 @@
 """A task of which one rank fails in a given way, and a run of it on forked ranks.
 
-Options: ``how`` it fails, ``rank`` that does (default 1), ``at`` which of its batches (default 5), ``workers``.
+Options: ``how`` it fails, ``rank`` that does (default 1), ``at`` which of its batches (default 5), ``notes``: a folder
+in which a file ``failed`` says when.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ from ignite_engine.config import load_config
 class Broken:
     """A handler that raises."""
 
-    def __init__(self, at: int) -> None:
-        self.at = at
+    def __init__(self, at: int, note: Callable[[], None]) -> None:
+        self.at, self.note = at, note
 
     def attach(self, trainer: Trainer) -> None:
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.at), self)
 
     def __call__(self, trainer: Trainer) -> None:
+        self.note()
         raise KeyError("no such key")
 
 
@@ -50,6 +52,28 @@ class Unreadable(TensorDataset):
         if self.left < 0:
             raise OSError(5, "a sample is damaged")
         return super().__getitem__(index)
+
+
+class Growing:
+    """A state of each rank's own that has grown beyond the disk from iteration ``at`` on, where it fails."""
+
+    def __init__(self, fails: bool, at: int, note: Callable[[], None]) -> None:
+        self.fails, self.at, self.note, self.size = fails, at, note, 1
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.register("growing", self)
+        if self.fails:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.at), self.grow)
+
+    def grow(self) -> None:
+        self.note()
+        self.size = 1_000_000
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"numbers": torch.zeros(self.size)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.size = len(state["numbers"])
 
 
 def fail(how: str) -> None:
@@ -72,10 +96,15 @@ def build(options: Mapping[str, Any]) -> Task:
         raise ValueError("no model here")
     calls = []
 
+    def note() -> None:
+        if "notes" in options:
+            (Path(options["notes"]) / "failed").touch()
+
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         calls.append(1)
         time.sleep(0.15)  # several heartbeats before it fails
         if fails and len(calls) == at:
+            note()
             fail(how)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
@@ -83,7 +112,7 @@ def build(options: Mapping[str, Any]) -> Task:
     readable = at if fails and how == "read" else 1000
     data = Unreadable(readable, torch.randn(96, 4), torch.randn(96, 1))
     return Task(
-        handlers=[Broken(at)] if fails and how == "handler" else [],
+        handlers=[Broken(at, note)] if fails and how == "handler" else [Growing(fails, at, note)] * (how == "disk"),
         model=nn.Linear(4, 1),
         loss_fn=loss_fn,
         train_set=data,
