@@ -1,9 +1,10 @@
-"""A run that is resumed on another number of ranks sees each sample of the epoch once."""
+"""A run that is resumed on another number of ranks sees each sample of the epoch once, and learns the same."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ignite.engine import Events
+from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine import Trainer, loader
+from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.ranks import agreement
+from tests.builders import Numbers, linear, mse, one
 
 SAMPLES = 29
 
@@ -82,12 +86,10 @@ def run_on(
 @pytest.mark.parametrize(
     "plan",
     [
-        [(1, None, 3), (4, None, None)],
-        [(1, None, 14), (4, None, None)],  # one sample is left for four ranks
         [(2, 2, 2), (1, 4, None)],
         [(3, None, 2), (2, None, 4), (1, 2, None)],  # twice in one epoch
     ],
-    ids=["1 to 4", "1 to 4 at the last batch", "2 to 1 in other groups", "3 to 2 to 1"],
+    ids=["2 to 1 in other groups", "3 to 2 to 1"],
 )
 def test_each_sample_of_the_epoch_is_seen_once(plan: list[tuple[int, int | None, int | None]], tmp_path: Path) -> None:
     seen: list[Any] = []
@@ -119,3 +121,89 @@ def test_the_global_batch_stays_and_new_ranks_draw_numbers_of_their_own(tmp_path
         assert "ranks 1, 2 have random numbers drawn from the checkpoint's and their rank" in report
     drawn = [tuple(each["drawn"]) for each in rest]
     assert len(set(drawn)) == 3 and not set(first[0]["drawn"]) & {number for each in drawn for number in each}
+
+
+# -- every number of ranks to every other -----------------------------------------------------------------------------
+
+GLOBAL_BATCH, PER_EPOCH = 12, 4
+SAMPLES_IN_ALL = 3 * GLOBAL_BATCH + 1
+STOPS = {"in mid-epoch": 2, "before the last sample": 3, "at the end of the epoch": PER_EPOCH}
+
+
+class Indexed(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return index, *super().__getitem__(index)
+
+
+def _goes_on(folder: Path, rank: int, ranks: int, stop_at: int | None = None) -> dict[str, Any]:
+    model = linear()
+    wrapped = DistributedDataParallel(model) if ranks > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    update = Update(
+        wrapped, optimizer, lambda model, batch: mse(model, batch[1:]), weight_fn=lambda batch: len(batch[0])
+    )
+    trainer = Trainer(update)
+    checkpoint, seen = Checkpoint(folder), list[Any]()
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note() -> None:
+        if not trainer.state.padding:
+            seen.extend((trainer.state.epoch, int(index)) for index in trainer.state.batch[0])
+        if trainer.state.iteration == stop_at:
+            trainer.request_stop("here")
+            trainer.vote_at_next_boundary()
+
+    state = trainer.run(loader(Indexed(SAMPLES_IN_ALL), GLOBAL_BATCH // ranks, shuffle=True), max_epochs=2)
+    return {"seen": seen, "iteration": state.iteration, "status": state.status, "weights": one(model).clone()}
+
+
+def _each_number(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    reports: dict[Any, Any] = {}
+    for phase in ("first", "rest"):
+        for ranks in range(rank + 1, 5):
+            if ranks > 1:
+                store = f"file://{folder}/{phase}{ranks}"
+                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+            for before in range(1, 5) if phase == "rest" else [ranks]:
+                for stop in STOPS:
+                    saved, now = Path(folder, f"{before} {stop}"), Path(folder, f"{before} {stop} {ranks}")
+                    if phase == "first":
+                        reports[ranks, stop] = _goes_on(saved, rank, ranks, STOPS[stop])
+                        continue
+                    if rank == 0:
+                        shutil.copytree(saved, now)
+                    agreement.wait_for_all()
+                    reports[before, stop, ranks] = _goes_on(now, rank, ranks)
+            if ranks > 1:
+                agreement.forget_groups()
+                dist.destroy_process_group()
+    torch.save(reports, f"{folder}/{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def each_number(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("each_number")
+    mp.spawn(_each_number, args=(str(folder),), nprocs=4)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("before", range(1, 5))
+def test_any_number_of_ranks_goes_on_on_any_other(
+    each_number: list[dict[Any, Any]], tmp_path: Path, before: int, stop: str
+) -> None:
+    whole = _goes_on(tmp_path, 0, 1)
+    first = [report[before, stop] for report in each_number[:before]]
+    assert {(each["status"], each["iteration"]) for each in first} == {("interrupted", STOPS[stop])}
+    for ranks in range(1, 5):
+        rest = [report[before, stop, ranks] for report in each_number[:ranks]]
+        seen = [each for report in first + rest for each in report["seen"]]
+        assert sorted(seen) == [(epoch, sample) for epoch in (1, 2) for sample in range(SAMPLES_IN_ALL)], ranks
+        assert {(each["status"], each["iteration"]) for each in rest} == {("completed", 2 * PER_EPOCH)}, ranks
+        for each in rest:
+            torch.testing.assert_close(each["weights"], whole["weights"], rtol=0, atol=1e-6)
