@@ -1,6 +1,6 @@
 """An event-bus training engine on PyTorch-Ignite: exact resume, agreed stops, little overhead."""
 
-from ignite_engine.data import loader
+from ignite_engine.data import Arrays, Files, Windows, loader
 from ignite_engine.errors import Interrupted, StopRequested
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks.launch import Parallel
@@ -14,6 +14,8 @@ from ignite_engine.trainer import Trainer, create_evaluator
 from ignite_engine.update import Update
 
 __all__ = [
+    "Arrays",
+    "Files",
     "Group",
     "Interrupted",
     "Parallel",
@@ -26,6 +28,7 @@ __all__ = [
     "TrainingEvents",
     "TrainingState",
     "Update",
+    "Windows",
     "accumulation_steps_for",
     "create_evaluator",
     "data_rank",

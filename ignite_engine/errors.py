@@ -20,6 +20,10 @@ class StateMismatch(ValueError):
     """A checkpoint's state does not fit what was built; the message is one line and names the remedy."""
 
 
+class EmptyData(ValueError):
+    """A dataset without a sample."""
+
+
 class NotExact(ValueError):
     """A run that was to be resumable bit for bit is not; the message is one line and says which parts and why."""
 

@@ -108,7 +108,11 @@ class TrainingState(State):
     checkpoint_path: Path | None
     """The directory of the checkpoint committed last, None before the first. Writer: Checkpoint."""
     windows: int
-    """Windows of a streamed source begun. Writer: the windowed loader."""
+    """Windows begun; in the events of a window, its number. Writer: Trainer."""
+    window: Any
+    """What the stream named the window that is trained on now, None between windows. Writer: Trainer."""
+    max_windows: int | None
+    """Windows of the whole run, None: no limit. Writer: Trainer."""
     read_errors: int
     """Batches that could not be read and were left out, over all ranks. Writer: Trainer."""
     micro_batch_limit: int | None
@@ -144,10 +148,16 @@ class TrainingState(State):
     evaluating: OngoingEvaluation | None
     """The evaluation that runs now, from EVALUATION_STARTED to EVALUATION_COMPLETED. Writer: Evaluation."""
 
+    @property
+    def windows_completed(self) -> int:
+        """Windows that were trained on to their end."""
+        return self.windows - int(self.window is not None)
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         for name in COUNTERS:
             setattr(self, name, 0)
+        self.window = self.max_windows = None
         self.checkpoint_path = None
         self.micro_batch_limit = None
         self.padding = 0

@@ -17,6 +17,7 @@ from ignite.metrics import Metric
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ignite_engine.data.windows import Windows
 from ignite_engine.errors import did_you_mean
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
@@ -33,8 +34,8 @@ class Task:
     Attributes:
         model: on any device; the run moves and wraps it.
         loss_fn: ``loss_fn(model, batch)``, a scalar: the mean over the micro-batch; or ``(scalar, {name: scalar})``.
-        train_set: map-style.
-        val_sets: by name; a metric ``loss`` of the set ``val`` is logged as ``val/loss``.
+        train_set: map-style, or :class:`~ignite_engine.Windows` whose ``open`` returns map-style data, or loaders.
+        val_sets: by name, also windows; a metric ``loss`` of the set ``val`` is logged as ``val/loss``.
         predict: ``predict(model, batch)`` gives what ``metrics`` take. None: the loss alone is evaluated.
         metrics: Ignite's, by name, used for each of the sets in turn.
         parameter_groups: as a torch optimizer takes them; the LR of one with a ``name`` is logged under it.
@@ -51,15 +52,15 @@ class Task:
 
     model: nn.Module
     loss_fn: LossFn
-    train_set: Dataset[Any]
-    val_sets: Mapping[str, Dataset[Any]] = field(default_factory=dict)
+    train_set: Dataset[Any] | Windows
+    val_sets: Mapping[str, Dataset[Any] | Windows] = field(default_factory=dict)
     predict: Callable[[nn.Module, Any], Any] | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     parameter_groups: list[dict[str, Any]] | None = None
     weight_fn: Callable[[Any], int | float] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     tokens_fn: Callable[[Any], int] | None = None
-    test_sets: Mapping[str, Dataset[Any]] = field(default_factory=dict)
+    test_sets: Mapping[str, Dataset[Any] | Windows] = field(default_factory=dict)
     handlers: Sequence[Any] = ()
     parallelize: Callable[[nn.Module, Any], Any] | None = None
 

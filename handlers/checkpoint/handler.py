@@ -203,7 +203,8 @@ class Checkpoint:
 
     def _save_if_due(self, trainer: Trainer) -> None:
         state, saver = trainer.state, self._saver
-        must = self._must or state.last or state.save_requested
+        at_end = state.last and (self.options.save_at_end or state.stopping)
+        must = self._must or at_end or state.save_requested
         due = self._due or must
         self._due = self._must = False
         if saver.busy and (state.background_done or state.last):

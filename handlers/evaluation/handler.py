@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from numbers import Real
 from os import PathLike
@@ -16,6 +16,7 @@ from ignite.engine.events import EventsList
 from torch import nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents, rng
+from ignite_engine.data.windows import WindowReader, Windows
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
@@ -37,7 +38,9 @@ class Evaluation:
         evaluator: from ``create_evaluator``, or any Ignite engine.
         data: a loader, on several ranks of this rank's share. A plain ``DataLoader`` is rebuilt as for training, so it
             is sharded over the ranks. A rank that has no batch takes the metrics of its peers, and ``evaluator`` does
-            not run there; under FSDP2, or if the update is rank-invariant, each rank must have one.
+            not run there; under FSDP2, or if the update is rank-invariant, each rank must have one. Of
+            :class:`~ignite_engine.Windows` each evaluation takes the next window that is there, and the position is
+            saved. A function is called for the data of each evaluation, such as ``windows.again``.
         name: of the set; unique for each Evaluation of one trainer.
         limit: batches per evaluation and rank, None for all. Where the update is rank-invariant: over all ranks.
         progress: directory in which an evaluation saves its progress, for long ones: interrupted or killed, it
@@ -60,7 +63,7 @@ class Evaluation:
     def __init__(
         self,
         evaluator: Engine,
-        data: Iterable[Any],
+        data: Iterable[Any] | Windows | Callable[[], Iterable[Any]],
         *,
         name: str = "val",
         limit: int | None = None,
@@ -68,7 +71,8 @@ class Evaluation:
         progress_every: int = 100,
     ) -> None:
         check_type("evaluator", evaluator, isinstance(evaluator, Engine), "an engine, as create_evaluator() makes")
-        check_type("data", data, isinstance(data, Iterable), "a loader or another iterable of batches")
+        is_data = isinstance(data, Iterable) or callable(data)
+        check_type("data", data, is_data, "a loader or another iterable of batches, or a function that returns one")
         check_type("name", name, isinstance(name, str), "a word")
         check_type("limit", limit, limit is None or is_whole(limit), "a whole number of batches or None")
         is_path = progress is None or isinstance(progress, str | PathLike)
@@ -80,6 +84,10 @@ class Evaluation:
             raise ValueError(f"progress_every must be at least 1 batch, got {progress_every}.")
         self.evaluator, self.data, self.label, self.limit = evaluator, data, name, limit
         self.name = f"evaluation/{name}"
+        self._windows = WindowReader(data, waits=False) if isinstance(data, Windows) else None
+        self._changes = self._windows is not None or not isinstance(data, Iterable)
+        if self._changes and progress is not None:
+            raise ValueError("progress continues an evaluation of one loader: leave it out for windows or a function.")
         self._progress = None if progress is None else EvaluationProgress(progress, name, progress_every)
         self._rebuilt: tuple[Any, Any] = (None, None)
         """``data``, and the loader that is iterated in its place."""
@@ -94,6 +102,8 @@ class Evaluation:
         """The iteration of an evaluation that was started and has not completed."""
         self._rng: dict[str, Any] | None = None
         """The random numbers that it started with."""
+        if self._windows is not None:
+            self._windows.reset()
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Evaluate at ``event``; several events: ``|``, or attach again."""
@@ -125,18 +135,22 @@ class Evaluation:
         """The iterations of the last evaluation and of an unfinished one, with the random numbers of the latter."""
         evaluated_at = self._evaluated_before if self._evaluated_at is None else self._evaluated_at
         rng_state = None if self._unfinished_at is None else self._rng
-        return {"evaluated_at": evaluated_at, "unfinished_at": self._unfinished_at, "rng": rng_state}
+        windows = {} if self._windows is None else {"windows": self._windows.state_dict()}
+        return {"evaluated_at": evaluated_at, "unfinished_at": self._unfinished_at, "rng": rng_state, **windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._reset()
         self._evaluated_before, self._unfinished_at = state["evaluated_at"], state["unfinished_at"]
         self._rng = state["rng"]
+        if self._windows is not None and "windows" in state:
+            self._windows.load_state_dict(state["windows"])
 
     def _start(self, trainer: Trainer) -> None:
         if trainer.starts_fresh(self.name):
             self._reset()
         invariant = getattr(trainer.update, "rank_invariant", False)
-        check_loader(self.label, self._loader(), on_each_rank=invariant)
+        if not self._changes:
+            check_loader(self.label, self._loader(), on_each_rank=invariant)
         if invariant and agreement.rank() == 0:
             self._say_what_is_not_invariant()
         if self._unfinished_at == trainer.state.iteration:
@@ -149,15 +163,20 @@ class Evaluation:
 
     def _evaluate(self, trainer: Trainer) -> None:
         state = trainer.state
-        self._unfinished_at = state.iteration
-        share_buffers(getattr(trainer.update, "model", None))
         with rng.isolated(), ExitStack() as undo:  # its events are fired again where it is repeated
+            if (data := self._data()) is None:
+                logger.warning("No window is there to be evaluated as %s.", self.label)
+                return
+            self._unfinished_at = state.iteration
+            share_buffers(getattr(trainer.update, "model", None))
             undo.callback(setattr, state, "evaluating", state.evaluating)
             state.evaluating = OngoingEvaluation(self.label, undo, self.evaluator)
             trainer.fire_event(TrainingEvents.EVALUATION_STARTED)
-            if not self._run(trainer):
+            if not self._run(trainer, data):
                 self._stop(trainer)
                 return
+            if self._windows is not None:
+                self._windows.done()
             self._evaluated_at, self._unfinished_at = state.iteration, None
             for key, value in self.evaluator.state.metrics.items():
                 number = _number(value)
@@ -166,9 +185,9 @@ class Evaluation:
             state.evaluations += 1
             trainer.fire_event(TrainingEvents.EVALUATION_COMPLETED)
 
-    def _run(self, trainer: Trainer) -> bool:
+    def _run(self, trainer: Trainer, data: Any) -> bool:
         """Whether it completed."""
-        model, evaluator, data = self._model(trainer), self.evaluator, self._loader()
+        model, evaluator = self._model(trainer), self.evaluator
         own = getattr(evaluator, "model", None)
         dealing = dealing_of(data, self.limit) if getattr(trainer.update, "rank_invariant", False) else None
         with eval_mode(own) if own is not None else nullcontext(), whole_pass(data, dealing):
@@ -198,7 +217,7 @@ class Evaluation:
 
     def _say_what_is_not_invariant(self) -> None:
         found = [f"its metric {name!r} is no function of sums" for name in unsummed(self.evaluator)]
-        if dealing_of(self._loader(), self.limit) is None:
+        if not self._changes and dealing_of(self._loader(), self.limit) is None:
             found = [f"its {type(self._loader()).__name__} is not made by loader()"]
         if found:
             logger.warning(
@@ -212,6 +231,12 @@ class Evaluation:
         trainer.vote_at_next_boundary()
         if trainer.progress.at_boundary:
             trainer.terminate()
+
+    def _data(self) -> Any:
+        """What is evaluated now, None where no window is there; a collective."""
+        if self._windows is not None:
+            return self._windows.next_loader()
+        return self._loader() if isinstance(self.data, Iterable) else loader_of(self.data())
 
     def _loader(self) -> Any:
         if self._rebuilt[0] is not self.data:

@@ -24,6 +24,7 @@ class SaveKeywords(TypedDict, total=False):
     labels: Iterable[str]
     exclude: Iterable[str]
     keep_fn: Callable[[str, str, Any], bool] | None
+    save_at_end: bool
     background: bool
     when_busy: Literal["wait", "skip"]
     writers: int
@@ -47,6 +48,7 @@ class SaveOptions:
         exclude: what is not saved: parts, such as ``optimizer``, or names inside parts, such as ``model:backbone.*``.
             A resumed run has it as it was built, so it must not be trained; the reproducibility report names it.
         keep_fn: ``keep_fn(part, name, value)``, called for each name inside a part; False leaves it out, too.
+        save_at_end: save where the run completes, too, whatever the event; a stop always saves.
         background: write while training continues. It holds a second copy of the state in host memory. With an
             ``Update`` the optimizer's state is copied beside the next forward and backward, the rest at once; with an
             update function of your own training waits for the whole copy.
@@ -72,6 +74,7 @@ class SaveOptions:
     labels: Iterable[str] = ()
     exclude: Iterable[str] = ()
     keep_fn: Callable[[str, str, Any], bool] | None = None
+    save_at_end: bool = True
     background: bool = False
     when_busy: Literal["wait", "skip"] = "wait"
     writers: int = 1
@@ -79,7 +82,7 @@ class SaveOptions:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("background", "on_exception", "strict"):
+        for name in ("save_at_end", "background", "on_exception", "strict"):
             value = getattr(self, name)
             check_type(name, value, isinstance(value, bool), "True or False")
         check_type("keep_fn", self.keep_fn, self.keep_fn is None or callable(self.keep_fn), "a function or None")

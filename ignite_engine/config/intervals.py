@@ -1,4 +1,4 @@
-"""Intervals and durations of a config: ``500``, ``{epochs: 1}``, ``{minutes: 10}``."""
+"""Intervals and durations of a config: ``500``, ``{epochs: 1}``, ``{windows: 1}``, ``{minutes: 10}``."""
 
 from __future__ import annotations
 
@@ -51,19 +51,20 @@ class _InOneUnit(BaseModel):
 
 
 class Every(_InOneUnit):
-    """An interval: ``500`` or ``{iterations: 500}``, in updates, or ``{epochs: 1}``."""
+    """An interval: ``500`` or ``{iterations: 500}``, in updates, ``{epochs: 1}`` or ``{windows: 1}``."""
 
-    whole = ("iterations", "epochs")
-    expected = "expected a number of iterations, such as 500, or {epochs: 1}"
+    whole = ("iterations", "epochs", "windows")
+    expected = "expected a number of iterations, such as 500, {epochs: 1} or {windows: 1}"
     iterations: int | None = None
     epochs: int | None = None
+    windows: int | None = None
 
 
 class EveryOrMinutes(Every):
     """An interval that may be of wall-clock time: for what does not change the result of the run."""
 
     real = ("minutes",)
-    expected = "expected a number of iterations, such as 500, {epochs: 1} or {minutes: 10}"
+    expected = "expected a number of iterations, such as 500, {epochs: 1}, {windows: 1} or {minutes: 10}"
     minutes: float | None = None
 
 

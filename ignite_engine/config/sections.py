@@ -58,6 +58,7 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # rank r uses seed + r after the model was made
     max_iterations: Count | None = None  # updates; this or max_epochs
     max_epochs: Count | None = None
+    max_windows: Count | None = None  # of a stream, in the whole run; beside one of the above
     deterministic: bool = False  # torch.use_deterministic_algorithms
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of fp32 products
     threads: Count | None = None  # CPU threads of each rank; default: torch's own
@@ -225,6 +226,7 @@ class EvaluationSection(Section):
     every: Every | None = Every(epochs=1)  # null: only at the start and end, see below
     at_start: bool = False
     at_end: bool = True
+    progressive: bool = False  # each window, before it is trained on, as the set "progressive"
     limit: Count | None = None  # batches per set and rank; default: all
     progress_every: Count | None = None  # batches after which a long one saves its progress; default: never
     precision: Literal["fp32", "bf16", "fp16"] | None = None  # default: as in training
@@ -269,7 +271,7 @@ def _form_of_load(value: object) -> str:
 
 
 class CheckpointSection(Section):
-    """When checkpoints are saved (always at the end and on a stop as well) and which are kept."""
+    """When checkpoints are saved (on a stop as well) and which are kept."""
 
     every: EveryOrMinutes | None = EveryOrMinutes(epochs=1)
     keep_last: Count = 2
@@ -277,6 +279,7 @@ class CheckpointSection(Section):
     mode: Literal["min", "max"] = "min"  # whether a smaller or a larger score is better
     keep_best: Count = 1
     keep_every: Count | None = None  # those whose iteration is a multiple of it are never deleted
+    save_at_end: bool = True  # also where the run completes
     background: bool = False  # written while training continues; holds a second copy of the state in host memory
     when_busy: Literal["wait", "skip"] = "wait"  # a save that is due while one is being written in the background
     writers: Count = 1  # files that a rank hashes and writes at once

@@ -1,8 +1,23 @@
 """Batches that resume: loaders, their order, and the source that a Trainer iterates."""
 
+from ignite_engine.data.arrays import Arrays
 from ignite_engine.data.loader import loader, resumable
 from ignite_engine.data.sampler import ResumableSampler, SeededDataset
 from ignite_engine.data.source import DataSource, length_of
+from ignite_engine.data.windows import Files, WindowedSource, Windows, WindowStream
 from ignite_engine.data.workers import end_workers
 
-__all__ = ["DataSource", "ResumableSampler", "SeededDataset", "end_workers", "length_of", "loader", "resumable"]
+__all__ = [
+    "Arrays",
+    "DataSource",
+    "Files",
+    "ResumableSampler",
+    "SeededDataset",
+    "WindowStream",
+    "WindowedSource",
+    "Windows",
+    "end_workers",
+    "length_of",
+    "loader",
+    "resumable",
+]

@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ignite_engine import rng
 from ignite_engine.data.sampler import ResumableSampler, SeededDataset
 from ignite_engine.data.workers import WorkerInit
-from ignite_engine.errors import check_type, is_whole
+from ignite_engine.errors import EmptyData, check_type, is_whole
 from ignite_engine.ranks import agreement, mesh
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def loader(
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
     if not len(dataset):
-        raise ValueError("The dataset is empty: it must hold at least one sample.")
+        raise EmptyData("The dataset is empty: it must hold at least one sample.")
     sampler = ResumableSampler(dataset, shuffle=shuffle, seed=seed, rank=mesh.data_rank(), world_size=mesh.data_size())
     collate_fn = dataloader_options.pop("collate_fn", None) or default_collate
     init = dataloader_options.pop("worker_init_fn", None)

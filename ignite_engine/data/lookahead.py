@@ -21,6 +21,8 @@ class Waiting(Protocol):
     """Who is told that a signal may raise :class:`StopRequested` now."""
 
     waiting_for_data: bool
+    stop: Any
+    """Not None: this rank was asked to stop."""
 
 
 @dataclass

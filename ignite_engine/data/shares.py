@@ -42,7 +42,7 @@ def source_of(
             "not on another one: use max_read_errors=0 with tensor parallelism."
         )
     data = resumable(data)
-    if global_micro_batches is None:
+    if global_micro_batches is None or data == ():  # an empty window
         return DataSource(data, accumulation_steps, weigh=weigh, waiting=waiting, read_errors=read_errors)
     share(global_micro_batches, mesh.data_rank(), mesh.data_size())
     source = DataSource(data, global_micro_batches)

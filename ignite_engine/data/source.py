@@ -402,6 +402,11 @@ class DataSource:
             StateMismatch: the dataset, its order or the batch size is another one. The latter may be, where an update
                 has as many samples on another number of ranks.
         """
+        if "windows" in state:
+            raise StateMismatch(
+                f"The checkpoint was made with Windows as data: give run() the same, or leave the position out with "
+                f"{leave_out('data')}."
+            )
         if self.sampler is not None and "seed" in state:
             if self.sampler.adopts_seed:
                 self.sampler.seed = self.data.dataset.seed = state["seed"]

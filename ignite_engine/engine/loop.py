@@ -6,10 +6,12 @@ In short (``docs/the_loop.md`` has all of it)::
     while not done:
         EPOCH_STARTED
         for group in the pass over the data:         GET_BATCH_STARTED, GET_BATCH_COMPLETED
+            WINDOW_STARTED at the first of a window
             ITERATION_STARTED
             state.output = update(trainer, group)
             ITERATION_COMPLETED
             step boundary: METRICS_READY if there are new values, RESUME_POINT, stop if all ranks agreed
+            WINDOW_COMPLETED after the last of a window, and a step boundary
         EPOCH_COMPLETED
         step boundary
     COMPLETED
@@ -25,6 +27,7 @@ from typing import Any
 from ignite.engine import Engine, Events
 
 from ignite_engine import rng
+from ignite_engine.data.windows import WindowedSource
 from ignite_engine.engine import bus
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.start import is_done
@@ -137,6 +140,10 @@ class Loop:
                 state.batch, state.output = group, None
                 if state.dataloader is not None and self._fire(Events.GET_BATCH_COMPLETED):
                     yield from self._pause_or_end()
+                if progress.windows is not None and not progress.windows.begun:
+                    progress.begin_window()
+                    if self._fire(TrainingEvents.WINDOW_STARTED):
+                        yield from self._pause_or_end()
 
                 progress.group_fetched(group)
                 state.iteration += 1
@@ -202,6 +209,8 @@ class Loop:
         state, progress = self.state, self.progress
         if progress.rest_is_unread():
             return _END
+        if progress.windows is not None:
+            return (yield from self._first_of_next_window(progress.windows))
         emptied = False
         while True:
             if progress.measured and progress.epoch_iteration:
@@ -221,6 +230,36 @@ class Loop:
             emptied = True
             if (group := self._next()) is not _END:
                 return group
+
+    def _first_of_next_window(self, windows: WindowedSource) -> Generator[None, None, Any]:
+        """The first group of the next window that has one, or ``_END`` where the epoch ends with this one."""
+        engine, progress = self.engine, self.progress
+        while True:
+            if begun := windows.begun:
+                self._fire(TrainingEvents.WINDOW_COMPLETED)
+            progress.end_pass()
+            engine._dataloader_iter = None
+            if windows.epoch_is_over:
+                if windows.reader.over and self._fire(Events.DATALOADER_STOP_ITERATION):
+                    yield from self._pause_or_end()
+                if not progress.epoch_iteration:
+                    self._stream_is_exhausted(windows)
+                return _END
+            if begun:
+                if is_done(self.state, progress.epochs_completed):
+                    engine.should_terminate = engine.should_terminate or True
+                self._boundary(last=bool(engine.should_terminate), within_epoch=True)
+                yield from self._pause_or_end()
+            engine._dataloader_iter = progress.open_pass()
+            if (group := self._next()) is not _END:
+                return group
+
+    def _stream_is_exhausted(self, windows: WindowedSource) -> None:
+        """No window came in this epoch: the run is over, and the epoch is none."""
+        if not self.state.windows:
+            raise ValueError(f"No window with a batch came from {windows.data.stream!r}: give windows that have some.")
+        self.state.reason, self.engine.should_terminate = "end of data", True
+        raise _RunEnds
 
     def _data_is_exhausted(self) -> None:
         state = self.state

@@ -14,6 +14,7 @@ from ignite_engine.data.lookahead import Waiting
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
+from ignite_engine.data.windows import WindowedSource, Windows
 from ignite_engine.state import COUNTERS, TrainingState
 from ignite_engine.states.registry import Stateful
 from ignite_engine.states.resume_state import ResumeState
@@ -55,7 +56,7 @@ class Progress:
         self.global_micro_batches, self._may_be_empty = global_micro_batches, may_be_empty
         self._weigh, self._waiting, self.max_read_errors = weigh, waiting, max_read_errors
         self._resume = resume
-        self.source: DataSource | None = None
+        self.source: DataSource | WindowedSource | None = None
         self.user_data: Any = None
         """The user's own object behind :attr:`source`."""
         self.epochs_completed = 0
@@ -98,9 +99,16 @@ class Progress:
         """Nothing of the present pass was consumed."""
         return self.source is None or (self.source.position.batch == 0 and not self.source.position.ended)
 
-    def new_source(self, data: Any) -> DataSource:
+    def new_source(self, data: Any) -> DataSource | WindowedSource:
         """A source over the user's data; a collective."""
-        source = source_of(
+        if isinstance(data, Windows):
+            return WindowedSource(data, self._source_of, lambda: self._waiting is not None and bool(self._waiting.stop))
+        source = self._source_of(data)
+        source.agree_lengths()
+        return source
+
+    def _source_of(self, data: Any) -> DataSource:
+        return source_of(
             data,
             *self._grouping,
             may_be_empty=self._may_be_empty,
@@ -108,10 +116,8 @@ class Progress:
             waiting=self._waiting,
             read_errors=ReadErrors(self.max_read_errors, self.state) if self.max_read_errors else None,
         )
-        source.agree_lengths()
-        return source
 
-    def use(self, source: DataSource | None, data: Any) -> None:
+    def use(self, source: DataSource | WindowedSource | None, data: Any) -> None:
         """Iterate ``source``, made of ``data``, from now on."""
         self.source, self.user_data = source, data
         self.state.padding, self.state.group_total, self.state.group_weights = 0, 0, None
@@ -146,6 +152,11 @@ class Progress:
         if self.source is not None:
             self.source.close()
 
+    @property
+    def windows(self) -> WindowedSource | None:
+        """The source, where it is one of windows."""
+        return self.source if isinstance(self.source, WindowedSource) else None
+
     # -- counting -------------------------------------------------------------------------------------------------
 
     def epoch_is_full(self) -> bool:
@@ -164,7 +175,7 @@ class Progress:
 
     def samples_of_group(self) -> list[int] | None:
         """Dataset indices of this rank's group that was fetched last; None if the data is not a ``loader()``'s."""
-        source = self.source
+        source = self.source.window if isinstance(self.source, WindowedSource) else self.source
         if source is None or source.sampler is None:
             return None
         size, order = source.data.batch_size, copy(source.sampler)
@@ -202,10 +213,20 @@ class Progress:
     def end_pass(self) -> None:
         if self.source is not None:
             self.source.next_pass()
+        self.state.window = None
+
+    def begin_window(self) -> None:
+        """The first group of a window was fetched."""
+        assert self.windows is not None
+        self.windows.begin()
+        self.state.windows += 1
+        self.state.window = self.windows.data.present
 
     def end_epoch(self) -> None:
         self.epochs_completed = self.state.epoch
         self.epoch_iteration = 0
+        if self.windows is not None:
+            self.windows.end_epoch()
 
     @contextmanager
     def before_the_failure(self, update: Any) -> Iterator[bool]:
@@ -227,8 +248,10 @@ class Progress:
         state = self.state
         if state.max_iters is not None and state.iteration >= state.max_iters:
             return "max_iters"
-        by_epochs = state.max_epochs is not None and self.epochs_completed >= state.max_epochs
-        return "max_epochs" if by_epochs else "terminate"
+        if state.max_epochs is not None and self.epochs_completed >= state.max_epochs:
+            return "max_epochs"
+        by_windows = state.max_windows is not None and state.windows_completed >= state.max_windows
+        return "max_windows" if by_windows else "terminate"
 
     # -- in checkpoints -------------------------------------------------------------------------------------------
 
@@ -270,7 +293,7 @@ class Progress:
         self._saved_with = self._grouping
         if source is None or (same and not source.position.skipped) or not self.whole_passes:
             return
-        assert source.batches is not None and self.state.epoch_length is not None
+        assert isinstance(source, DataSource) and source.batches is not None and self.state.epoch_length is not None
         left = 0 if source.position.ended else -(-(source.batches - source.position.batch) // source.steps)
         at_its_start = source.position.ended and self.epoch_iteration == 0
         self.epoch_iteration = 0 if at_its_start else self.state.epoch_length - left

@@ -14,6 +14,7 @@ from typing import Any
 
 from ignite_engine import rng
 from ignite_engine.data.source import DataSource
+from ignite_engine.data.windows import WindowedSource
 from ignite_engine.engine.progress import Ending, Progress
 from ignite_engine.ranks import agreement
 from ignite_engine.state import COUNTERS, Start, TrainingState
@@ -82,7 +83,8 @@ def check_ranks_agree(arguments: RunArguments, settings: Mapping[str, Any], opti
 def is_done(state: TrainingState, epochs: int) -> bool:
     """Whether a limit is reached after ``epochs`` epochs; not by iterations per epoch, as passes differ in length."""
     by_epochs = state.max_epochs is not None and epochs >= state.max_epochs
-    return by_epochs or (state.max_iters is not None and state.iteration >= state.max_iters)
+    by_windows = state.max_windows is not None and state.windows_completed >= state.max_windows
+    return by_epochs or by_windows or (state.max_iters is not None and state.iteration >= state.max_iters)
 
 
 def begin(
@@ -96,8 +98,14 @@ def begin(
     """
     start, max_epochs, max_iters = _decide(arguments, state, progress, resume)
     source = None if arguments.data is None else progress.new_source(arguments.data)
+    windows = source if isinstance(source, WindowedSource) else None
+    if windows is not None and arguments.epoch_length is not None:
+        raise ValueError(
+            f"Windows(per_epoch=...) sets the length of an epoch, got epoch_length={arguments.epoch_length}."
+        )
     epoch_length = _epoch_length(arguments, state, source, start, measured=progress.measured)
-    whole_passes = arguments.epoch_length is None and source is not None and epoch_length == source.iterations
+    known = None if source is None else source.iterations
+    whole_passes = arguments.epoch_length is None and known is not None and epoch_length == known
     if source is not None:
         _place(source, start, arguments.data, progress, resume)
 
@@ -107,6 +115,8 @@ def begin(
     progress.use(source, arguments.data)
     state.max_epochs, state.max_iters, state.epoch_length = max_epochs, max_iters, epoch_length
     state.dataloader = arguments.data
+    state.max_windows = None if windows is None else windows.data.limit
+    state.window = windows.data.present if windows is not None and windows.begun else None
     progress.at_boundary = True
     if start is Start.FRESH:
         if progress.ending is Ending.FAILED:
@@ -195,7 +205,12 @@ def _check_against_state(arguments: RunArguments, state: TrainingState, *, stopp
 
 
 def _epoch_length(
-    arguments: RunArguments, state: TrainingState, source: DataSource | None, start: Start, *, measured: bool
+    arguments: RunArguments,
+    state: TrainingState,
+    source: DataSource | WindowedSource | None,
+    start: Start,
+    *,
+    measured: bool,
 ) -> int | None:
     """Iterations per epoch; None where each pass over data of unknown length is an epoch."""
     given, known = arguments.epoch_length, None if source is None else source.iterations
@@ -215,13 +230,15 @@ def _epoch_length(
     return length
 
 
-def _place(source: DataSource, start: Start, data: Any, progress: Progress, resume: ResumeState) -> None:
+def _place(
+    source: DataSource | WindowedSource, start: Start, data: Any, progress: Progress, resume: ResumeState
+) -> None:
     """Move a new source to the position at which the run begins; a fresh one is at the beginning of pass 0."""
     before = progress.source
     if start is Start.RESUMED:
         if resume.data:
             source.load_state_dict(resume.data)
-            if source.position.skipped:
+            if isinstance(source, DataSource) and source.position.skipped:
                 source.agree_lengths()  # of the rest of the pass
     elif start is Start.CONTINUED and before is not None:
         if data is progress.user_data or source.data is before.data:

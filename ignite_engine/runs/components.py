@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import ignite_engine
 from ignite_engine import schedules
 from ignite_engine.config import Config, ConfigError, ConfigWarning
-from ignite_engine.data import loader
+from ignite_engine.data import Windows, loader
 from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.run_directory import config_differences
@@ -36,6 +36,20 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "inverse_sqrt": schedules.warmup_inverse_sqrt,
     "polynomial": schedules.warmup_polynomial,
 }
+
+
+def total_updates_of_windows(config: Config) -> int | None:
+    """Updates of the whole run over windows; None where the config does not say, nor needs to.
+
+    Raises:
+        ConfigError: the schedule needs to know.
+    """
+    total = config.run.max_iterations or config.schedule.total
+    if total is None and config.schedule.name not in ("constant", "plateau"):
+        raise config.error(
+            "schedule.total", "windows do not say how many updates there will be: set it, or run.max_iterations."
+        )
+    return total
 
 
 def total_updates(config: Config, samples: int) -> int:
@@ -136,7 +150,13 @@ def check_fit(config: Config, task: Task) -> None:
     Raises:
         ConfigError: names the key, and what was possibly meant.
     """
+    of_windows = {"run.max_windows": config.run.max_windows, "evaluation.progressive": config.evaluation.progressive}
+    for key, given in of_windows.items():
+        if given and not isinstance(task.train_set, Windows):
+            raise config.error(key, f"got {given}, but the task's train_set is no Windows.")
     for name, data in {"train_set": task.train_set, **task.val_sets, **task.test_sets}.items():
+        if isinstance(data, Windows):
+            continue
         size = len(data) if hasattr(data, "__len__") else None
         if size is None:
             raise config.error(
@@ -145,13 +165,11 @@ def check_fit(config: Config, task: Task) -> None:
         evaluated = name != "train_set" and config.distributed.strategy == "ddp" and not config.update.rank_invariant
         if size < (1 if evaluated else mesh.data_size()):
             raise config.error("task", f"the data '{name}' has {size} samples for {mesh.data_size()} ranks.")
-    limit, shared = (
-        config.data.max_read_errors,
-        {
-            "update.global_micro_batches": config.update.global_micro_batches,
-            "distributed.tensor_parallel": config.distributed.tensor_parallel > 1,
-        },
-    )
+    limit = config.data.max_read_errors
+    shared = {
+        "update.global_micro_batches": config.update.global_micro_batches,
+        "distributed.tensor_parallel": config.distributed.tensor_parallel > 1,
+    }
     for key in (key for key, value in shared.items() if limit and value):
         raise config.error("data.max_read_errors", f"got {limit} with {key}, which share out batches; set it to 0.")
     both = set(task.val_sets) & set(task.test_sets)
@@ -159,13 +177,14 @@ def check_fit(config: Config, task: Task) -> None:
         raise config.error(
             "task", f"a set cannot be in val_sets and in test_sets: {', '.join(sorted(both))}; rename one."
         )
-    if not task.val_sets and config.evaluation.model_fields_set:
+    if not task.val_sets and config.evaluation.model_fields_set - {"progressive"}:
         place = config.place("evaluation")
         warnings.warn(f"{place}: evaluation has no effect: the task has no val_sets.", ConfigWarning, stacklevel=3)
     for unknown in set(config.ema.evaluate or ()) - {*task.val_sets, *task.test_sets}:
         near = did_you_mean(unknown, [*task.val_sets, *task.test_sets])
         raise config.error("ema.evaluate", f"got {unknown!r}, expected names of the task's sets{near}")
-    known = ["loss", *(f"{name}/{metric}" for name in task.val_sets for metric in task.metrics or ["loss"])]
+    sets = [*task.val_sets, *(["progressive"] if config.evaluation.progressive else [])]
+    known = ["loss", *(f"{name}/{metric}" for name in sets for metric in task.metrics or ["loss"])]
     named = {
         "checkpoint.best": config.checkpoint.best,
         "early_stopping.metric": config.early_stopping.metric,
@@ -176,13 +195,21 @@ def check_fit(config: Config, task: Task) -> None:
             continue
         near = did_you_mean(metric, known)
         # one of Ignite's metrics may give several values, each with a name of its own
-        is_possible = metric.partition("/")[0] in task.val_sets and task.metrics
+        is_possible = metric.partition("/")[0] in sets and task.metrics
         if not is_possible or not near.startswith("; known"):
             raise config.error(key, f"got {metric!r}, expected a metric of this run{near}")
 
 
-def data_loader(config: Config, task: Task, dataset: Dataset[Any], *, training: bool) -> DataLoader[Any]:
-    """The loader of this rank's share of one set; only that of training shuffles or drops a last batch."""
+def data_loader(
+    config: Config, task: Task, dataset: Dataset[Any] | Windows, *, training: bool
+) -> DataLoader[Any] | Windows:
+    """The loader of this rank's share of one set; only that of training shuffles or drops a last batch.
+
+    Of windows each that holds a dataset gets one.
+    """
+    if isinstance(dataset, Windows):
+        limit = config.run.max_windows if training else None
+        return dataset.opened_by(lambda window: data_loader(config, task, window, training=training), limit=limit)
     data = config.data
     options: dict[str, Any] = {"num_workers": data.num_workers, "collate_fn": task.collate_fn}
     options["pin_memory"] = idist.device().type == "cuda" if data.pin_memory is None else data.pin_memory
@@ -208,7 +235,7 @@ def make_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
         raise config.error("optimizer", f"{section.type.__name__} says: {' '.join(str(error).split())}") from error
 
 
-def make_schedule(config: Config, optimizer: Optimizer, total: int) -> Schedule:
+def make_schedule(config: Config, optimizer: Optimizer, total: int | None) -> Schedule:
     """The config's schedule over the run; for a plateau, whose rates are not known ahead, a constant one.
 
     Raises:

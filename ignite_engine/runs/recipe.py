@@ -18,7 +18,9 @@ from ignite_engine import handlers
 from ignite_engine.checkpointing import CheckpointError, LoadPlan, LoadSource, SaveOptions
 from ignite_engine.config import Config, Every
 from ignite_engine.config.sections import LoadSection
+from ignite_engine.data import Windows
 from ignite_engine.evaluator import create_evaluator
+from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import mesh
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
 from ignite_engine.runs.components import (
@@ -31,6 +33,7 @@ from ignite_engine.runs.components import (
     seed_all,
     set_up_torch,
     total_updates,
+    total_updates_of_windows,
 )
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
@@ -66,7 +69,10 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         seed_all(config.run.seed + mesh.data_rank())
     with startup("data"):
         train_loader = data_loader(config, task, task.train_set, training=True)
-        total = total_updates(config, len(task.train_set))  # type: ignore[arg-type]  # loader() has checked
+        if isinstance(train_loader, Windows):
+            total = total_updates_of_windows(config)
+        else:
+            total = total_updates(config, len(task.train_set))  # type: ignore[arg-type]  # loader() has checked
     with startup("trainer"):
         optimizer = make_optimizer(config, task, model)
         update = Update(
@@ -129,23 +135,37 @@ def _evaluations(
     config: Config,
     task: Task,
     model: nn.Module,
-    sets: Mapping[str, Dataset[Any]],
+    sets: Mapping[str, Dataset[Any] | Windows],
     progress: Path | None = None,
 ) -> list[handlers.Evaluation]:
     section = config.evaluation
     options: dict[str, Any] = {"limit": section.limit}
     if progress is not None and section.progress_every is not None:
         options |= {"progress": progress, "progress_every": section.progress_every}
-    precision = section.precision or config.update.precision
-    made = []
-    for name, dataset in sets.items():
-        predict, metrics = (
-            (task.predict, task.metrics) if task.predict is not None else mean_loss(task.loss_fn, task.weight_fn)
+    return [
+        handlers.Evaluation(
+            _evaluator(config, task, model), data_loader(config, task, dataset, training=False), name=name, **options
         )
-        evaluator = create_evaluator(model, predict, metrics, precision=precision)
-        data = data_loader(config, task, dataset, training=False)
-        made.append(handlers.Evaluation(evaluator, data, name=name, **options))
-    return made
+        for name, dataset in sets.items()
+    ]
+
+
+def _evaluator(config: Config, task: Task, model: nn.Module) -> Engine:
+    predict, metrics = (
+        (task.predict, task.metrics) if task.predict is not None else mean_loss(task.loss_fn, task.weight_fn)
+    )
+    precision = config.evaluation.precision or config.update.precision
+    return create_evaluator(model, predict, metrics, precision=precision)
+
+
+def _progressive(config: Config, task: Task, run: Run) -> handlers.Evaluation:
+    """Evaluates each window before it is trained on."""
+    trained, evaluated = run.loader, data_loader(config, task, task.train_set, training=False)
+    assert isinstance(trained, Windows) and isinstance(evaluated, Windows), "check_fit has seen it"
+    evaluator = _evaluator(config, task, run.trainer.update.model)  # type: ignore[attr-defined]  # an Update
+    return handlers.Evaluation(
+        evaluator, lambda: evaluated.loader_of(trained.present), name="progressive", limit=config.evaluation.limit
+    )
 
 
 def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers.Evaluation]) -> None:
@@ -158,6 +178,12 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         state = trainer.state
         at_end_of_epoch = trainer.progress.epoch_iteration == state.epoch_length
         return state.iteration == state.max_iters or (state.epoch == state.max_epochs and at_end_of_epoch)
+
+    def last_epoch(engine: Engine, count: int) -> bool:
+        return trainer.state.epoch == trainer.state.max_epochs
+
+    def last_window(engine: Engine, count: int) -> bool:
+        return trainer.state.windows == trainer.state.max_windows
 
     def already_finished(engine: Engine, count: int) -> bool:
         return run.trained_nothing
@@ -173,7 +199,12 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
             each.attach(trainer, interval_event(evaluation.every))
         if evaluation.at_end:  # before the last checkpoint, which it may make the best
             each.attach(trainer, Events.ITERATION_COMPLETED(event_filter=after_the_last_update))
+            if isinstance(run.loader, Windows):
+                each.attach(trainer, Events.EPOCH_COMPLETED(event_filter=last_epoch))
+                each.attach(trainer, TrainingEvents.WINDOW_COMPLETED(event_filter=last_window))
         each.attach(trainer, Events.COMPLETED(event_filter=already_finished))
+    if evaluation.progressive:
+        _progressive(config, task, run).attach(trainer, TrainingEvents.WINDOW_STARTED)
     if logging.memory:
         handlers.MemoryLogger().attach(trainer, interval_event(logging.every))
     if logging.throughput:
@@ -263,7 +294,9 @@ def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
 
 
 def interval_event(every: Every) -> Any:
-    """The event of a config's ``every``, in iterations or epochs."""
+    """The event of a config's ``every``, in iterations, epochs or windows."""
+    if every.windows is not None:
+        return TrainingEvents.WINDOW_COMPLETED(every=every.windows)
     if every.epochs is not None:
         return Events.EPOCH_COMPLETED(every=every.epochs)
     return Events.ITERATION_COMPLETED(every=every.iterations)

@@ -47,7 +47,7 @@ class Run:
         loader: of the training set.
         directory: nothing has been written to it yet.
         schedule: learning rates by update.
-        total: updates of a run that is not resumed with other groups, data or ranks.
+        total: updates of a run that is not resumed with other groups, data or ranks; None: windows do not say.
         length: ``max_epochs`` or ``max_iters``, as ``trainer.run`` takes it.
         evaluations: makes one for each validation and test set; each writes ``trainer.state.metrics`` when called.
         startup: seconds of the phases of the start-up so far.
@@ -65,7 +65,7 @@ class Run:
     loader: Iterable[Any]
     directory: RunDirectory
     schedule: Curve
-    total: int
+    total: int | None
     length: Mapping[str, int]
     evaluations: Callable[[], Iterable[Callable[[Trainer], None]]]
     startup: PhaseTimes
@@ -178,7 +178,7 @@ class Run:
                 ("epoch", epochs, state.max_epochs) if state.max_iters is None else ("iteration", state.iteration, end)
             )
             logger.info("The run is at its end (%s %d of %d): it is only evaluated.", *epoch_or_iteration)
-        elif end != self.total and self.schedule_is_as_long:
+        elif self.total is not None and end != self.total and self.schedule_is_as_long:
             lrs = ", ".join(f"{lr:g}" for lr in dict.fromkeys(self.schedule.lrs_at(self.total)))
             logger.warning(
                 "The run ends at iteration %d, its schedule at update %d (the LR is %s from there on): "
@@ -248,16 +248,17 @@ class Run:
         length = ", ".join(f"{key} {value}" for key, value in self.length.items())
         head = [
             f"{self.config['run']['name']}: {type(model).__name__}, {parameters:,} parameters",
-            f"Runs for {self.total} updates ({length})",
+            f"Runs for {self.total} updates ({length})" if self.total else f"Runs until its windows end ({length})",
             f"Writes to {self.directory.path}",
             f"Schedule: {self.schedule}",
         ]
-        return "\n".join([*head, *lr_text(self.schedule, self.total), self.trainer.describe()])
+        rates = lr_text(self.schedule, self.total) if self.total else []
+        return "\n".join([*head, *rates, self.trainer.describe()])
 
     def plot_lr(self, path: Path) -> None:
         """Write the learning rate of every parameter group over the run as an SVG picture."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(lr_svg(self.schedule, self.total), encoding="utf-8")
+        path.write_text(lr_svg(self.schedule, self.total or 1), encoding="utf-8")
 
     def _begin_directory(self) -> None:
         self._differences = self.directory.write_config(self.config)

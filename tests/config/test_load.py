@@ -126,20 +126,20 @@ WRONG = [
     ),
     (
         "evaluation.every=0",
-        "evaluation.every: got 0 iterations, expected a number of iterations, such as 500, or {epo...",
+        "evaluation.every: got 0 iterations, expected a number of iterations, such as 500, {epo...",
     ),
     (
         "evaluation.every=[1]",
-        "evaluation.every: got [1], expected a number of iterations, such as 500, or {epochs: 1}.",
+        "evaluation.every: got [1], expected a number of iterations, such as 500, {epochs: 1} or {windows: 1}.",
     ),
     (
         "checkpoint.every={minutes: 0}",
-        "checkpoint.every: got 0 minutes, expected a number of iterations, such as 500, {epochs: 1} or {minutes:...",
+        "checkpoint.every: got 0 minutes, expected a number of iterations, such as 500, {epochs: 1}, {windows:...",
     ),
     (
         "checkpoint.every={minute: 5}",
-        "checkpoint.every: got the unit 'minute', expected a number of iterations, such as 500, {epochs: 1} or "
-        "{minutes: 10}; did you mean 'minutes'?",
+        "checkpoint.every: got the unit 'minute', expected a number of iterations, such as 500, {epochs: 1}, "
+        "{windows: 1} or {minutes: 10}; did you mean 'minutes'?",
     ),
     (
         "run.time_limit={days: 1}",

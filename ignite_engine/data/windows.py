@@ -1,0 +1,541 @@
+"""Data that arrives in windows: files of a day or an hour, a list of shards, a stream without an end."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import DataLoader
+
+from ignite_engine.data.loader import resumable
+from ignite_engine.data.read_errors import ReadErrors
+from ignite_engine.data.source import DataSource, Position, length_of
+from ignite_engine.errors import EmptyData, StateMismatch, StopRequested, check_type, is_whole, leave_out
+from ignite_engine.ranks import agreement, mesh
+from ignite_engine.step.micro_batches import GroupWeights
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class WindowStream(Protocol):
+    """Where windows come from, one after the other."""
+
+    def next_window(self) -> Any:
+        """What names or holds the next window, None where it has not come yet.
+
+        Raises:
+            StopIteration: no more will come.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """After which window it is."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after that window."""
+        ...
+
+
+class Files:
+    """A stream of the files of a directory, in the order of their names; new ones may come while it is read.
+
+    A writer should rename a file into place when it is complete. A file whose name sorts before one that was taken
+    already is left out, with a warning.
+
+    Args:
+        directory: may be made later.
+        pattern: of the names, as in a shell: ``clicks_*.npz``.
+        end: name of a file that says, by being there, that no more will come; None: nothing says so.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], pattern: str = "*", *, end: str | None = None) -> None:
+        self.directory, self.pattern, self.end = Path(directory), pattern, end
+        self._last = ""
+        self._seen: set[str] | None = None
+
+    def next_window(self) -> Path | None:
+        # the end first: what is there by then is all
+        ends = self.end is not None and (self.directory / self.end).exists()
+        try:
+            names = {name for name in os.listdir(self.directory) if fnmatch.fnmatchcase(name, self.pattern)}
+        except FileNotFoundError:
+            names = set()
+        names.discard(self.end or "")
+        self._name_late_ones(names)
+        following = min((name for name in names if name > self._last), default=None)
+        if following is None:
+            if ends:
+                raise StopIteration
+            return None
+        self._last = following
+        return self.directory / following
+
+    def _name_late_ones(self, names: set[str]) -> None:
+        late = {name for name in names if name < self._last} - (names if self._seen is None else self._seen)
+        if late:
+            logger.warning(
+                "%s came after %s was taken, so it is left out: name files in the order in which they come.",
+                ", ".join(sorted(late)),
+                self._last,
+            )
+        self._seen = names
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last, self._seen = state["last"], None
+
+    def __repr__(self) -> str:
+        return f"Files({str(self.directory)!r}, {self.pattern!r})"
+
+
+class _Listed:
+    """A sequence of windows; an epoch after its end begins it again."""
+
+    def __init__(self, names: Sequence[Any]) -> None:
+        self.names, self.taken = names, 0
+
+    def next_window(self) -> Any:
+        if self.taken >= len(self.names):
+            raise StopIteration
+        self.taken += 1
+        return self.names[self.taken - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+class _Replayed:
+    """An iterable without a state: a resumed run takes the windows that were consumed again, and drops them."""
+
+    def __init__(self, names: Iterable[Any]) -> None:
+        self.names, self.taken = iter(names), 0
+
+    def next_window(self) -> Any:
+        name = next(self.names)
+        self.taken += 1
+        return name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.taken < state["taken"]:
+            logger.warning("The stream of windows keeps no state: %d windows are taken again.", state["taken"])
+        while self.taken < state["taken"]:
+            self.next_window()
+
+
+class Windows:
+    """Data in windows, for ``Trainer.run()``, or of which an ``Evaluation`` takes the next one each time.
+
+    Args:
+        stream: names the windows: a sequence, :class:`Files`, a :class:`WindowStream` of your own, or any iterable,
+            which a resumed run reads again from its beginning. A sequence begins again in the next epoch; the others
+            go on.
+        open: makes the loader of a window: ``open(name)`` returns a ``loader()``, another loader, or any iterable of
+            batches, on several ranks of this rank's share. Nothing, or no batch, is an empty window, which is skipped.
+        per_epoch: windows of an epoch; None: it lasts until the stream has no more.
+        limit: windows of the whole run; None: no limit.
+        wait_s: how long to wait for a window that has not come yet, in seconds; then the stream is at its end.
+            ``math.inf`` waits for ever. A stop request ends the wait.
+        poll_s: seconds between two looks.
+        shared: rank 0 takes the windows of all ranks. False: each rank has a stream of its own; an epoch ends when
+            all are at their end, and a rank without a window takes part in the steps of its peers.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be.
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any] | WindowStream,
+        open: Callable[[Any], Iterable[Any] | None],
+        *,
+        per_epoch: int | None = None,
+        limit: int | None = None,
+        wait_s: float = 0.0,
+        poll_s: float = 1.0,
+        shared: bool = True,
+    ) -> None:
+        is_stream = isinstance(stream, (WindowStream, Iterable)) and not isinstance(stream, str)
+        check_type("stream", stream, is_stream, "a sequence of windows, Files or another stream")
+        check_type("open", open, callable(open), "a function that makes the loader of a window")
+        for name, value in (("per_epoch", per_epoch), ("limit", limit)):
+            check_type(name, value, value is None or is_whole(value), "a whole number of windows or None")
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 window, or None, got {value}.")
+        if not wait_s >= 0 or not 0 < poll_s < math.inf:
+            raise ValueError(f"wait_s must be 0 or more and poll_s above 0 seconds, got {wait_s} and {poll_s}.")
+        self.stream, self.open, self.shared = stream, open, shared
+        own = isinstance(stream, WindowStream)
+        self._own: WindowStream = stream if own else _Replayed(stream)  # type: ignore[assignment,arg-type]  # as checked
+        self._initial = self._own.state_dict()
+        self.per_epoch, self.limit = per_epoch, limit
+        self.wait_s, self.poll_s = wait_s, poll_s
+        self.present: Any = None
+        """The name of the window that is trained on now, None between windows."""
+
+    def from_the_beginning(self) -> WindowStream:
+        """The stream, at its beginning where it can go back; of a sequence or :class:`Files` a new one."""
+        if isinstance(self.stream, Sequence):
+            return _Listed(self.stream)
+        if isinstance(self.stream, Files):
+            return Files(self.stream.directory, self.stream.pattern, end=self.stream.end)
+        self._own.load_state_dict(self._initial)
+        return self._own
+
+    def opened_by(self, make: Callable[[Any], Any], *, limit: int | None = None) -> Windows:
+        """The same windows, of whose datasets ``make`` makes loaders.
+
+        Args:
+            make: called with what ``open`` returns, if that is map-style data.
+            limit: another one; None: the same.
+        """
+
+        def open_and_make(name: Any) -> Any:
+            data = self.open(name)
+            is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, DataLoader)
+            return make(data) if is_dataset else data
+
+        own = {name: getattr(self, name) for name in ("per_epoch", "wait_s", "poll_s", "shared")}
+        return Windows(self.stream, open_and_make, limit=limit or self.limit, **own)
+
+    def again(self) -> Any:
+        """A new loader over the window that is trained on now: ``Evaluation(evaluator, windows.again)`` at
+        ``WINDOW_STARTED`` evaluates each window before it is trained on.
+
+        Raises:
+            RuntimeError: none is trained on now.
+        """
+        if self.present is None:
+            raise RuntimeError(
+                "No window is open: use Windows.again from TrainingEvents.WINDOW_STARTED to WINDOW_COMPLETED."
+            )
+        return self.loader_of(self.present)
+
+    def loader_of(self, name: Any) -> Any:
+        """The loader of a window; one without a sample is an empty tuple."""
+        try:
+            data = self.open(name)
+        except EmptyData:
+            return ()
+        if data is None:
+            return ()
+        check_type("the window's data", data, isinstance(data, Iterable), "an iterable of batches, or None")
+        return resumable(data, seed=0)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("Windows are iterated by Trainer.run() and Evaluation, which keep their position.")
+
+
+class WindowReader:
+    """Takes the windows in their order: of a shared stream the same on every rank.
+
+    Args:
+        stops: whether this rank is to stop, which ends a wait on all of them.
+        waits: for windows that have not come yet, as ``windows`` says.
+    """
+
+    def __init__(self, windows: Windows, stops: Callable[[], bool] = lambda: False, *, waits: bool = True) -> None:
+        self.windows, self._stops = windows, stops
+        self._wait_s = windows.wait_s if waits else 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Start at the beginning of the stream."""
+        self._stream = self.windows.from_the_beginning()
+        self._before = self._stream.state_dict()
+        self.name: Any = None
+        self.over = False
+        """The stream had no more when it was asked last."""
+
+    @property
+    def inexact(self) -> str | None:
+        """Why a resumed run would not see the same windows."""
+        return "the stream of windows keeps no state: it is read again" if type(self._stream) is _Replayed else None
+
+    def take(self) -> bool:
+        """Take the next window, or the one that was taken and not trained on; waits for it. A collective.
+
+        Returns:
+            False: no rank has one. Otherwise a rank that has none takes part without: its ``name`` is None.
+
+        Raises:
+            StopRequested: a rank was asked to stop while it waited.
+            Exception: of the stream, on every rank.
+        """
+        if self.name is None:
+            self._before = self._stream.state_dict()
+        until, ended = time.monotonic() + self._wait_s, not self._looks_here
+
+        def own() -> tuple[bool, bool, bool, Any]:
+            """Whether this rank has a window, waits for one, is to stop; and the window, of a shared stream."""
+            nonlocal ended
+            if self.name is None and not ended:
+                name = self._look()
+                ended, self.name = name is _END, None if name is _END else name
+            has = self.name is not None and self._looks_here
+            waits = not has and not ended and time.monotonic() < until
+            return has, waits, self._stops(), self.name if self.windows.shared and has else None
+
+        while True:
+            rows = agreement.agreed(own)
+            if not any(waits for _, waits, _, _ in rows):
+                break
+            if any(stops for _, _, stops, _ in rows):
+                raise StopRequested
+            time.sleep(self.windows.poll_s)
+        if self.windows.shared:
+            self.name = rows[0][3]
+        self.over = not any(has for has, _, _, _ in rows)
+        return not self.over
+
+    @property
+    def _looks_here(self) -> bool:
+        return not self.windows.shared or agreement.rank() == 0
+
+    def _look(self) -> Any:
+        try:
+            return self._stream.next_window()
+        except StopIteration:
+            return _END
+
+    def done(self) -> None:
+        """The window that was taken last is trained on."""
+        self.name = None
+
+    def next_loader(self) -> Any:
+        """That of the next window that has a batch on some rank, None if there is none; a collective."""
+        begun_again = False
+        while True:
+            if not self.take():
+                if begun_again or not isinstance(self._stream, _Listed):
+                    return None
+                self.begin_again()
+                begun_again = True
+                continue
+            data = () if self.name is None else self.windows.loader_of(self.name)
+            if any(agreement.gather_objects(length_of(data) != 0)):
+                return data
+            self.done()
+
+    def begin_again(self) -> None:
+        """A new epoch: a sequence begins again where it is at its end."""
+        if self.over and isinstance(self._stream, _Listed):
+            self._stream.taken = 0
+        self.over = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Before the window that was taken and is not done, or after the last one."""
+        before = self._before if self.name is not None else self._stream.state_dict()
+        return {"stream": before, "name": _text(self.name), "over": self.over}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there; a window that was taken and not done is taken again. A collective.
+
+        Raises:
+            StateMismatch: it is another one now; of a shared stream on every rank.
+        """
+        self.over = state["over"]
+
+        def load() -> Any:
+            self._stream.load_state_dict(state["stream"])
+            if state["name"] is None:
+                return None
+            self._before = self._stream.state_dict()
+            name = self._look()
+            missing = name is _END or name is None
+            if missing or state["name"] not in ("", _text(name)):
+                found = "there is none" if missing else f"the next one is {_text(name)}"
+                raise StateMismatch(
+                    f"The checkpoint was made in the window {state['name']}, now {found}: bring it back, "
+                    f"or leave the position out with {leave_out('data')}."
+                )
+            return name
+
+        self.name = agreement.on_rank_0(load) if self.windows.shared else load()
+
+
+class WindowedSource:
+    """What a Trainer iterates over windows: one window per ``iter()``, each by a source of its own.
+
+    Args:
+        source_of: makes the source over a window's loader.
+        stops: of a :class:`WindowReader`.
+    """
+
+    batches = iterations = None
+    """Of a pass: not known."""
+
+    def __init__(self, windows: Windows, source_of: Callable[[Any], DataSource], stops: Callable[[], bool]) -> None:
+        self.data = windows
+        self.reader = WindowReader(windows, stops)
+        self._source_of = source_of
+        self.window: DataSource | None = None
+        """Over the window that is open."""
+        self.begun = False
+        """The window that is open has had its WINDOW_STARTED."""
+        self._between = Position(between_passes=True)
+        self._of_epoch = 0
+        self._changed: str | None = None
+        windows.present = None
+
+    def agree_lengths(self) -> None:
+        """That of a window is read when it is opened."""
+
+    @property
+    def changed(self) -> str | None:
+        """What is other than where the position was saved, as a sentence."""
+        return self._changed or (None if self.window is None else self.window.changed)
+
+    @property
+    def position(self) -> Position:
+        """In the open window; ``pass_number`` counts windows."""
+        return self._between if self.window is None else self.window.position
+
+    @property
+    def was_begun(self) -> bool:
+        """A window was open when the position was saved."""
+        return self.window is not None
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """The epoch has its windows, or the stream has no more."""
+        return self.reader.over or (self.data.per_epoch is not None and self._of_epoch >= self.data.per_epoch)
+
+    @property
+    def inexact(self) -> str | None:
+        """Why a resumed run would not see the same bits, None if it would."""
+        return self.reader.inexact or (None if self.window is None else self.window.inexact)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the open window, or the next one, which is taken by the first ``next``."""
+        return iter(self.window) if self.window is not None else self._next_window()
+
+    def _next_window(self) -> Iterator[Any]:
+        if self.reader.take():
+            self._open()
+            assert self.window is not None
+            yield from self.window
+
+    def _open(self) -> None:
+        name = self.reader.name
+        self.data.present = name
+        self.window = self._source_of(() if name is None else self.data.loader_of(name))
+        self.window.position.pass_number = self._between.pass_number
+        self.window.agree_lengths()
+
+    def size_of(self, group: Any) -> int:
+        """How far ``group`` moves the position."""
+        return self._open_window.size_of(group)
+
+    def padded(self, count: int) -> tuple[int, int]:
+        """As :meth:`DataSource.padded`, in the open window."""
+        return self._open_window.padded(count)
+
+    @property
+    def pads(self) -> bool:
+        """A rank may have to repeat a batch, or groups are weighed ahead."""
+        return self._open_window.pads
+
+    @property
+    def weights(self) -> GroupWeights | None:
+        """Of the group that was taken last, where the ranks have agreed on them."""
+        return self._open_window.weights
+
+    @property
+    def read_errors(self) -> ReadErrors | None:
+        """What of the open window could not be read."""
+        return None if self.window is None else self.window.read_errors
+
+    def consumed(self, batches: int) -> None:
+        """So many are trained on."""
+        self._open_window.consumed(batches)
+
+    def abandon(self) -> None:
+        """End the workers of the open window at once."""
+        if self.window is not None:
+            self.window.abandon()
+
+    def close(self) -> None:
+        """The run is over: end the workers of the open window."""
+        if self.window is not None:
+            self.window.close()
+
+    @property
+    def _open_window(self) -> DataSource:
+        assert self.window is not None, "a group was fetched from it"
+        return self.window
+
+    def begin(self) -> None:
+        """The open window has a batch: it counts."""
+        self.begun = True
+        self._of_epoch += 1
+
+    def next_pass(self) -> None:
+        """The open window is trained on, or was empty."""
+        if self.window is not None:
+            self.window.close()
+            self._between = Position(self.window.position.pass_number + 1, between_passes=True)
+        self.window, self.begun, self.data.present = None, False, None
+        self.reader.done()
+
+    def end_epoch(self) -> None:
+        self._of_epoch = 0
+        self.reader.begin_again()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the stream, and that in the open window."""
+        window = None if self.window is None else self.window.state_dict()
+        own = {"begun": self.begun, "of_epoch": self._of_epoch, "number": self.position.pass_number}
+        return {"windows": self.reader.state_dict() | own, "window": window, "ranks": mesh.data_size()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position.
+
+        Raises:
+            StateMismatch: it is one in other data.
+        """
+        if "windows" not in state:
+            raise StateMismatch(
+                f"The checkpoint was made with data that is no Windows: give run() the same, or leave the position "
+                f"out with {leave_out('data')}."
+            )
+        own, ranks = state["windows"], mesh.data_size()
+        if state["ranks"] != ranks and not self.data.shared:
+            self._changed = (
+                f"The data position was saved on {state['ranks']} ranks, resumed on {ranks}: each continues with its "
+                "own windows, some may come twice or never."
+            )
+        self.reader.load_state_dict(own)
+        self._between.pass_number, self._of_epoch = own["number"], own["of_epoch"]
+        if state["window"] is not None:
+            self._open()
+            assert self.window is not None
+            self.window.load_state_dict(state["window"])
+            if self.window.position.skipped:
+                self.window.agree_lengths()
+            self.begun = own["begun"]
+
+
+def _text(name: Any) -> str | None:
+    """How a checkpoint names a window; empty where its text may differ in another process."""
+    if isinstance(name, os.PathLike):  # wherever the directory is
+        return Path(name).name
+    return None if name is None else str(name) if isinstance(name, str | int | tuple) else ""
+
+
+_END = object()

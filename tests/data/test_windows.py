@@ -1,0 +1,343 @@
+"""Windows: which are trained on, when an epoch and a run end, and that a resumed run goes on in the same one."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Average
+from torch import Tensor
+
+from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
+from ignite_engine.data import WindowStream
+from ignite_engine.handlers import Checkpoint, Evaluation
+from tests.builders import Numbers, events_of, linear, mse, trainer_of, weights
+
+WINDOW_EVENTS = (
+    Events.EPOCH_STARTED,
+    TrainingEvents.WINDOW_STARTED,
+    Events.ITERATION_COMPLETED,
+    TrainingEvents.WINDOW_COMPLETED,
+    Events.DATALOADER_STOP_ITERATION,
+    Events.EPOCH_COMPLETED,
+)
+
+
+def open_numbers(count: Any) -> Any:
+    """A window of so many samples, in batches of 2."""
+    return loader(Numbers(int(count)), 2, shuffle=True, seed=1)
+
+
+def open_file(path: Path) -> Any:
+    return open_numbers(path.read_text())
+
+
+class Counting:
+    """A stream of a user's own: windows of 1, 2, 3, ... samples, up to ``last``."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.taken = last, 0
+
+    def next_window(self) -> int:
+        if self.taken == self.last:
+            raise StopIteration
+        self.taken += 1
+        return self.taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+def write_windows(folder: Path, *counts: int, first: int = 0) -> Path:
+    folder.mkdir(exist_ok=True)
+    for index, count in enumerate(counts, first):
+        (folder / "new").write_text(str(count))
+        os.replace(folder / "new", folder / f"hour_{index:03d}.txt")
+    return folder
+
+
+def trained(trainer: Trainer) -> list[Any]:
+    """Filled with the window of each iteration, and its number."""
+    seen: list[Any] = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: seen.append((trainer.state.windows, trainer.state.window))
+    )
+    return seen
+
+
+def test_each_window_is_begun_and_completed_and_an_empty_one_is_skipped() -> None:
+    trainer = trainer_of(accumulation_steps=2)
+    told, seen = events_of(trainer, WINDOW_EVENTS), trained(trainer)
+    state = trainer.run(Windows([5, 0, 3], open_numbers), max_epochs=2)
+
+    an_epoch = [
+        "EPOCH_STARTED",
+        *("WINDOW_STARTED", "ITERATION_COMPLETED", "ITERATION_COMPLETED", "WINDOW_COMPLETED"),  # 3 batches, in twos
+        *("WINDOW_STARTED", "ITERATION_COMPLETED", "WINDOW_COMPLETED"),
+        *("DATALOADER_STOP_ITERATION", "EPOCH_COMPLETED"),
+    ]
+    assert [name for name, _, _ in told] == an_epoch * 2
+    assert seen == [(1, 5), (1, 5), (2, 3), (3, 5), (3, 5), (4, 3)]
+    assert (state.iteration, state.windows, state.window, state.reason) == (6, 4, None, "max_epochs")
+
+
+def test_filters_count_windows() -> None:
+    trainer, at = trainer_of(), list[int]()
+    trainer.add_event_handler(
+        TrainingEvents.WINDOW_COMPLETED(every=2), lambda trainer: at.append(trainer.state.iteration)
+    )
+    trainer.run(Windows([2, 4, 2, 2, 6], open_numbers))
+    assert at == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "run", "iterations", "epochs", "windows", "reason"),
+    [
+        ({"limit": 2}, {"max_epochs": 5}, 4, 1, 2, "max_windows"),
+        ({"per_epoch": 2}, {"max_epochs": 3}, 9, 3, 5, "max_epochs"),  # the second epoch ends with the list
+        ({"per_epoch": 2, "limit": 3}, {"max_epochs": 9}, 5, 2, 3, "max_windows"),
+        ({"per_epoch": 1}, {"max_iters": 3}, 3, 2, 2, "max_iters"),
+        ({}, {"max_iters": 7}, 7, 2, 4, "max_iters"),
+    ],
+)
+def test_limits_of_epochs_windows_and_iterations_mean_what_they_say(
+    options: dict[str, Any], run: dict[str, Any], iterations: int, epochs: int, windows: int, reason: str
+) -> None:
+    trainer = trainer_of(accumulation_steps=2)
+    state = trainer.run(Windows([5, 0, 7, 3], open_numbers, **options), **run)
+    assert (state.iteration, state.epoch, state.windows, state.reason) == (iterations, epochs, windows, reason)
+
+
+def test_order_of_samples_differs_from_epoch_to_epoch() -> None:
+    batches: list[Tensor] = []
+    Trainer(lambda engine, batch: batches.append(batch[0])).run(Windows([8], open_numbers), max_epochs=2)
+    first, second = torch.cat(batches[:4]), torch.cat(batches[4:])
+    assert not torch.equal(first, second) and torch.equal(first.sort(0).values, second.sort(0).values)
+
+
+@pytest.mark.parametrize("kind", ["list", "files", "own"])
+def test_a_second_run_begins_at_the_first_window_and_two_sources_share_nothing(tmp_path: Path, kind: str) -> None:
+    stream = {"list": [2, 4], "files": Files(write_windows(tmp_path, 2, 4), "hour_*"), "own": Counting(2)}[kind]
+    windows = Windows(stream, open_file if kind == "files" else open_numbers)
+    for _ in range(2):
+        trainer = trainer_of()
+        seen = trained(trainer)
+        for _ in range(2):
+            trainer.run(windows, max_epochs=1)
+        assert len(seen) == 2 * (2 if kind == "own" else 3) and {number for number, _ in seen} == {1, 2}
+
+
+def run_of(stream: Any, folder: Path | None = None, stop_at: Any = None, event: Any = None) -> Trainer:
+    """Two epochs over a stream with dropout; asked to stop at an event, and resumed where there is a checkpoint."""
+    torch.manual_seed(3)
+    model = linear(dropout=True)
+    update = Update(model, torch.optim.AdamW(model.parameters(), lr=0.01), mse)
+    trainer = Trainer(update, accumulation_steps=2)
+    if folder is not None:
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer, event or Events.ITERATION_COMPLETED(every=100))
+        checkpoint.resume()
+    if stop_at is not None:
+        trainer.add_event_handler(stop_at, lambda: trainer.request_stop("here"))
+    trainer.run(Windows(stream, open_file if isinstance(stream, Files) else open_numbers), max_epochs=2, max_iters=None)
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["list", "files", "own", "iterable"])
+def test_resumed_run_goes_on_in_the_same_window_to_the_same_bits(tmp_path: Path, kind: str) -> None:
+    folder = write_windows(tmp_path / "hours", 5, 0, 7, 3)
+    streams = {
+        "list": lambda: [5, 0, 7, 3],
+        "files": lambda: Files(folder, "hour_*.txt"),
+        "own": lambda: Counting(5),
+        "iterable": lambda: iter([5, 0, 7, 3]),
+    }
+    whole = run_of(streams[kind]())
+    places: list[Any] = [Events.ITERATION_COMPLETED(once=at) for at in range(1, whole.state.iteration)]
+    places += [TrainingEvents.WINDOW_STARTED(once=2), TrainingEvents.WINDOW_COMPLETED(once=2)]
+    for number, place in enumerate(places):
+        stopped = run_of(streams[kind](), tmp_path / str(number), place)
+        assert stopped.state.status == "interrupted"
+        resumed = run_of(streams[kind](), tmp_path / str(number))
+        assert torch.equal(weights(resumed), weights(whole)), place
+        assert resumed.state.windows == whole.state.windows and resumed.state.epoch == whole.state.epoch
+        assert (resumed.reproducibility() == []) == (kind != "iterable")
+
+
+def test_checkpoint_of_each_nth_window_resumes_with_the_next(tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    def kill() -> None:
+        raise Killed
+
+    whole = run_of([5, 7, 3])
+    for at in range(2, whole.state.iteration + 1):
+        folder = tmp_path / str(at)
+        with pytest.raises(Killed):
+            run_killed(folder, at, kill)
+        resumed = run_of([5, 7, 3], folder)
+        assert torch.equal(weights(resumed), weights(whole)), at
+
+
+def run_killed(folder: Path, at: int, kill: Any) -> None:
+    torch.manual_seed(3)
+    model = linear(dropout=True)
+    trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=0.01), mse), accumulation_steps=2)
+    Checkpoint(folder, save_at_end=False).attach(trainer, TrainingEvents.WINDOW_COMPLETED)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at), kill)
+    trainer.run(Windows([5, 7, 3], open_numbers), max_epochs=2)
+
+
+def test_windows_that_come_later_are_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "hours"
+    trainer = trainer_of()
+    seen = trained(trainer)
+
+    def write() -> None:
+        for index, count in enumerate((2, 0, 4)):
+            time.sleep(0.05)
+            write_windows(folder, count, first=index)
+        (folder / "done").touch()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    windows = Windows(Files(folder, "hour_*", end="done"), open_file, wait_s=math.inf, poll_s=0.01)
+    state = trainer.run(windows, max_epochs=3)
+    writer.join()
+    assert [window.name for _, window in seen] == ["hour_000.txt", "hour_002.txt", "hour_002.txt"]
+    assert (state.reason, state.epoch, state.status) == ("end of data", 2, "completed")
+    assert trainer.progress.epochs_completed == 1, "an epoch without a window is none"
+
+
+def test_wait_ends_with_its_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    windows = Windows(Files(write_windows(tmp_path, 2), "hour_*"), open_file, wait_s=0.3, poll_s=0.01)
+    state = trainer_of().run(windows, max_epochs=1)
+    assert state.windows == 1 and time.monotonic() - began >= 0.3
+
+
+def test_file_that_comes_too_late_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_windows(tmp_path, 2, 2, first=5)
+    trainer = trainer_of()
+    seen = trained(trainer)
+    trainer.add_event_handler(
+        TrainingEvents.WINDOW_COMPLETED(once=1), lambda: (tmp_path / "hour_001.txt").write_text("2")
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.run(Windows(Files(tmp_path, "hour_*"), open_file))
+    assert len(seen) == 2
+    assert [line for line in caplog.messages if "left out" in line] == [
+        "hour_001.txt came after hour_005.txt was taken, so it is left out: name files in the order in which they come."
+    ]
+
+
+def test_each_window_is_evaluated_before_it_is_trained_on_in_eval_mode(tmp_path: Path) -> None:
+    model = linear(dropout=True)
+    trainer = trainer_of(model)
+    windows = Windows([4, 6], open_numbers)
+    found: list[Any] = []
+
+    def predict(model: Any, batch: Any) -> Tensor:
+        assert not model.training
+        found.append((trainer.state.window, trainer.state.iteration))
+        return mse(model, batch)
+
+    Evaluation(create_evaluator(model, predict, {"loss": Average()}), windows.again, name="next").attach(
+        trainer, TrainingEvents.WINDOW_STARTED
+    )
+    before = weights(trainer_of(linear(dropout=True)))
+    with torch.no_grad():
+        torch.nn.utils.vector_to_parameters(before, model.parameters())
+    state = trainer.run(windows)
+    assert found == [(4, 0)] * 2 + [(6, 2)] * 3
+    assert state.evaluations == 2 and math.isfinite(state.metrics["next/loss"])
+
+
+def test_an_evaluation_of_windows_takes_the_next_each_time_and_resumes_there(tmp_path: Path) -> None:
+    def run(folder: Path, stop: bool) -> list[float]:
+        trainer, found = trainer_of(), list[float]()
+        evaluator = create_evaluator(torch.nn.Identity(), lambda model, batch: batch[0].new_tensor(len(batch[0])), {})
+        counts = {"samples": Average(lambda output: output)}
+        for name, metric in counts.items():
+            metric.attach(evaluator, name)
+        Evaluation(evaluator, Windows([2, 0, 1, 4], open_numbers), name="stream").attach(
+            trainer, Events.ITERATION_COMPLETED
+        )
+        evaluator.add_event_handler(Events.COMPLETED, lambda: found.append(evaluator.state.iteration))
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        if stop:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_stop("here"))
+        trainer.run(loader(Numbers(12), 2), max_epochs=1)
+        return found
+
+    whole = run(tmp_path / "whole", stop=False)
+    assert whole == [1, 1, 2, 1, 1, 2]  # windows of 2, 1 and 4 samples, in turn
+    parts = run(tmp_path / "parts", stop=True) + run(tmp_path / "parts", stop=False)
+    assert parts == whole
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    with pytest.raises(ValueError, match=r"^No window with a batch came from \[0, 0\]: give windows that have some"):
+        trainer.run(Windows([0, 0], open_numbers))
+    with pytest.raises(ValueError, match=r"^Windows\(per_epoch=\.\.\.\) sets the length of an epoch, got epoch_len"):
+        trainer_of().run(Windows([2], open_numbers), epoch_length=5)
+    with pytest.raises(TypeError, match=r"^stream must be a sequence of windows, Files or another stream, got 'hours'"):
+        Windows("hours", open_numbers)
+    with pytest.raises(ValueError, match=r"^limit must be at least 1 window, or None, got 0\."):
+        Windows([1], open_numbers, limit=0)
+    with pytest.raises(RuntimeError, match=r"^No window is open"):
+        Windows([1], open_numbers).again()
+    with pytest.raises(TypeError, match=r"^Windows are iterated by Trainer\.run\(\) and Evaluation"):
+        iter(Windows([1], open_numbers))
+
+
+@pytest.mark.parametrize("change", ["gone", "other data", "windows for a loader"])
+def test_resume_where_the_window_is_another_is_one_line(tmp_path: Path, change: str) -> None:
+    folder = write_windows(tmp_path / "hours", 5, 7)
+    stop = Events.ITERATION_COMPLETED(once=1)
+    if change != "windows for a loader":
+        run_of(Files(folder, "hour_*"), tmp_path / "run", stop)
+    else:
+        trainer = trainer_of()
+        checkpoint = Checkpoint(tmp_path / "run")
+        checkpoint.attach(trainer)
+        trainer.add_event_handler(stop, lambda: trainer.request_stop("here"))
+        trainer.run(open_numbers(8))
+    if change == "gone":
+        (folder / "hour_000.txt").unlink()
+        with pytest.raises(ValueError, match=r"was made in the window hour_000\.txt, now the next one is hour_001"):
+            run_of(Files(folder, "hour_*"), tmp_path / "run")
+        return
+    trainer = trainer_of(lr=0.1) if change == "windows for a loader" else Trainer(lambda engine, batch: None, 2)
+    checkpoint = Checkpoint(tmp_path / "run")
+    checkpoint.attach(trainer)
+    checkpoint.resume(ignore=["model", "optimizer"] if change == "other data" else [])
+    data: Any = open_numbers(8) if change == "other data" else Windows([5], open_numbers)
+    with pytest.raises(ValueError, match=r"^The checkpoint was made with (Windows as data|data that is no Windows)"):
+        trainer.run(data)
+
+
+def test_an_own_stream_and_batches_without_a_dataset() -> None:
+    def batches(count: int) -> Iterator[Tensor] | None:
+        return iter([torch.ones(count)] * count) if count != 2 else None
+
+    assert isinstance(Counting(1), WindowStream)
+    sizes: list[int] = []
+    Trainer(lambda engine, batch: sizes.append(len(batch))).run(Windows(Counting(3), batches))
+    assert sizes == [1, 3, 3, 3]

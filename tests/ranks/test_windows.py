@@ -1,0 +1,144 @@
+"""Windows on several ranks: shared ones dealt out, or each rank's own, of other lengths and with empty ones."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ignite.engine import Events
+
+from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows
+from ignite_engine.handlers import Checkpoint
+from ignite_engine.ranks import agreement
+from tests.builders import Numbers, linear, mse, one
+from tests.data.test_windows import open_file, write_windows
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+OWN = {0: [[0, 1, 2, 3, 4], [], [5]], 1: [[10, 11, 12], [13, 14], []]}
+"""Windows of each rank, batches of one sample; a third rank would have none."""
+
+
+def trains(rank: int) -> dict[str, Any]:
+    """Which samples a rank with windows of its own trains on, in which window, and the events."""
+    seen: list[Any] = []
+    told: list[str] = []
+
+    def update(engine: Any, batch: Any) -> None:
+        real = batch[: len(batch) - engine.state.padding]
+        seen.extend((engine.state.windows, int(each)) for each in real)
+
+    trainer = Trainer(update, accumulation_steps=2)
+    for event in (TrainingEvents.WINDOW_STARTED, TrainingEvents.WINDOW_COMPLETED, Events.EPOCH_COMPLETED):
+        trainer.add_event_handler(event, lambda _, event=event: told.append(event.name))
+    windows = Windows(OWN.get(rank, []), lambda samples: [torch.tensor(each) for each in samples], shared=False)
+    state = trainer.run(windows, max_epochs=2)
+    return {"seen": seen, "told": told, "iteration": state.iteration, "windows": state.windows}
+
+
+def shared(folder: str, stop_at: int | None = None, invariant: bool = False) -> dict[str, Any]:
+    """Windows of a directory, dealt out to the ranks; the weights, and which rows were seen."""
+    rows: list[float] = []
+    model = linear()
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        rows.extend(batch[0][:, 0].tolist())
+        return mse(model, batch)
+
+    update = Update(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, rank_invariant=invariant)
+    ordinary = Trainer(lambda engine, batch: None if engine.state.padding else loss_fn(model, batch))
+    trainer = Trainer(update, global_micro_batches=4) if invariant else ordinary
+    checkpoint = Checkpoint(f"{folder}/run_{invariant}")
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+    if stop_at is not None:
+
+        @trainer.on(Events.ITERATION_COMPLETED(once=stop_at))
+        def stop() -> None:
+            trainer.request_stop("here")
+            trainer.vote_at_next_boundary()
+
+    state = trainer.run(Windows(Files(f"{folder}/hours", "hour_*"), open_file), max_epochs=1)
+    return {"rows": rows, "weights": one(model).clone(), "windows": state.windows, "status": state.status}
+
+
+def stopped_while_it_waits(folder: str, rank: int) -> tuple[str, bool]:
+    trainer, began = Trainer(lambda engine, batch: None), time.monotonic()
+    if rank == 1:
+        trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, lambda: trainer.request_stop("here"))
+    files = Files(f"{folder}/hours", "hour_000*")
+    state = trainer.run(Windows(files, open_file, wait_s=60, poll_s=0.05))
+    return state.status, time.monotonic() - began < 20
+
+
+def _rank(rank: int, world: int, folder: str, number: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store_{number}", rank=rank, world_size=world)
+    report: dict[str, Any] = {}
+    if number < 2:
+        report["own"] = trains(rank)
+        report["waiting"] = stopped_while_it_waits(folder, rank)
+    for invariant in (False, True):
+        report[f"shared {invariant}"] = shared(folder, 3 if number == 0 else None, invariant)
+    torch.save(report, f"{folder}/{number}.{rank}.pt")
+    agreement.forget_groups()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """Two ranks, stopped within the second window; then three that resume it."""
+    folder = tmp_path_factory.mktemp("windows")
+    write_windows(folder / "hours", 5, 9, 0, 4)
+    found = {}
+    for number, world in ((0, 2), (1, 3)):
+        mp.spawn(_rank, (world, str(folder), number), nprocs=world)
+        found[number] = [torch.load(folder / f"{number}.{rank}.pt", weights_only=False) for rank in range(world)]
+    return found
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_rank_trains_on_each_of_its_own_samples_once_in_windows_that_end_together(
+    reports: dict[int, list[dict[str, Any]]], number: int
+) -> None:
+    for rank, report in enumerate(reports[number]):
+        own = report["own"]
+        once = [(window, sample) for window, samples in enumerate(OWN.get(rank, []), 1) for sample in samples]
+        assert own["seen"] == once + [(window + 3, sample) for window, sample in once], rank
+        assert own["told"] == (["WINDOW_STARTED", "WINDOW_COMPLETED"] * 3 + ["EPOCH_COMPLETED"]) * 2
+        assert (own["iteration"], own["windows"]) == (2 * (3 + 1 + 1), 6)
+
+
+def test_a_stop_is_heard_while_all_wait_for_a_window(reports: dict[int, list[dict[str, Any]]]) -> None:
+    outcomes = [report["waiting"] for number in (0, 1) for report in reports[number]]
+    assert outcomes == [("interrupted", True)] * 5
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_shared_windows_are_dealt_out_and_resumed_on_another_number_of_ranks(
+    reports: dict[int, list[dict[str, Any]]], invariant: bool
+) -> None:
+    name, counts = f"shared {invariant}", (5, 9, 4)
+    rows = [row for number in (0, 1) for report in reports[number] for row in report[name]["rows"]]
+    assert sorted(rows) == sorted(row for count in counts for row in Numbers(count).inputs[:, 0].tolist())
+    assert {report[name]["status"] for report in reports[0]} == {"interrupted"}
+    assert {(report[name]["status"], report[name]["windows"]) for report in reports[1]} == {("completed", 3)}
+
+
+def test_rank_invariant_windows_end_with_the_bits_of_one_process(
+    reports: dict[int, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    torch.manual_seed(7)
+    write_windows(tmp_path / "hours", 5, 9, 0, 4)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        whole = shared(str(tmp_path), invariant=True)["weights"]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(report["shared True"]["weights"], whole) for report in reports[1])
