@@ -38,8 +38,8 @@ class Task:
         val_sets: by name, also windows; a metric ``loss`` of the set ``val`` is logged as ``val/loss``.
         predict: ``predict(model, batch)`` gives what ``metrics`` take. None: the loss alone is evaluated.
         metrics: Ignite's, by name, used for each of the sets in turn.
-        parameter_groups: as a torch optimizer takes them; the LR of one with a ``name`` is logged under it.
-            None: one group of all parameters.
+        parameter_groups: as a torch optimizer takes them; the LR of one with a ``name`` is logged under it. Where the
+            config has several ``optimizers``, these for each of them by its name. None: one group of all parameters.
         weight_fn: ``weight_fn(batch)``, the weight of the micro-batch in the mean over a group and over ranks, from
             the host batch. None: all weigh the same.
         collate_fn: samples to a batch, as ``DataLoader`` takes it.
@@ -56,7 +56,7 @@ class Task:
     val_sets: Mapping[str, Dataset[Any] | Windows] = field(default_factory=dict)
     predict: Callable[[nn.Module, Any], Any] | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    parameter_groups: list[dict[str, Any]] | None = None
+    parameter_groups: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None
     weight_fn: Callable[[Any], int | float] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     tokens_fn: Callable[[Any], int] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
@@ -19,6 +19,7 @@ from ignite_engine.config.sections import (
     EmaSection,
     EvaluationSection,
     LoggingSection,
+    NamedOptimizerSection,
     OptimizerSection,
     RunSection,
     ScheduleSection,
@@ -39,6 +40,7 @@ class Config(Section):
     run: RunSection
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
+    optimizers: dict[str, NamedOptimizerSection] = Field(default_factory=dict)  # instead of optimizer: several, by name
     schedule: ScheduleSection = ScheduleSection()
     update: UpdateSection = UpdateSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -58,6 +60,16 @@ class Config(Section):
     def directory(self) -> Path:
         """Where the run writes: ``run.directory``, or ``runs/<name>`` of the working directory."""
         return Path(self.run.directory) if self.run.directory else Path("runs") / self.name
+
+    @property
+    def schedules(self) -> dict[str, tuple[str, ScheduleSection]]:
+        """The dotted key and the section of each optimizer's schedule, by the optimizer's name."""
+        if not self.optimizers:
+            return {"optimizer": ("schedule", self.schedule)}
+        return {
+            name: (f"optimizers.{name}.schedule", each.schedule) if each.schedule else ("schedule", self.schedule)
+            for name, each in self.optimizers.items()
+        }
 
     @property
     def folder(self) -> Path | None:
@@ -80,26 +92,15 @@ class Config(Section):
 
     def without_effect(self) -> Iterator[str]:
         """One line for each setting that has no effect with the others as they are."""
-        schedule, named = self.schedule, f"schedule.name is {self.schedule.name}"
-        if schedule.decay is not None and schedule.name != "wsd":
-            yield f"schedule.decay has no effect: {named}, and only wsd has a decay at the end"
-        if schedule.decay_shape is not None and schedule.name != "wsd":
-            yield f"schedule.decay_shape has no effect: {named}, and only wsd has a decay at the end"
-        if schedule.power is not None and schedule.name != "polynomial":
-            yield f"schedule.power has no effect: {named}, expected polynomial"
-        if schedule.name == "plateau":
-            for key in ("warmup", "total"):
-                if getattr(schedule, key):
-                    yield f"schedule.{key} has no effect: {named}, which follows its metric from the first update"
-        else:
-            for key in ("metric", "mode", "factor", "patience", "min_delta"):
-                if getattr(schedule, key) is not None:
-                    yield f"schedule.{key} has no effect: {named}, expected plateau"
-        if schedule.name == "constant":
-            if schedule.min_ratio is not None:
-                yield f"schedule.min_ratio has no effect: {named}"
-            if schedule.total is not None and isinstance(schedule.warmup, int):
-                yield f"schedule.total has no effect: {named}, and schedule.warmup is not a fraction of it"
+        schedules = dict(self.schedules.values())
+        for key, schedule in schedules.items():
+            yield from _without_effect_in(key, schedule)
+        if self.optimizers:
+            for key in _changed(self.optimizer):
+                yield f"optimizer.{key} has no effect: optimizers are given by name"
+            if "schedule" not in schedules:
+                for key in _changed(self.schedule):
+                    yield f"schedule.{key} has no effect: each of the optimizers has a schedule of its own"
         if self.data.num_workers == 0:
             if self.data.prefetch_factor is not None:
                 yield "data.prefetch_factor has no effect: data.num_workers is 0"
@@ -127,6 +128,29 @@ class Config(Section):
         if isinstance(self.checkpoint.load, Section) and self.checkpoint.load.path is None:
             for key in _changed(self.checkpoint.load):
                 yield f"checkpoint.load.{key} has no effect: checkpoint.load.path names nothing to load"
+
+
+def _without_effect_in(where: str, schedule: ScheduleSection) -> Iterator[str]:
+    named = f"{where}.name is {schedule.name}"
+    if schedule.decay is not None and schedule.name != "wsd":
+        yield f"{where}.decay has no effect: {named}, and only wsd has a decay at the end"
+    if schedule.decay_shape is not None and schedule.name != "wsd":
+        yield f"{where}.decay_shape has no effect: {named}, and only wsd has a decay at the end"
+    if schedule.power is not None and schedule.name != "polynomial":
+        yield f"{where}.power has no effect: {named}, expected polynomial"
+    if schedule.name == "plateau":
+        for key in ("warmup", "total"):
+            if getattr(schedule, key):
+                yield f"{where}.{key} has no effect: {named}, which follows its metric from the first update"
+    else:
+        for key in ("metric", "mode", "factor", "patience", "min_delta"):
+            if getattr(schedule, key) is not None:
+                yield f"{where}.{key} has no effect: {named}, expected plateau"
+    if schedule.name == "constant":
+        if schedule.min_ratio is not None:
+            yield f"{where}.min_ratio has no effect: {named}"
+        if schedule.total is not None and isinstance(schedule.warmup, int):
+            yield f"{where}.total has no effect: {named}, and {where}.warmup is not a fraction of it"
 
 
 def _without_effect_there(section: DistributedSection) -> list[str]:
@@ -237,14 +261,17 @@ def _expectation(kind: str, context: Mapping[str, Any]) -> str:
 def _known_keys(section: Sequence[str]) -> list[str]:
     """The keys of the section that a dotted name leads to."""
     model: type[BaseModel] = Config
+    is_name = False
     for part in section:
-        if part.isdecimal():  # of several
+        if is_name or part.isdecimal():  # of several
+            is_name = False
             continue
-        inner = _section_in(model.model_fields[part].annotation) if part in model.model_fields else None
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        inner, is_name = _section_in(annotation), get_origin(annotation) is dict
         if inner is None:
             return []
         model = inner
-    return list(model.model_fields)
+    return [] if is_name else list(model.model_fields)
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

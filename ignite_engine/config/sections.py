@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
 from ignite_engine.config.yaml_file import SCIENTIFIC, display
 from ignite_engine.errors import did_you_mean
+from ignite_engine.rowwise_adagrad import RowwiseAdagrad
 
 
 def _as_number(value: object) -> object:
@@ -88,7 +89,7 @@ class DataSection(Section):
 
 
 class OptimizerSection(Section):
-    """An optimizer of ``torch.optim``, by name in any case; every other key is an option of its own."""
+    """An optimizer of ``torch.optim`` or ``RowwiseAdagrad``, by name in any case; other keys are its own options."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     name: str = "AdamW"
@@ -116,7 +117,7 @@ class OptimizerSection(Section):
             raise _fault("name", "got 'LBFGS', which needs a closure; expected an optimizer that steps without one.")
         if self.name.lower() not in types:
             near = did_you_mean(self.name, [each.__name__ for each in types.values()])
-            raise _fault("name", f"got {self.name!r}, expected an optimizer of torch.optim{near}")
+            raise _fault("name", f"got {self.name!r}, expected an optimizer of torch.optim or RowwiseAdagrad{near}")
         kind, options = self.type.__name__, self.options
         known = {
             name: each.default for name, each in inspect.signature(self.type).parameters.items() if name != "params"
@@ -141,13 +142,14 @@ class OptimizerSection(Section):
 
 
 def optimizer_types() -> dict[str, type[torch.optim.Optimizer]]:
-    """The optimizers of torch that step without a closure, by lower-case name."""
+    """The optimizers of torch that step without a closure, and our own, by lower-case name."""
     types = [
         each
         for each in vars(torch.optim).values()
         if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
     ]
-    return {each.__name__.lower(): each for each in types if each not in (torch.optim.Optimizer, torch.optim.LBFGS)}
+    types = [each for each in types if each not in (torch.optim.Optimizer, torch.optim.LBFGS)]
+    return {each.__name__.lower(): each for each in (*types, RowwiseAdagrad)}
 
 
 def _fault(key: str, complaint: str) -> PydanticCustomError:
@@ -176,6 +178,12 @@ class ScheduleSection(Section):
         if self.name == "plateau" and self.metric is None:
             raise _fault("name", "got 'plateau', but no schedule.metric; expected a metric's key, such as val/loss.")
         return self
+
+
+class NamedOptimizerSection(OptimizerSection):
+    """One of several optimizers, over the parameters that the task has put under its name."""
+
+    schedule: ScheduleSection | None = None  # default: the config's schedule
 
 
 class UpdateSection(Section):

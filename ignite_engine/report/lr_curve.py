@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from ignite_engine.report.charts import svg_file
@@ -34,12 +35,17 @@ def lr_text(schedule: Curve, total: int, *, width: int = 60, height: int = 12) -
     return [*lines, f"  {'0':>9} +{'-' * width}", f"  {'update':>9}  {under}"]
 
 
-def lr_svg(schedule: Curve, total: int) -> str:
-    """The LR of every parameter group as an SVG picture; groups with equal LRs share a line."""
+def lr_svg(schedules: Mapping[str, Curve], total: int) -> str:
+    """The LR of every parameter group of each optimizer as an SVG picture; groups with equal LRs share a line."""
     steps = sorted({round(index * (total - 1) / (POINTS - 1)) for index in range(POINTS)})
-    groups = dict.fromkeys(zip(*[schedule.lrs_at(step) for step in steps]))
+    found: dict[tuple[float, ...], str] = {}
+    for name, schedule in schedules.items():
+        groups = dict.fromkeys(zip(*[schedule.lrs_at(step) for step in steps]))
+        for index, rates in enumerate(groups):
+            group = f"group {index}" if len(schedules) == 1 else f"{name} {index}" if len(groups) > 1 else name
+            found.setdefault(rates, group)
     lines = [
-        Line(f"group {mark}", [(step + 1, rate) for step, rate in zip(steps, rates)], mark)
-        for mark, rates in enumerate(groups)
+        Line(label, [(step + 1, rate) for step, rate in zip(steps, rates)], mark)
+        for mark, (rates, label) in enumerate(found.items())
     ]
     return svg_file(Panel("Learning rate", "", lines))

@@ -7,7 +7,7 @@ import inspect
 import os
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import ignite_engine
 from ignite_engine import schedules
 from ignite_engine.config import Config, ConfigError, ConfigWarning
+from ignite_engine.config.sections import OptimizerSection, ScheduleSection
 from ignite_engine.data import Windows, loader
 from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.ranks import agreement, mesh
@@ -44,12 +45,14 @@ def total_updates_of_windows(config: Config) -> int | None:
     Raises:
         ConfigError: the schedule needs to know.
     """
-    total = config.run.max_iterations or config.schedule.total
-    if total is None and config.schedule.name not in ("constant", "plateau"):
-        raise config.error(
-            "schedule.total", "windows do not say how many updates there will be: set it, or run.max_iterations."
-        )
-    return total
+    for key, section in config.schedules.values():
+        needed = section.name not in ("constant", "plateau") and section.total is None
+        if needed and config.run.max_iterations is None:
+            raise config.error(
+                f"{key}.total", "windows do not say how many updates there will be: set it, or run.max_iterations."
+            )
+    totals = [section.total for _, section in config.schedules.values() if section.total is not None]
+    return config.run.max_iterations or max(totals, default=None)
 
 
 def total_updates(config: Config, samples: int) -> int:
@@ -185,10 +188,11 @@ def check_fit(config: Config, task: Task) -> None:
         raise config.error("ema.evaluate", f"got {unknown!r}, expected names of the task's sets{near}")
     sets = [*task.val_sets, *(["progressive"] if config.evaluation.progressive else [])]
     known = ["loss", *(f"{name}/{metric}" for name in sets for metric in task.metrics or ["loss"])]
+    _check_groups(config, task.parameter_groups)
     named = {
         "checkpoint.best": config.checkpoint.best,
         "early_stopping.metric": config.early_stopping.metric,
-        "schedule.metric": config.schedule.metric,
+        **{f"{key}.metric": section.metric for key, section in config.schedules.values()},
     }
     for key, metric in named.items():
         if metric is None or metric in known or task.handlers:  # a user's handler may write any key
@@ -198,6 +202,22 @@ def check_fit(config: Config, task: Task) -> None:
         is_possible = metric.partition("/")[0] in sets and task.metrics
         if not is_possible or not near.startswith("; known"):
             raise config.error(key, f"got {metric!r}, expected a metric of this run{near}")
+
+
+def _check_groups(config: Config, groups: Any) -> None:
+    names = ", ".join(config.optimizers)
+    if not isinstance(groups, Mapping):
+        if names:
+            raise config.error(
+                "optimizers",
+                f"got {names}, but the task's parameter_groups are not a mapping of these names to parameters.",
+            )
+    elif set(groups) != set(config.optimizers):
+        raise config.error(
+            "optimizers" if names else "optimizer",
+            f"got {names or 'one optimizer'}, but the task has parameter_groups for {', '.join(groups)}; "
+            "expected a section in optimizers for each of them.",
+        )
 
 
 def data_loader(
@@ -221,27 +241,42 @@ def data_loader(
     return loader(dataset, data.eval_batch_size or data.batch_size, seed=config.run.seed, **options)
 
 
-def make_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
-    """The config's optimizer over the task's parameter groups, or all parameters that require gradients.
+def make_optimizers(config: Config, task: Task, model: nn.Module) -> dict[str, Optimizer]:
+    """The config's optimizers by name, each over the task's parameter groups of that name.
+
+    Without ``optimizers`` it is ``optimizer`` alone, over all the groups, or all parameters that require gradients.
 
     Raises:
-        ConfigError: its options do not fit.
+        ConfigError: an optimizer's options do not fit.
     """
-    section = config.optimizer
-    parameters: list[Any] = list(task.parameter_groups or (each for each in model.parameters() if each.requires_grad))
+    groups = task.parameter_groups
+    if isinstance(groups, Mapping):
+        return {
+            name: _made(config, f"optimizers.{name}", section, groups[name])
+            for name, section in config.optimizers.items()
+        }
+    parameters = groups or [each for each in model.parameters() if each.requires_grad]
+    return {"optimizer": _made(config, "optimizer", config.optimizer, parameters)}
+
+
+def _made(config: Config, key: str, section: OptimizerSection, parameters: Iterable[Any]) -> Optimizer:
     try:
-        return section.type(parameters, **section.options)
+        return section.type(list(parameters), **section.options)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise config.error("optimizer", f"{section.type.__name__} says: {' '.join(str(error).split())}") from error
+        raise config.error(key, f"{section.type.__name__} says: {' '.join(str(error).split())}") from error
 
 
-def make_schedule(config: Config, optimizer: Optimizer, total: int | None) -> Schedule:
-    """The config's schedule over the run; for a plateau, whose rates are not known ahead, a constant one.
+def make_schedule(
+    config: Config, key: str, section: ScheduleSection, optimizer: Optimizer, total: int | None
+) -> Schedule:
+    """A section's schedule over the run; for a plateau, whose rates are not known ahead, a constant one.
+
+    Args:
+        key: the section's dotted name.
 
     Raises:
         ConfigError: its settings do not fit the run's length.
     """
-    section = config.schedule
     if section.name == "plateau":
         what = f"plateau: as below, until {section.metric} stops improving"
         return Schedule(optimizer, lambda step: 1.0, what)
@@ -257,4 +292,4 @@ def make_schedule(config: Config, optimizer: Optimizer, total: int | None) -> Sc
     try:
         return factory(optimizer, section.warmup, total=section.total or total, **options)
     except ValueError as error:
-        raise config.error("schedule", str(error)) from None
+        raise config.error(key, str(error)) from None

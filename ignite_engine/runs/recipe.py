@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from ignite_engine import handlers
 from ignite_engine.checkpointing import CheckpointError, LoadPlan, LoadSource, SaveOptions
 from ignite_engine.config import Config, Every
-from ignite_engine.config.sections import LoadSection
+from ignite_engine.config.sections import LoadSection, ScheduleSection
 from ignite_engine.data import Windows
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import TrainingEvents
@@ -28,7 +27,7 @@ from ignite_engine.runs.components import (
     check_fit,
     check_ranks_agree,
     data_loader,
-    make_optimizer,
+    make_optimizers,
     make_schedule,
     seed_all,
     set_up_torch,
@@ -38,6 +37,7 @@ from ignite_engine.runs.components import (
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
 from ignite_engine.runs.wrapping import declare_mesh, wrap
+from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
 from ignite_engine.task import Task
 from ignite_engine.trainer import Trainer
@@ -74,10 +74,10 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         else:
             total = total_updates(config, len(task.train_set))  # type: ignore[arg-type]  # loader() has checked
     with startup("trainer"):
-        optimizer = make_optimizer(config, task, model)
+        optimizers = make_optimizers(config, task, model)
         update = Update(
             model,
-            optimizer,
+            optimizers,
             task.loss_fn,
             precision=config.update.precision,
             clip_norm=config.update.clip_norm,
@@ -96,14 +96,17 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             global_micro_batches=config.update.global_micro_batches,
             max_read_errors=config.data.max_read_errors,
         )
-        schedule = make_schedule(config, optimizer, total)
+        schedules = {
+            name: make_schedule(config, *config.schedules[name], optimizer, total)
+            for name, optimizer in optimizers.items()
+        }
         directory = RunDirectory(config.directory)
         length = {"max_iters": config.run.max_iterations, "max_epochs": config.run.max_epochs}
         run = Run(
             trainer,
             train_loader,
             directory,
-            schedule,
+            schedules,
             total,
             {key: value for key, value in length.items() if value is not None},
             lambda: _evaluations(config, task, model, {**task.val_sets, **task.test_sets}),
@@ -115,20 +118,19 @@ def build_run(config: Config, task: Task | None = None) -> Run:
     return run
 
 
-def _lr_schedule(config: Config, run: Run, optimizer: Optimizer) -> handlers.LRSchedule:
-    section = config.schedule
+def _lr_schedule(section: ScheduleSection, schedule: Schedule, name: str) -> handlers.LRSchedule:
     if section.name != "plateau":
-        return handlers.LRSchedule(run.schedule)
+        return handlers.LRSchedule(schedule, name=name)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        optimizer,
+        schedule.optimizer,
         mode=section.mode or "min",
         factor=section.factor or 0.1,
         patience=(section.patience or 5) - 1,  # torch counts the values that are tolerated
         threshold=section.min_delta or 0.0,
         threshold_mode="abs",
-        min_lr=[group["lr"] * (section.min_ratio or 0.0) for group in optimizer.param_groups],
+        min_lr=[group["lr"] * (section.min_ratio or 0.0) for group in schedule.optimizer.param_groups],
     )
-    return handlers.LRSchedule(plateau, metric=section.metric)
+    return handlers.LRSchedule(plateau, metric=section.metric, name=name)
 
 
 def _evaluations(
@@ -189,7 +191,9 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         return run.trained_nothing
 
     trainer.add_event_handler(Events.STARTED, run.log_length)
-    _lr_schedule(config, run, trainer.update.optimizers["optimizer"]).attach(trainer)  # type: ignore[attr-defined]
+    for name, schedule in run.schedules.items():
+        own_name = name if config.optimizers else "lr_schedule"
+        _lr_schedule(config.schedules[name][1], schedule, own_name).attach(trainer)
     if config.ema.decay is not None:
         handlers.EMA(config.ema.decay, warmup=config.ema.warmup, evaluate=config.ema.evaluate).attach(trainer)
     for each in evaluations:

@@ -19,8 +19,9 @@ from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watch import cause_of, on_failure, reason_of
 from ignite_engine.report import write_report
-from ignite_engine.report.lr_curve import Curve, lr_svg, lr_text
+from ignite_engine.report.lr_curve import lr_svg, lr_text
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, weights_sha256
+from ignite_engine.schedules import Schedule
 from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.trainer import Trainer
 
@@ -46,7 +47,7 @@ class Run:
         trainer: nothing has run in it yet.
         loader: of the training set.
         directory: nothing has been written to it yet.
-        schedule: learning rates by update.
+        schedules: learning rates by update, for each optimizer by its name.
         total: updates of a run that is not resumed with other groups, data or ranks; None: windows do not say.
         length: ``max_epochs`` or ``max_iters``, as ``trainer.run`` takes it.
         evaluations: makes one for each validation and test set; each writes ``trainer.state.metrics`` when called.
@@ -64,7 +65,7 @@ class Run:
     trainer: Trainer
     loader: Iterable[Any]
     directory: RunDirectory
-    schedule: Curve
+    schedules: Mapping[str, Schedule]
     total: int | None
     length: Mapping[str, int]
     evaluations: Callable[[], Iterable[Callable[[Trainer], None]]]
@@ -178,22 +179,25 @@ class Run:
                 ("epoch", epochs, state.max_epochs) if state.max_iters is None else ("iteration", state.iteration, end)
             )
             logger.info("The run is at its end (%s %d of %d): it is only evaluated.", *epoch_or_iteration)
-        elif self.total is not None and end != self.total and self.schedule_is_as_long:
-            lrs = ", ".join(f"{lr:g}" for lr in dict.fromkeys(self.schedule.lrs_at(self.total)))
-            logger.warning(
-                "The run ends at iteration %d, its schedule at update %d (the LR is %s from there on): "
-                "schedule.total=%d makes them end together.",
-                end,
-                self.total,
-                lrs,
-                end,
-            )
+        elif self.total is not None and end != self.total:
+            for name, schedule in self.schedules.items():
+                key, section = self._schedule_section(name)
+                if section["total"] is not None or section["name"] in ("constant", "plateau"):
+                    continue
+                logger.warning(
+                    "The run ends at iteration %d, its schedule at update %d (the LR is %s from there on): "
+                    "%s.total=%d makes them end together.",
+                    end,
+                    self.total,
+                    ", ".join(f"{lr:g}" for lr in dict.fromkeys(schedule.lrs_at(self.total))),
+                    key,
+                    end,
+                )
 
-    @property
-    def schedule_is_as_long(self) -> bool:
-        """Whether the config leaves it to the run how long its schedule is."""
-        section = self.config["schedule"]
-        return section["total"] is None and section["name"] not in ("constant", "plateau")
+    def _schedule_section(self, name: str) -> tuple[str, Mapping[str, Any]]:
+        """The dotted key and the section of an optimizer's schedule."""
+        own = self.config["optimizers"].get(name, {}).get("schedule")
+        return (f"optimizers.{name}.schedule", own) if own else ("schedule", self.config["schedule"])
 
     @property
     def trained_nothing(self) -> bool:
@@ -250,15 +254,16 @@ class Run:
             f"{self.config['run']['name']}: {type(model).__name__}, {parameters:,} parameters",
             f"Runs for {self.total} updates ({length})" if self.total else f"Runs until its windows end ({length})",
             f"Writes to {self.directory.path}",
-            f"Schedule: {self.schedule}",
         ]
-        rates = lr_text(self.schedule, self.total) if self.total else []
-        return "\n".join([*head, *rates, self.trainer.describe()])
+        for name, schedule in self.schedules.items():
+            head.append(f"Schedule{f' of {name}' if self.config['optimizers'] else ''}: {schedule}")
+            head += lr_text(schedule, self.total) if self.total else []
+        return "\n".join([*head, self.trainer.describe()])
 
     def plot_lr(self, path: Path) -> None:
         """Write the learning rate of every parameter group over the run as an SVG picture."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(lr_svg(self.schedule, self.total or 1), encoding="utf-8")
+        path.write_text(lr_svg(self.schedules, self.total or 1), encoding="utf-8")
 
     def _begin_directory(self) -> None:
         self._differences = self.directory.write_config(self.config)
@@ -268,7 +273,7 @@ class Run:
         """A changed setting of an optimizer that was resumed is not among them: that it has no effect is said there."""
         said = resumed is not None and "optimizer" not in self.ignore
         for line in self._differences:
-            if not (said and line.startswith("optimizer.")):
+            if not (said and line.startswith(("optimizer.", "optimizers."))):
                 logger.info("Config differs from the run's last start: %s", line)
 
     def _log_outcome(self, summary: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -135,15 +135,20 @@ def _shard(model: nn.Module, over: DeviceMesh, dtype: str) -> None:
 
 
 def _renewed(
-    groups: Sequence[dict[str, Any]] | None, names: dict[int, str], model: nn.Module
-) -> list[dict[str, Any]] | None:
+    groups: Sequence[Any] | Mapping[str, Sequence[Any]] | None, names: dict[int, str], model: nn.Module
+) -> Any:
     """The groups over the parameters that have replaced those of ``names``."""
     if groups is None:
         return None
+    if isinstance(groups, Mapping):
+        return {name: _renewed(each, names, model) for name, each in groups.items()}
     now = dict(model.named_parameters())
 
     def renewed(parameters: Any) -> list[Any]:
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         return [now[names[id(each)]] if id(each) in names else each for each in given]
 
-    return [{**group, "params": renewed(group["params"])} for group in groups]
+    return [
+        {**group, "params": renewed(group["params"])} if isinstance(group, dict) else renewed(group)[0]
+        for group in groups
+    ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from ignite_engine import RowwiseAdagrad
 from ignite_engine.config import Config, ConfigError, ConfigWarning, config_from_dict, load_config
 
 MINIMAL = "task: tasks.py:build\nrun:\n  max_iterations: 10\n"
@@ -99,7 +101,10 @@ WRONG = [
         "optimizer.betas=[0.9, 2]",
         "optimizer.betas: got (0.9, 2), but AdamW says: Invalid beta parameter at index 1: 2.",
     ),
-    ("optimizer.name=adamm", "optimizer.name: got 'adamm', expected an optimizer of torch.optim; did you mean 'Adam'?"),
+    (
+        "optimizer.name=adamm",
+        "optimizer.name: got 'adamm', expected an optimizer of torch.optim or RowwiseAdagrad; did you mean 'Adam'?",
+    ),
     (
         "optimizer.name=LBFGS",
         "optimizer.name: got 'LBFGS', which needs a closure; expected an optimizer that steps wi...",
@@ -263,3 +268,58 @@ def test_settings_with_effect_are_silent(tmp_path: Path) -> None:
         config = load_config(written(tmp_path), overrides)
 
     assert isinstance(config, Config)
+
+
+def test_several_optimizers_go_by_name_with_a_schedule_each(tmp_path: Path) -> None:
+    text = MINIMAL + (
+        "schedule: {name: cosine}\n"
+        "optimizers:\n"
+        "  tables: {name: RowwiseAdagrad, lr: 2e-2, schedule: {name: constant, warmup: 5}}\n"
+        "  dense: {name: AdamW, weight_decay: 0.1}\n"
+    )
+    config = load_config(written(tmp_path, text), ["optimizers.dense.lr=0.5"])
+
+    assert config.optimizers["tables"].type is RowwiseAdagrad
+    assert config.optimizers["tables"].options == {"lr": 2e-2}
+    assert config.optimizers["dense"].options == {"lr": 0.5, "weight_decay": 0.1}
+    assert {name: (key, section.name) for name, (key, section) in config.schedules.items()} == {
+        "tables": ("optimizers.tables.schedule", "constant"),
+        "dense": ("schedule", "cosine"),
+    }
+    assert config_from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ("{x: {name: adamm}}", "optimizers.x.name: got 'adamm', expected an optimizer of torch.optim or RowwiseAdag"),
+        ("{x: {beta: 1}}", "optimizers.x.beta: got 1, but AdamW has no option 'beta'; did you mean 'betas'?"),
+        (
+            "{x: {schedule: {warmpu: 1}}}",
+            "optimizers.x.schedule.warmpu: got 1 for a key that is not known; did you mean 'warmup'?",
+        ),
+        ("{x: 3}", "optimizers.x: got 3, expected a mapping of settings."),
+        ("[x]", "optimizers: got ['x'], expected a mapping."),
+    ],
+)
+def test_fault_in_a_named_optimizer_is_one_line(tmp_path: Path, section: str, line: str) -> None:
+    assert line in complaint(tmp_path, text=f"{MINIMAL}optimizers: {section}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("optimizer: {lr: 0.5}\noptimizers: {x: {}}", "optimizer.lr has no effect: optimizers are given by name"),
+        (
+            "schedule: {warmup: 3}\noptimizers: {x: {schedule: {name: cosine}}}",
+            "schedule.warmup has no effect: each of the optimizers has a schedule of its own",
+        ),
+        (
+            "optimizers: {x: {schedule: {power: 3}}}",
+            "optimizers.x.schedule.power has no effect: optimizers.x.schedule.name is constant, expected polynomial",
+        ),
+    ],
+)
+def test_setting_of_optimizers_without_effect_is_a_warning(tmp_path: Path, text: str, line: str) -> None:
+    with pytest.warns(ConfigWarning, match=re.escape(line)):
+        load_config(written(tmp_path, MINIMAL + text + "\n"))

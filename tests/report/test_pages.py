@@ -373,7 +373,7 @@ def test_rate_is_plotted_in_characters() -> None:
 
 
 def test_rate_is_drawn_as_a_picture() -> None:
-    picture = ElementTree.fromstring(lr_svg(Steps(), 100))
+    picture = ElementTree.fromstring(lr_svg({"optimizer": Steps()}, 100))
     lines = picture.findall("{http://www.w3.org/2000/svg}polyline")
 
     assert len(lines) == 2  # two groups share their rates
@@ -384,4 +384,4 @@ def test_rate_is_drawn_as_a_picture() -> None:
 
 
 def test_one_update_can_be_plotted() -> None:
-    assert len(lr_text(Steps(), 1)) > 12 and ElementTree.fromstring(lr_svg(Steps(), 1)) is not None
+    assert len(lr_text(Steps(), 1)) > 12 and ElementTree.fromstring(lr_svg({"optimizer": Steps()}, 1)) is not None

@@ -141,9 +141,41 @@ def test_optimizer_has_the_tasks_groups_or_all_that_requires_gradients() -> None
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
     task = Task(model, mse, Numbers(4))
-    optimizer = components.make_optimizer(config(), task, model)
+    optimizer = components.make_optimizers(config(), task, model)["optimizer"]
     task.parameter_groups = [{"params": [model[1].weight], "lr": 0.5}]
-    grouped = components.make_optimizer(config(), task, model)
+    grouped = components.make_optimizers(config(), task, model)["optimizer"]
 
     assert optimizer.param_groups[0]["params"] == list(model[1].parameters())
     assert [(each["lr"], len(each["params"])) for each in grouped.param_groups] == [(0.5, 1)]
+
+
+def two_optimizers() -> dict[str, Any]:
+    return {"tables": {"name": "RowwiseAdagrad", "lr": 0.5}, "dense": {"name": "SGD"}}
+
+
+def test_each_named_optimizer_has_the_tasks_parameters_of_its_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    groups = {"tables": list(model[0].parameters()), "dense": [{"params": model[1].parameters(), "lr": 0.25}]}
+    task = Task(model, mse, Numbers(4), parameter_groups=groups)
+    settings = config(optimizers=two_optimizers())
+    components.check_fit(settings, task)
+    made = components.make_optimizers(settings, task, model)
+
+    assert [type(each).__name__ for each in made.values()] == ["RowwiseAdagrad", "SGD"]
+    assert [each.param_groups[0]["lr"] for each in made.values()] == [0.5, 0.25]
+    assert made["tables"].param_groups[0]["params"] == list(model[0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "groups", "line"),
+    [
+        ({}, {"dense": []}, "optimizer: got one optimizer, but the task has parameter_groups for dense; expected a"),
+        (two_optimizers(), {"dense": []}, "optimizers: got tables, dense, but the task has parameter_groups for dense"),
+        (two_optimizers(), None, "optimizers: got tables, dense, but the task's parameter_groups are not a mapping of"),
+    ],
+)
+def test_optimizers_that_do_not_fit_the_tasks_groups_are_refused(optimizers: Any, groups: Any, line: str) -> None:
+    task = Task(linear(), mse, Numbers(4), parameter_groups=groups)
+
+    with pytest.raises(ConfigError, match=line):
+        components.check_fit(config(optimizers=optimizers), task)

@@ -460,7 +460,7 @@ def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
     assert (update.clip_norm, update.precision, update.scaler.get_scale()) == (2.0, "fp16", 8.0)
     assert (update.non_finite.action, update.non_finite.max_skips) == ("skip", 3)
     assert "WeightDrift" in run.describe()
-    assert [run.schedule.lrs_at(step)[0] for step in (0, 1, 2)] == pytest.approx([0.05, 0.1, 0.1])
+    assert [run.schedules["optimizer"].lrs_at(step)[0] for step in (0, 1, 2)] == pytest.approx([0.05, 0.1, 0.1])
     assert run.train()["iteration"] == 6
 
 
@@ -634,3 +634,47 @@ def test_checkpoints_may_be_saved_by_the_clock(build: Callable[..., Run]) -> Non
     )
     run.train()
     assert saved == list(range(1, 9))
+
+
+def test_optimizers_by_name_have_schedules_of_their_own_and_resume_exactly(build: Callable[..., Run]) -> None:
+    sections = {
+        "optimizers": {
+            "tables": {"name": "RowwiseAdagrad", "lr": 0.1, "schedule": {"name": "constant", "warmup": 4}},
+            "dense": {"lr": 0.01},
+        },
+        "schedule": {"name": "linear"},
+        "logging": {"every": 1},
+    }
+
+    def make(folder: str) -> Run:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        groups = {"tables": [model[0].weight], "dense": [model[0].bias, *model[2].parameters()]}
+        return build(sections, folder, model=model, parameter_groups=groups)
+
+    whole = make("whole")
+    described = whole.describe()
+    digest = whole.train()["weights_sha256"]
+
+    assert "Schedule of tables: warmup_constant" in described and "Schedule of dense: warmup_linear" in described
+    assert [line["lr/tables"] for line in lines_of(whole)[:5]] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+    assert [line["lr/dense"] for line in lines_of(whole)[:2]] == pytest.approx([0.01, 0.01 * 7 / 8])
+    assert {"optimizer/tables", "optimizer/dense", "tables", "dense"} <= set(whole.trainer.registry.objects)
+    stopped = make("parts")
+    stopped.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), stopped.trainer.terminate)
+    stopped.train()
+    assert make("parts").train()["weights_sha256"] == digest
+
+
+def test_end_of_each_schedule_that_follows_the_run_is_said_by_its_own_key(
+    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    groups = {"one": list(model[0].parameters()), "two": list(model[1].parameters())}
+    optimizers = {"one": {"schedule": {"name": "cosine"}}, "two": {"schedule": {"name": "cosine", "total": 8}}}
+    run = build({"optimizers": optimizers}, model=model, parameter_groups=groups)
+    run.total = 7
+    run.train()
+
+    assert "optimizers.one.schedule.total=8 makes them end together" in caplog.text
+    assert "optimizers.two" not in caplog.text
