@@ -31,7 +31,7 @@ NAMED = {
     "raise": "failed at iteration .* ValueError",
     "handler": "failed at iteration .* KeyError",
     "exit": r"called sys\.exit\(3\) at iteration",
-    "kill": "ended without a word",
+    "kill": r"\(process \d+\) was killed by SIGKILL. Last heartbeat: iteration",  # which the parent adds
     "stop": "gave no sign of life",
     "hang": "did not come while",
     "disk": "",
@@ -69,13 +69,14 @@ def _judge(folder: Path, how: str, rank: int, code: int, seconds: float) -> dict
     reason = str(summary["reason"])
     if code != (3 if how == "exit" else 1) or summary["status"] != "failed":
         raise Difference(f"code {code}, status {summary['status']}: {tail(folder)}")
-    if not re.match(NO_ROOM.format(rank) if how == "disk" else f"rank {rank} {NAMED[how]}", reason):
+    if not re.match(NO_ROOM.format(rank) if how == "disk" else f"[rR]ank {rank} {NAMED[how]}", reason):
         raise Difference(f"the summary says: {reason}")
     for other in {0, 1, 2} - {rank}:
-        if reason not in (folder / "run" / "logs" / f"rank_{other}.log").read_text():
+        said = f"rank {rank} ended without a word" if how == "kill" else reason
+        if said not in (folder / "run" / "logs" / f"rank_{other}.log").read_text():
             raise Difference(f"rank {other} does not say so")
-    said = (folder / "run" / "summary.json").stat().st_mtime - (folder / "failed").stat().st_mtime
-    return {"seconds": round(seconds, 1), "said_after_s": round(said, 1), "line": reason}
+    after = (folder / "run" / "summary.json").stat().st_mtime - (folder / "failed").stat().st_mtime
+    return {"seconds": round(seconds, 1), "said_after_s": round(after, 1), "line": reason}
 
 
 def _link_down(bench: Bench) -> dict[str, Any]:

@@ -311,7 +311,7 @@ def test_peer_that_waits_for_a_rank_which_a_signal_ended_is_ended(
 @pytest.mark.parametrize("how", ["late copy", "second signal", "killed parent", "killed rank"])
 def test_parent_and_its_ranks_while_they_train(tmp_path: Path, how: str) -> None:
     """A forwarded signal that comes late is no second one; without their parent ranks save and end."""
-    slow = {"late copy": 0.6, "second signal": 6.0}.get(how, 0.02)  # for each of four micro-batches
+    slow = {"late copy": 0.6, "second signal": 6.0}.get(how, 0.1)  # for each of four micro-batches
     config = write_config(
         tmp_path, task_options={"slow_step_s": slow, "count_reductions": True}, checkpoint={"every": 2}
     )
@@ -355,10 +355,12 @@ def rank_pids(folder: Path) -> dict[int, int]:
 @pytest.mark.faults
 def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tmp_path: Path) -> None:
     digests = []
-    options = {"slow_step_s": 0.02, "count_reductions": True}
+    options = {"slow_step_s": 0.2, "count_reductions": True}  # a run of 19 s, until there is a file "fast"
     for how in ("whole", "killed"):
         config = write_config(tmp_path / how, task_options=options, checkpoint={"every": 2})
         torchrun = ["--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}", "-m", "ignite_engine"]
+        if how == "whole":
+            (tmp_path / how / "fast").touch()
         with (tmp_path / how / "output.txt").open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *torchrun, "train", str(config), "--backend", "gloo"],
@@ -369,6 +371,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tmp_path: Pat
         if how == "killed":
             processes.wait_until(lambda: len(processes.lines(tmp_path / "killed")) >= 3, process)
             os.kill(rank_pids(tmp_path / how)[1], signal.SIGKILL)
+            (tmp_path / how / "fast").touch()
         assert process.wait(timeout=120) == 0, (tmp_path / how / "output.txt").read_text()
         digests.append(processes.summary(tmp_path / how)["weights_sha256"])
     assert processes.summary(tmp_path / "killed")["resumed_from"] is not None

@@ -58,7 +58,7 @@ def test_both_ranks_stop_at_one_iteration(tmp_path: Path, uninterrupted: dict[st
     """In one case checkpoints are written in the background: their events too come at one iteration on both ranks."""
     background = how == "SIGTERM to rank 1"
     checkpoint = {"every": 2, "background": True} if background else {}
-    config = write_config(tmp_path, task_options={"slow_step_s": 0.05, "count_reductions": True}, checkpoint=checkpoint)
+    config = write_config(tmp_path, task_options={"slow_step_s": 0.1, "count_reductions": True}, checkpoint=checkpoint)
     process = start(config, *TWO_RANKS)
     wait_until(lambda: len(lines(tmp_path)) >= 2 and rank_pids(tmp_path), process)
     if how == "ctrl-c to the group":
@@ -87,7 +87,7 @@ def saved(folder: Path) -> list[int]:
 
 
 def test_sigusr1_saves_on_all_ranks_and_a_stop_file_stops_them(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
-    options = {"slow_step_s": 0.05, "count_reductions": True}
+    options = {"slow_step_s": 0.1, "count_reductions": True}
     config = write_config(tmp_path, task_options=options, checkpoint={"every": None}, run={"stop_file": "stop"})
     process = start(config, *TWO_RANKS)
     wait_until(lambda: lines(tmp_path) and rank_pids(tmp_path), process)
