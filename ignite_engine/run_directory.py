@@ -101,10 +101,10 @@ class RunDirectory:
         summary = self.read_summary()
         written = str(summary.get("reason"))
         known = f"rank {rank}" in written.lower()
-        if killed and known:
+        if killed and "ended without a word" in written:  # else they know more: it was silent, and they killed it
             _, found, heartbeat = written.partition(" Last heartbeat")
-            reason += found + heartbeat
-        if summary.get("status") == "running" or (summary.get("status") == "failed" and (killed or not known)):
+            reason, known = reason + found + heartbeat, False
+        if summary.get("status") == "running" or (summary.get("status") == "failed" and not known):
             self.write_summary({**summary, "status": "failed", "reason": reason})
 
     def read_summary(self) -> dict[str, Any]:

@@ -107,3 +107,22 @@ def test_digest_of_weights_depends_on_each_bit_and_not_on_the_wrapping() -> None
     with torch.no_grad():
         model[0].bias[0] = -model[0].bias[0]  # type: ignore[index]
     assert weights_sha256(model) != digest
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (
+            "rank 1 ended without a word: it was killed. Last heartbeat: iteration 3",
+            "Rank 1 (process 7) was killed by SIGKILL. Last heartbeat: iteration 3",
+        ),
+        ("the connection was closed by a peer", "Rank 1 (process 7) was killed by SIGKILL."),
+        # by its peers, as it was silent
+        ("rank 1 gave no sign of life for 3.0 s. Last heartbeat: iteration 3", None),
+    ],
+)
+def test_reason_of_a_killed_rank_keeps_what_its_peers_know(tmp_path: Path, written: str, expected: str | None) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.write_summary({"status": "failed", "reason": written})
+    directory.note_failure("Rank 1 (process 7) was killed by SIGKILL.", 1, killed=True)
+    assert directory.read_summary()["reason"] == (expected or written)

@@ -312,7 +312,9 @@ class Watch:
 
     def _kill(self, rank: int) -> None:
         process, own = self._processes[rank], self._processes[self.rank]
-        if process is not None and own is not None and process.machine == own.machine and process.lives():
+        if process is None or own is None or process.network != own.network:  # the link may be what is down
+            return
+        if process.machine == own.machine and process.lives():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
 

@@ -72,7 +72,7 @@ def _judge(folder: Path, how: str, rank: int, code: int, seconds: float) -> dict
     if not re.match(NO_ROOM.format(rank) if how == "disk" else f"[rR]ank {rank} {NAMED[how]}", reason):
         raise Difference(f"the summary says: {reason}")
     for other in {0, 1, 2} - {rank}:
-        said = f"rank {rank} ended without a word" if how == "kill" else reason
+        said = {"kill": f"rank {rank} ended without a word", "disk": "No space left on device"}.get(how, reason)
         if said not in (folder / "run" / "logs" / f"rank_{other}.log").read_text():
             raise Difference(f"rank {other} does not say so")
     after = (folder / "run" / "summary.json").stat().st_mtime - (folder / "failed").stat().st_mtime
@@ -97,9 +97,10 @@ def _link_down(bench: Bench) -> dict[str, Any]:
             for node in nodes:
                 if node.poll() is None:
                     os.killpg(node.pid, signal.SIGKILL)
-    reason = json.loads((bench.folder / "run" / "summary.json").read_text())["reason"]
+    ended = json.loads((bench.folder / "run" / "summary.json").read_text())
+    reason = str(ended["reason"])
     if 0 in codes or "gave no sign of life" not in reason:
-        raise Difference(f"codes {codes}, the summary says: {reason}")
+        raise Difference(f"codes {codes}, the summary says: {ended['status']}, {reason}; {tail(bench.folder)}")
     return {"seconds": round(time.monotonic() - began, 1), "line": reason}
 
 
