@@ -133,7 +133,13 @@ class DataSource:
             workers = getattr(self.data, "num_workers", 0)
             if (sampler := _stateless_order(self.data)) is not None:
                 return f"{kind} does not save the order of its {type(sampler).__name__}: it is drawn again"
-            if not workers or hasattr(getattr(self.data, "dataset", None), "state_dict"):
+            dataset = getattr(self.data, "dataset", None)
+            if workers and isinstance(dataset, IterableDataset) and not _iterator_keeps_state(dataset):
+                return (
+                    f"{kind} asks workers again whose stream has ended: where {type(dataset).__name__} then begins "
+                    "anew, its batches come twice (not if its iterator keeps the state)"
+                )
+            if not workers or hasattr(dataset, "state_dict"):
                 return None
             return f"{kind} does not save the random numbers of its {workers} workers: samples that draw any differ"
         order = getattr(self.data, "sampler", None)
@@ -456,13 +462,17 @@ def _is_replayed(data: Any) -> bool:
     dataset = getattr(data, "dataset", None)
     if not hasattr(data, "state_dict") or not isinstance(dataset, IterableDataset) or hasattr(dataset, "state_dict"):
         return False
+    return not _iterator_keeps_state(dataset)
+
+
+def _iterator_keeps_state(dataset: Any) -> bool:
     if inspect.isgeneratorfunction(type(dataset).__iter__):
-        return True
+        return False
     try:
         with rng.isolated():
-            return not hasattr(iter(copy(dataset)), "state_dict")
+            return hasattr(iter(copy(dataset)), "state_dict")
     except Exception:  # it may be iterated in a worker alone; without torchdata's state it is right, if slower
-        return True
+        return False
 
 
 def _orders(data: Any) -> list[Any]:

@@ -168,3 +168,40 @@ def test_stream_goes_on_where_it_was_in_a_second_resume_too(stream: type[Iterabl
 
     one_pass = [float(index) for index in range(9) for _ in range(max(workers, 1))]
     assert seen == (one_pass * 2)[:18]
+
+
+class Shared(Stream):
+    """The samples of a :class:`Stream`, dealt out to two workers."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        own = range(5) if worker is None else range(worker.id, 5, worker.num_workers)
+        while self.given < len(own):
+            self.given += 1
+            yield torch.full((3,), float(own[self.given - 1])), torch.ones(1)
+        self.given = 0
+
+
+@pytest.mark.parametrize("stream", [Shared, Counted])
+def test_workers_whose_stream_begins_anew_when_asked_again_are_announced(stream: type[IterableDataset[Any]]) -> None:
+    """Torchdata forgets that a worker's stream has ended: only the state of an iterator still says so."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def run(limit: int, state: dict[str, Any] | None = None) -> tuple[list[list[float]], Trainer]:
+        trainer, seen = trainer_of(), list[list[float]]()
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.batch[0][:, 0].tolist())
+        )
+        if state is not None:
+            trainer.registry.load(state, source="memory")
+        trainer.run(StatefulDataLoader(stream(), 2, num_workers=2), max_iters=limit)
+        return seen, trainer
+
+    whole, _ = run(40)
+    in_one_pass = next(count for count in range(1, 40) if whole[count:] == whole[:-count])
+    first, trainer = run(in_one_pass)
+    shared, local = trainer.registry.capture()
+    rest, resumed = run(40, copy.deepcopy({**shared, **local}))
+    twice = "StatefulDataLoader asks workers again whose stream has ended: where Shared then begins anew, its batches"
+    announced = [reason for reason in resumed.reproducibility() if reason.startswith(twice)]
+    assert (first + rest == whole) == (not announced) == (stream is Counted)

@@ -314,6 +314,8 @@ def _far_from_one_process(case: Case, whole: list[Any]) -> str | None:
 
 def _same(case: Case, stop_at: int, whole: list[Any], rest: list[Any]) -> str | None:
     """What differs between the end of the whole run and of the resumed one."""
+    if any("asks workers again" in reason for each in rest for reason in each["report"]):
+        return None  # announced: samples may come twice
     parameters = dict(model_of(case).named_parameters())
     for rank, (one, other) in enumerate(zip(whole, rest, strict=True)):
         seen = [(epoch, [ids for ids, _ in batches]) for _, epoch, batches in one["seen"][stop_at:]]
