@@ -10,6 +10,7 @@ from ignite_engine.handlers.limits import SaveEvery, StopFile, WallClockLimit
 from ignite_engine.handlers.lr_schedule import LRSchedule
 from ignite_engine.handlers.memory import MemoryLogger
 from ignite_engine.handlers.metric_logger import MetricLogger
+from ignite_engine.handlers.model_bank import ModelBank
 from ignite_engine.handlers.progress import Progress
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink
 from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
@@ -38,6 +39,7 @@ __all__ = [
     "LRSchedule",
     "MemoryLogger",
     "MetricLogger",
+    "ModelBank",
     "Progress",
     "SaveEvery",
     "Schedule",

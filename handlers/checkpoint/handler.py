@@ -150,7 +150,7 @@ class Checkpoint:
         """
         if self._trainer is None:
             raise RuntimeError("Checkpoint.load() needs a trainer: call attach(trainer, event) before.")
-        table = self._trainer.registry.begin_from(load_sources(path, plan))
+        table, _ = self._trainer.registry.begin_from(load_sources(path, plan))
         self._saver.parent = table.source
         return table
 

@@ -66,7 +66,7 @@ class Saver:
         self._copies_late = True
         self._prune_failure = ""
         self._lock = contextlib.ExitStack()
-        self._saved_at: tuple[int, int] | None = None
+        self._saved_at: tuple[int, int, int] | None = None
         self._saving_at = -1
 
     @property
@@ -275,9 +275,10 @@ def _tell(trainer: Trainer, event: TrainingEvents) -> None:
         trainer.fire_event(event)
 
 
-def _boundary_of(trainer: Trainer) -> tuple[int, int]:
-    """Iteration and epochs completed: an iteration has two boundaries where unsized data turns out to have ended."""
-    return trainer.state.iteration, trainer.progress.epochs_completed
+def _boundary_of(trainer: Trainer) -> tuple[int, int, int]:
+    """Iteration and epochs completed, as an iteration has two boundaries where unsized data turns out to have ended;
+    and how often weights were loaded again, which may happen at the second of them."""
+    return trainer.state.iteration, trainer.progress.epochs_completed, trainer.registry.times_replaced
 
 
 def _has_memory(value: object) -> bool:

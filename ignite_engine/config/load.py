@@ -125,6 +125,10 @@ class Config(Section):
                 yield "checkpoint.keep_best has no effect: checkpoint.best names no metric"
             if self.checkpoint.mode != "min":
                 yield "checkpoint.mode has no effect: checkpoint.best names no metric"
+        if "reload_every" in _changed(self.checkpoint) and not any(
+            each.dynamic for each in self.checkpoint.sources.values()
+        ):
+            yield "checkpoint.reload_every has no effect: nothing in checkpoint.load is dynamic"
         if isinstance(self.checkpoint.load, Section) and self.checkpoint.load.path is None:
             for key in _changed(self.checkpoint.load):
                 yield f"checkpoint.load.{key} has no effect: checkpoint.load.path names nothing to load"

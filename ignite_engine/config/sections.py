@@ -265,6 +265,7 @@ class LoadSection(Section):
     metric: Annotated[str, Field(min_length=1)] | None = None  # of the best; default: as the run that saved it says
     mode: Literal["min", "max"] | None = None  # with metric: whether a smaller or a larger value is better
     optional: bool = False  # it may be missing; one that is there must be valid
+    dynamic: bool = False  # loaded again while training, when there is a newer one
     plan: Literal["fine_tune", "warm_start", "resume"] = "fine_tune"  # the model; also its optimizers; everything
     parts: list[str] | None = None  # instead of the plan's: model, optimizer, schedule, counters, ...
     include: list[str] | None = None  # only these names of the parts named here, such as model:backbone.*
@@ -300,6 +301,7 @@ class CheckpointSection(Section):
         Annotated[LoadSection, Tag("<one>")] | Annotated[list[LoadSection], Tag("<several>")],
         Discriminator(_form_of_load),
     ] = LoadSection()
+    reload_every: Every = Every(epochs=1)  # when to look whether a dynamic source has a newer state
 
     @property
     def sources(self) -> dict[str, LoadSection]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,7 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
     run.checkpoint = handlers.Checkpoint(run.directory.checkpoints, config=run.config, **options)
     run.ignore = section.ignore or ()
     if section.sources:
-        run.load, run.always_load = _loading(config, run.checkpoint), bool(section.exclude)
+        run.load, run.always_load = _loading(config, run), bool(section.exclude)
     # it always saves at the end; after COMPLETED nothing more is saved
     minutes = section.every.minutes if section.every else None
     run.checkpoint.attach(
@@ -242,17 +243,24 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         users_own.attach(trainer)
 
 
-def _loading(config: Config, checkpoint: handlers.Checkpoint) -> Callable[[], object]:
-    """The function that loads the config's ``checkpoint.load``.
+def _loading(config: Config, run: Run) -> Callable[[], object]:
+    """The function that loads the config's ``checkpoint.load``; attaches the bank that loads dynamic sources again.
 
     Raises:
         ConfigError: (now) the settings are not a plan; (when called) there is nothing to load, or it does not fit.
     """
     sources = [_source(config, key, section) for key, section in config.checkpoint.sources.items()]
+    checkpoint = run.checkpoint
+    assert checkpoint is not None
+    begin: Callable[[], object] = partial(checkpoint.load, sources)
+    if any(each.dynamic for each in sources):
+        bank = handlers.ModelBank(sources)
+        bank.attach(run.trainer, interval_event(config.checkpoint.reload_every))
+        begin = bank.load
 
     def load() -> object:
         try:
-            return checkpoint.load(sources)
+            return begin()
         except CheckpointError as error:
             key = "checkpoint.load.path" if isinstance(config.checkpoint.load, LoadSection) else "checkpoint.load"
             raise config.error(key, str(error)) from error
@@ -269,7 +277,7 @@ def _source(config: Config, key: str, section: LoadSection) -> LoadSource:
     assert section.path is not None  # it is one of the config's sources
     try:
         plan = preset[section.plan](**settings, weights=section.weights, strict=section.strict)
-        chosen = {name: getattr(section, name) for name in ("which", "metric", "mode", "optional")}
+        chosen = {name: getattr(section, name) for name in ("which", "metric", "mode", "optional", "dynamic")}
         return LoadSource(section.path, plan, **chosen)
     except ValueError as error:
         raise config.error(key, str(error)) from None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ignite_engine.checkpointing import CheckpointStore, Loaded, LoadPlan, LoadTable
+from ignite_engine.checkpointing import CheckpointStore, Loaded, LoadSource, LoadTable
 from ignite_engine.checkpointing.shards import is_sharded
 from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.ranks import agreement
@@ -36,7 +36,7 @@ class Saves(Protocol):
 
     def resume(self, ignore: Iterable[str] = ()) -> Path | None: ...
 
-    def load(self, path: str | Path, plan: LoadPlan) -> LoadTable: ...
+    def load(self, path: Sequence[LoadSource]) -> LoadTable: ...
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -167,6 +168,7 @@ class OptimizerState:
     ) -> None:
         self.optimizer, self.model, self.outside, self.part = optimizer, model, outside, part
         self._kind, self._built_groups, self._built_frozen = type(optimizer).__name__, self._groups(), self._frozen()
+        self._made_with_state = bool(optimizer.state)  # Adagrad's is there before the first step
 
     def state_dict(self) -> dict[str, Any]:
         own, names = self.optimizer.state, self._names()
@@ -191,6 +193,15 @@ class OptimizerState:
         """Names of parameters whose values are in no part: they came from outside of the model during the run."""
         is_saved = self.outside is not None and self.outside.is_saved
         return [name for name in self._names() if name.startswith(("unnamed.", "parameters/")) and not is_saved]
+
+    def reset(self, names: Collection[str]) -> None:
+        """Forget the state of these parameters: the next step makes it anew, as the first one did."""
+        kind, parameters = type(self.optimizer), self._parameters()
+        known = inspect.signature(kind).parameters
+        options = {name: value for name, value in self.optimizer.defaults.items() if name in known}
+        for parameter in (parameters[name] for name in names if name in parameters):
+            if self.optimizer.state.pop(parameter, None) and self._made_with_state:
+                self.optimizer.state[parameter] = kind([parameter], **options).state[parameter]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load by name. Options are those saved; a warning names those that the optimizer was built with otherwise.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,12 +20,13 @@ from ignite_engine.checkpointing import (
     LoadSource,
     LoadTable,
     SaveFilter,
-    read_source,
+    Source,
     require_exact,
 )
 from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
 from ignite_engine.checkpointing.load.part_names import filled
 from ignite_engine.checkpointing.load.prepare import Wanted, prepare_all
+from ignite_engine.checkpointing.load.sources import Found
 from ignite_engine.checkpointing.nested import walk
 from ignite_engine.checkpointing.shards import fitted, has_sharded, layout_of
 from ignite_engine.errors import StateMismatch, leave_out, shortened
@@ -70,6 +71,8 @@ class Registry:
         """What the attached checkpoint handlers leave out."""
         self.resumed_otherwise: list[str] = []
         """How this run's ranks, sharding or machine differ from those of the checkpoint that it was resumed from."""
+        self.times_replaced = 0
+        """How often what is registered was loaded again within the run."""
         self._automatic: set[str] = set()
         self._resume = resume
 
@@ -230,11 +233,14 @@ class Registry:
         agreement.agreed(lambda: self.load(states, source=str(path), ignore=ignore, left_out=manifest.left_out))
         return path
 
-    def begin_from(self, sources: Sequence[LoadSource]) -> LoadTable:
+    def begin_from(self, sources: Sequence[LoadSource]) -> tuple[LoadTable, list[Found | None]]:
         """Load what plans take from checkpoints that are not this run's; a collective.
 
         Args:
             sources: rank 0 chooses of each which checkpoint is loaded on all ranks. The last that has a name brings it.
+
+        Returns:
+            What was loaded, and from where; None for a source that is optional and was not there.
 
         Raises:
             CheckpointError, StateMismatch, ValueError: one line, on all ranks the same; nothing was loaded.
@@ -243,32 +249,89 @@ class Registry:
         states, table = agreement.together(lambda: self._prepared(sources, chosen))
         agreement.agreed(lambda: self._take(states, table.source))
         logger.log(logging.INFO if table.complete else logging.WARNING, "%s", table)
+        return table, chosen
+
+    def read(self, found: Found) -> Source:
+        """What this rank needs of it, sharded tensors without their values."""
+        return found.read(agreement.rank(), mmap=bool(self._sharding()))
+
+    def load_again(
+        self,
+        plan: LoadPlan,
+        read: Source,
+        held: Mapping[str, Container[str] | None],
+        *,
+        reset_optimizers: bool = False,
+    ) -> LoadTable | str:
+        """Load what a plan takes from a source at a step boundary within a run; a collective.
+
+        Args:
+            read: of the same source on all ranks.
+            held: what stays as it is, whatever the plan says: names by part, or None for a whole part.
+            reset_optimizers: optimizers forget what they know of the model's tensors that are loaded, unless it is
+                loaded, too.
+
+        Returns:
+            What was loaded; or, on all ranks the same, why nothing was.
+        """
+
+        def prepared() -> tuple[dict[str, Any], LoadTable] | str:
+            try:
+                return prepare_all([self._wanted(plan, read)], self.objects, held=held)
+            except ValueError as error:
+                return str(error)
+
+        outcome = agreement.together(prepared)
+        refusals = agreement.gather_objects(outcome if isinstance(outcome, str) else None)
+        if reason := next(filter(None, refusals), None):
+            return reason
+        assert not isinstance(outcome, str)
+        states, table = outcome
+        agreement.agreed(lambda: self._replace(states, table, reset_optimizers))
+        self.times_replaced += 1
         return table
 
+    def _replace(self, states: Mapping[str, Any], table: LoadTable, reset_optimizers: bool) -> None:
+        for name in (each for each in states if each in self.objects):
+            self._put(name, states[name])
+        if not reset_optimizers or "model" not in states:
+            return
+        for name, obj in self.objects.items():
+            if isinstance(obj, OptimizerState):
+                kept = table[name].loaded if name in states else []
+                obj.reset(set(table["model"].loaded) - set(kept))
+
     def _prepared(
-        self, sources: Sequence[LoadSource], chosen: Sequence[Path | None]
+        self, sources: Sequence[LoadSource], chosen: Sequence[Found | None]
     ) -> tuple[dict[str, Any], LoadTable]:
-        wanted = []
-        for source, path in zip(sources, chosen, strict=True):
-            if path is None:
-                wanted.append(Wanted(LoadPlan(parts=[], strict=False), f"{source.path} (optional, not there)", {}))
-                continue
-            found = read_source(path, agreement.rank(), mmap=bool(self._sharding()), whole=False)
-            kinds = {**self.kinds, **found.kinds}
-            wanted.append(Wanted(source.plan, str(path), found.parts, found.left_out, kinds))
+        nothing = LoadPlan(parts=[], strict=False)
+        wanted = [
+            self._wanted(source.plan, self.read(found))
+            if found is not None
+            else Wanted(nothing, f"{source.path} (optional, not there)", {})
+            for source, found in zip(sources, chosen, strict=True)
+        ]
         return prepare_all(wanted, self.objects)
+
+    def _wanted(self, plan: LoadPlan, read: Source) -> Wanted:
+        return Wanted(plan, str(read.path), read.parts, read.left_out, {**self.kinds, **read.kinds})
 
     def load_part(self, name: str, state: Any, left_out: Mapping[str, Sequence[str]]) -> None:
         """Load one registered object; names that were left out when its state was saved stay as they are."""
         obj = self.objects[name]
         if names := left_out.get(name):
             state = filled(state, obj.state_dict(), names)
-        if not isinstance(obj, ModelState | OptimizerState):  # which do it themselves
-            state = self._fitted(name, state)
-        obj.load_state_dict(state)
+        state = self._put(name, state)
         self._resume.loaded.add(name)
         if isinstance(obj, MetricState):
             self._resume.metrics.append((obj, state))
+
+    def _put(self, name: str, state: Any) -> Any:
+        obj = self.objects[name]
+        if not isinstance(obj, ModelState | OptimizerState):  # which do it themselves
+            state = self._fitted(name, state)
+        obj.load_state_dict(state)
+        return state
 
     def check_all_claimed(self) -> None:
         """Refuse to continue while a loaded part has no object.
@@ -295,6 +358,8 @@ class Registry:
         for name, obj in self.objects.items():
             if isinstance(obj, MetricState) and (why := obj.unsupported_reason()) is not None:
                 found.append(f"{name} is not saved, as {why}, which is not plain data")
+            if isinstance(why := getattr(obj, "outside_of_run", None), str):
+                found.append(f"{name} {why}")
             if isinstance(obj, OptimizerState) and (unsaved := obj.unsaved()):
                 found.append(f"{name} trains {shortened(unsaved)}, not the model's, without saving their values")
         return found

@@ -15,6 +15,7 @@ from ignite.engine import Events
 from ignite_engine import Task
 from ignite_engine.checkpointing import LoadSource
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
+from ignite_engine.handlers import ModelBank
 from ignite_engine.runs import components, recipe
 from ignite_engine.runs.run import Run
 
@@ -170,7 +171,9 @@ def test_a_run_begins_with_several_sources(build: Build, pretrained: Path, tmp_p
     assert run.train()["start"] == "fine-tune"
     store = run.checkpoint.store  # type: ignore[union-attr]
     first = store.load(pretrained / "checkpoints" / "iteration_00000008").shared["ema"]["weights"]
-    second = store.load(LoadSource(tmp_path / "heads", which="best").find() or "").shared["model"]
+    best = LoadSource(tmp_path / "heads", which="best").find()
+    assert best is not None
+    second = store.load(best.path).shared["model"]
     assert torch.equal(began[0]["backbone.weight"], first["backbone.weight"])
     assert torch.equal(began[0]["head.weight"], second["head.weight"])
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["checkpoint"]["load"][1]["which"] == "best"
@@ -192,3 +195,29 @@ def test_a_run_begins_with_several_sources(build: Build, pretrained: Path, tmp_p
 def test_a_source_that_means_nothing_is_one_line_about_its_key(build: Build, load: Any, line: str) -> None:
     with pytest.raises(ConfigError, match=f"^config: {line}"):
         build("run", {"checkpoint": {"load": load}})
+
+
+def test_a_dynamic_source_is_loaded_again(build: Build, pretrained: Path, tmp_path: Path) -> None:
+    load = {"path": str(pretrained), "dynamic": True}
+    run = build("run", {"checkpoint": {"load": load, "reload_every": 2}})
+
+    @run.trainer.on(Events.ITERATION_STARTED(once=3))
+    def train_on() -> None:
+        build("pretrained", {"run": {"directory": str(pretrained), "max_iterations": 12, "seed": 5}}).train()
+
+    began: list[dict[str, torch.Tensor]] = []
+    run.trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: began.append(state_of(run)))
+    run.train()
+    source = run.checkpoint.store.load(pretrained / "checkpoints" / "iteration_00000012").shared["model"]  # type: ignore[union-attr]
+    assert all(torch.equal(began[0][name], value) for name, value in source.items())
+    again = build("run", {"checkpoint": {"load": load, "reload_every": 2}, "run": {"max_iterations": 9}})
+    assert again.train()["start"] == "restart"
+    (bank,) = [each for each in again.trainer.registry.objects.values() if isinstance(each, ModelBank)]
+    assert bank.loaded[0]["at_iteration"] == 4 and bank.loaded[0]["iteration"] == 12
+
+
+def test_an_interval_without_a_dynamic_source_has_no_effect(build: Build, pretrained: Path) -> None:
+    with pytest.warns(ConfigWarning, match="reload_every has no effect: nothing in checkpoint.load is dynamic"):
+        build("run", {"checkpoint": {"load": {"path": str(pretrained)}, "reload_every": 2}})
+    with pytest.raises(ConfigError, match=r"checkpoint.load.0: A dynamic source is loaded while training: its plan"):
+        build("run", {"checkpoint": {"load": [{"path": "a", "dynamic": True, "plan": "resume"}]}})

@@ -2,16 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Literal
 
+from ignite_engine.checkpointing import layout as names
+from ignite_engine.checkpointing.filesystem import Signature, hash_file, open_regular, signature
 from ignite_engine.checkpointing.load.plan import LoadPlan
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ignite_engine.checkpointing.retention import CheckpointInfo, ranked
 from ignite_engine.checkpointing.store import CheckpointStore
-from ignite_engine.checkpointing.weights_source import find_directory, find_source, is_there
-from ignite_engine.errors import CheckpointError, check_type
+from ignite_engine.checkpointing.weights_source import Source, find_directory, find_source, is_there, read_source
+from ignite_engine.errors import CheckpointError, check_type, one_line
+
+logger = logging.getLogger(__name__)
+
+_OF_A_RUN = {"counters", "trainer", "data", "rng"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint or a file of weights that a source meant, and enough to know another one from it later."""
+
+    path: Path
+    digest: str
+    """SHA-256 of what is in it; labels and metrics do not count."""
+    iteration: int | None = None
+    """Of the run that saved it; None of a file of weights, as all that follows."""
+    sequence: int | None = None
+    created_at: str | None = None
+    score: float | None = None
+    """Where the best was asked for."""
+
+    @classmethod
+    def of(cls, path: Path, metric: str | None = None) -> Found:
+        """What is there now.
+
+        Raises:
+            CheckpointError: one line; it cannot be read.
+        """
+        return cls(path, _hash(path)) if path.is_file() else cls.of_checkpoint(path, read_manifest(path), metric)
+
+    @classmethod
+    def of_checkpoint(cls, path: Path, manifest: Manifest, metric: str | None = None) -> Found:
+        """A checkpoint by its manifest."""
+        score = None if metric is None else manifest.metrics.get(metric)
+        return cls(path, _digest(manifest), manifest.iteration, manifest.sequence, manifest.created_at, score)
+
+    def read(self, rank: int, *, mmap: bool = False) -> Source:
+        """Read exactly this; see :func:`read_source`.
+
+        Raises:
+            CheckpointError: one line; it cannot be read, or something else is there by now.
+        """
+        before = signature(self.path.resolve())
+        source = read_source(self.path, rank, mmap=mmap, whole=False)
+        digest = _hash(self.path) if source.manifest is None else _digest(source.manifest)
+        if digest != self.digest or signature(self.path.resolve()) != before:
+            raise CheckpointError(f"{self.path} was replaced while it was read.")
+        return source
 
 
 @dataclass(frozen=True)
@@ -26,9 +80,11 @@ class LoadSource:
         metric, mode: by which it is the best, and whether ``min`` or ``max`` is good; None: as the run that saved them
             says.
         optional: it may be missing; one that is there must be valid.
+        dynamic: a :class:`~ignite_engine.handlers.ModelBank` loads it again while training, when there is a newer one.
 
     Raises:
-        TypeError, ValueError: a value is of another type, or is not one of those above.
+        TypeError, ValueError: a value is of another type, or is not one of those above; a dynamic source has a plan
+            with more than weights and optimizers.
     """
 
     path: str | Path
@@ -37,11 +93,13 @@ class LoadSource:
     metric: str | None = None
     mode: Literal["min", "max"] | None = None
     optional: bool = False
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         check_type("path", self.path, bool(self.path) and isinstance(self.path, str | PathLike), "a path")
         check_type("plan", self.plan, isinstance(self.plan, LoadPlan), "a LoadPlan")
-        check_type("optional", self.optional, isinstance(self.optional, bool), "True or False")
+        for name in ("optional", "dynamic"):
+            check_type(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         if self.which not in ("newest", "best"):
             raise ValueError(f"which must be 'newest' or 'best', got {self.which!r}.")
         if self.mode not in (None, "min", "max"):
@@ -51,9 +109,14 @@ class LoadSource:
                 f"metric and mode say together which checkpoint is the best, got metric={self.metric!r}, "
                 f"mode={self.mode!r} and which={self.which!r}."
             )
+        if self.dynamic and (self.plan.parts is None or _OF_A_RUN & set(self.plan.parts)):
+            raise ValueError(
+                f"A dynamic source is loaded while training: its plan has model, optimizer or averages as parts, got "
+                f"{'all parts' if self.plan.parts is None else list(self.plan.parts)}."
+            )
 
-    def find(self) -> Path | None:
-        """The checkpoint or file that is meant now; None: it is optional and there is none.
+    def find(self) -> Found | None:
+        """What is meant now, verified; None: it is optional and there is none.
 
         Raises:
             CheckpointError: one line; there is none, or none that is valid.
@@ -61,29 +124,150 @@ class LoadSource:
         if self.optional and not is_there(self.path):
             return None
         if self.which == "newest":
-            return find_source(self.path)
+            return Found.of(find_source(self.path))
         store = CheckpointStore(find_directory(self.path))
-        by = self.scored_by(store)
-        if by is None:
+        metric, mode = self.scored_by(store)
+        best = store.best(metric, mode)
+        if best is None and not self.optional:
+            raise CheckpointError(f"{self.path} holds no valid checkpoint with {metric}.")
+        return Found.of(best.path, metric) if best else None
+
+    def scored_by(self, store: CheckpointStore) -> tuple[str, str]:
+        """Metric and mode by which the best is chosen.
+
+        Raises:
+            CheckpointError: neither this nor any checkpoint says it.
+        """
+        if self.metric is not None and self.mode is not None:
+            return self.metric, self.mode
+        said = next((each.manifest.best for each in reversed(store.checkpoints()) if each.manifest.best), None)
+        if said is None:
             raise CheckpointError(
                 f"{self.path}: no checkpoint says by what it is the best; give metric and mode, such as 'val/loss' and "
                 "'min'."
             )
-        best = store.best(*by)
-        if best is None and not self.optional:
-            raise CheckpointError(f"{self.path} holds no valid checkpoint with {by[0]}.")
-        return best.path if best else None
-
-    def scored_by(self, store: CheckpointStore) -> tuple[str, str] | None:
-        """Metric and mode by which the best is chosen; None: none is known."""
-        if self.metric is not None and self.mode is not None:
-            return self.metric, self.mode
-        said = next((each.manifest.best for each in reversed(store.checkpoints()) if each.manifest.best), None)
-        return (said["metric"], said["mode"]) if said else None
+        return said["metric"], said["mode"]
 
 
-def load_sources(path: str | Path | Sequence[LoadSource], plan: LoadPlan | None) -> list[LoadSource]:
+class SourceWatch:
+    """Looks whether a source has something newer, on one rank; what is refused is named once, in a warning."""
+
+    def __init__(self, source: LoadSource) -> None:
+        self.source = source
+        self._known: dict[Path, tuple[tuple[Signature | None, ...], str]] = {}
+        self._named: set[str] = set()
+        self._unfit: set[str] = set()
+
+    def newer(self, than: Found | None) -> Found | None:
+        """The newest, or the best, that is valid and came after ``than``; None: there is none.
+
+        Of a folder that is one that was saved later, or has a better score. A checkpoint or a file that is given by its
+        own path need only have changed. Where it is the very one that was refused as :meth:`unfit`, it is no other.
+        """
+        path = Path(self.source.path)
+        try:
+            if path.is_file():
+                found = Found(path, self._unless_known(path, [path.resolve()], lambda: _hash(path)))
+                return found if self._is_other(found, than) else None
+            if (path / MANIFEST_NAME).exists() or names.named_iteration(path) is not None:
+                if not is_there(path):
+                    return None
+                info, store = CheckpointInfo(path, read_manifest(path)), CheckpointStore(path.parent)
+                return self._valid(store, [info], lambda found: self._is_other(found, than))
+            if not is_there(path):
+                return None
+            return self._in_folder(CheckpointStore(find_directory(path)), than)
+        except (CheckpointError, OSError) as error:
+            self.refuse(one_line(error))
+            return None
+
+    def refuse(self, reason: str) -> None:
+        """Name, once, what is not loaded and why."""
+        if reason not in self._named:
+            self._named.add(reason)
+            logger.warning("A newer source is refused, and training goes on with what it has: %s", reason)
+
+    def unfit(self, found: Found) -> None:
+        """It does not fit what is trained, and will not until it changes."""
+        self._unfit.add(found.digest)
+
+    def _in_folder(self, store: CheckpointStore, than: Found | None) -> Found | None:
+        readable, unreadable = names.scan(store.directory)
+        for path, reason in unreadable:
+            if than is None or (names.named_iteration(path) or 0) > (than.iteration or 0):
+                self.refuse(reason)
+        if self.source.which == "newest":
+            return self._valid(
+                store, reversed(readable), lambda found: self._is_other(found, than) and _is_later(found, than)
+            )
+        metric, mode = self.source.scored_by(store)
+        sign = 1 if mode == "min" else -1
+
+        def is_better(found: Found) -> bool:
+            if than is None or than.score is None or found.score is None:
+                return self._is_other(found, than)
+            return self._is_other(found, than) and sign * found.score < sign * than.score
+
+        return self._valid(store, ranked(readable, metric, mode), is_better, metric)
+
+    def _valid(
+        self,
+        store: CheckpointStore,
+        candidates: Iterable[CheckpointInfo],
+        is_wanted: Callable[[Found], bool],
+        metric: str | None = None,
+    ) -> Found | None:
+        for path, manifest in ((each.path, each.manifest) for each in candidates):
+            found = Found.of_checkpoint(path, manifest, metric)
+            if not is_wanted(found):
+                continue
+            files = [path / name for name in (MANIFEST_NAME, *manifest.files)]
+            reason = self._unless_known(path, files, lambda: "; ".join(store.verify(path)))  # noqa: B023  # called at once
+            reason = reason or ("" if manifest.healthy else "its weights are not finite")
+            if not reason:
+                return found
+            self.refuse(f"{path}: {reason.rstrip('.')}.")
+        return None
+
+    def _unless_known(self, path: Path, files: Iterable[Path], result: Callable[[], str]) -> str:
+        """A result that was computed before, if none of the files has changed since."""
+        now = tuple(signature(each) for each in files)
+        if path not in self._known or self._known[path][0] != now:
+            self._known[path] = now, result()
+        return self._known[path][1]
+
+    def _is_other(self, found: Found, than: Found | None) -> bool:
+        return found.digest not in self._unfit and (than is None or found.digest != than.digest)
+
+
+def _is_later(found: Found, than: Found | None) -> bool:
+    """By the order in which one run saves, or by the clock, where the folder is now that of another run."""
+    if than is None or than.sequence is None or than.created_at is None:
+        return True
+    assert found.sequence is not None and found.created_at is not None
+    return found.sequence > than.sequence or found.created_at > than.created_at
+
+
+def _digest(manifest: Manifest) -> str:
+    files = sorted((name, record.sha256) for name, record in manifest.files.items())
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+
+
+def _hash(path: Path) -> str:
+    try:
+        with open_regular(path.resolve()) as file:
+            return hash_file(file).sha256
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
+
+
+def load_sources(
+    path: str | Path | Sequence[LoadSource], plan: LoadPlan | None, *, dynamic: bool = False
+) -> list[LoadSource]:
     """The sources that are meant by one path and its plan, or by a list of them.
+
+    Args:
+        dynamic: whether some may be.
 
     Raises:
         TypeError, ValueError: it is neither.
@@ -94,4 +278,6 @@ def load_sources(path: str | Path | Sequence[LoadSource], plan: LoadPlan | None)
     sources = list(path)
     if plan is not None or not sources or not all(isinstance(each, LoadSource) for each in sources):
         raise ValueError("Give a path and its plan, or a list of LoadSource, each of which has its own plan.")
+    if not dynamic and (other := next((each for each in sources if each.dynamic), None)):
+        raise ValueError(f"{other.path} is dynamic: give the list to a ModelBank, which loads it again.")
     return sources

@@ -51,6 +51,12 @@ class PartRow:
         return bool(self.loaded or self.skipped or self.left_out or self.differences)
 
     @property
+    def brought(self) -> list[str]:
+        """The names that were loaded; ``""`` for a part that has no names and was."""
+        whole = self.outcome in ("loaded", "waits") and not self.has_names
+        return [""] if whole else self.loaded
+
+    @property
     def differences(self) -> str:
         """In words, what the two sides do not have in common; empty if nothing."""
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.reshaped}
@@ -131,9 +137,7 @@ def _joined(part: str, rows: Sequence[tuple[int, PartRow]]) -> PartRow:
     """What became of a part, by what each source made of it."""
     origins: dict[str, int] = {}
     for at, row in rows:
-        origins |= dict.fromkeys(row.loaded, at)
-        if row.outcome in ("loaded", "waits") and not row.has_names:
-            origins[""] = at
+        origins |= dict.fromkeys(row.brought, at)
     outcome = min((row.outcome for _, row in rows), key=_MOST_TELLING.index)
     joint = PartRow(part, outcome, [name for name in origins if name], origins=origins)
     known = set(origins)

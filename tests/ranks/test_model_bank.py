@@ -1,0 +1,114 @@
+"""A bank on two gloo ranks: rank 0 chooses, both load the same at the same boundary, and resume to the same bits."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ignite.engine import Events
+from torch import nn
+
+from ignite_engine.checkpointing import LoadSource
+from ignite_engine.ranks import agreement
+from tests.builders import linear, numbers_loader, on_two_ranks, weights
+from tests.handlers.test_model_bank import HEAD, at_iteration, loads_of, publish, run_of
+
+pytestmark = [pytest.mark.distributed, pytest.mark.faults]
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.refused: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "is refused" in record.getMessage():
+            self.refused.append(record.getMessage().split(": ", 1)[1])
+
+
+def trained(
+    folder: Path, source: str | Path, rank: int, *, ddp: bool = True, stop_at: int | None = None, torn: bool = False
+) -> list[Any]:
+    """What comes is there once: at iteration 4, and where ``torn`` what is damaged at 7 and another at 10."""
+    lines = Lines()
+    logging.getLogger("ignite_engine").addHandler(lines)
+    model = linear(dropout=True)
+    wrapped = nn.parallel.DistributedDataParallel(model) if ddp else model
+    sources = [LoadSource(source, HEAD, optional=True, dynamic=True)]
+    trainer, bank, checkpoint = run_of(folder, sources, model=wrapped)
+    if checkpoint.resume() is None:
+        bank.load()
+    missing = agreement.on_rank_0(lambda: not Path(source).exists())
+
+    def tear() -> None:
+        path = publish(Path(source), 40, 0.7) / "shared.pt"  # a collective
+        if rank == 0:
+            path.write_bytes(path.read_bytes()[:100])
+
+    if missing:
+        at_iteration(trainer, 4, lambda: publish(Path(source), 30, 0.5))
+    if missing and torn:
+        at_iteration(trainer, 7, tear)
+        at_iteration(trainer, 10, lambda: publish(Path(source), 50, 0.75))
+    if stop_at is not None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), lambda: trainer.request_stop("here"))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), trainer.vote_at_next_boundary)
+    loads = loads_of(trainer, bank)
+    trainer.run(numbers_loader(24), max_iters=15)
+    logging.getLogger("ignite_engine").removeHandler(lines)
+    return [str(loads), weights(trainer).tolist(), lines.refused, trainer.reproducibility()]
+
+
+def cases(folder: Path, rank: int) -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    for ddp in (False, True):
+        answers[f"torn, ddp {ddp}"] = trained(folder / f"a{ddp}", folder / f"source_a{ddp}", rank, ddp=ddp, torn=True)
+    answers["whole"] = trained(folder / "b", folder / "source_b", rank)
+    trained(folder / "c", folder / "source_c", rank, stop_at=8)
+    answers["resumed"] = trained(folder / "c", folder / "source_c", rank)
+    # a path that leads somewhere else on rank 1, as a mount that it lacks would
+    own = folder / f"view_{rank}"
+    own.mkdir()
+    os.chdir(own)
+    answers["rank 1 cannot read"] = trained(folder / "d", "source_d", rank)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+    folder = tmp_path_factory.mktemp("banks")
+    return folder, on_two_ranks(lambda rank: cases(folder, rank), folder / "store")
+
+
+def loaded(*newer: tuple[int, int]) -> str:
+    """What ``loads_of`` sees where these iterations of the source are loaded at those of the run."""
+    return str([(1, {}), *((at + 1, {0: (f"iteration_000000{iteration}", at)}) for iteration, at in newer)])
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_both_ranks_load_a_newer_one_at_the_same_boundary_and_refuse_a_torn_one(
+    two_ranks: tuple[Path, dict[str, list[Any]]], ddp: bool
+) -> None:
+    first, second = two_ranks[1][f"torn, ddp {ddp}"]
+    assert first[0] == second[0] == loaded((30, 6), (50, 12))
+    if ddp:
+        assert first[1] == second[1]
+    source = two_ranks[0] / f"source_a{ddp}" / "iteration_00000040"
+    assert len(first[2]) == 1 and first[2][0].startswith(f"{source}: shared.pt has 100 bytes") and second[2] == []
+    assert any("when that comes is outside of the run" in each for each in first[3])
+
+
+def test_a_stopped_run_is_resumed_to_the_same_bits(two_ranks: tuple[Path, dict[str, list[Any]]]) -> None:
+    answers = two_ranks[1]
+    for whole, resumed in zip(answers["whole"], answers["resumed"], strict=True):
+        assert whole[0] == loaded((30, 6)) and resumed[0] == loaded((30, 6)).replace("(1, {}), (7", "(9")
+        assert whole[1] == resumed[1]
+
+
+def test_what_one_rank_cannot_read_is_loaded_on_none(two_ranks: tuple[Path, dict[str, list[Any]]]) -> None:
+    first, second = two_ranks[1]["rank 1 cannot read"]
+    assert first[0] == second[0] == loaded() and first[1] == second[1]
+    assert len(first[2]) == 1 and "source_d/iteration_00000030 has no manifest.json" in first[2][0]
