@@ -6,6 +6,7 @@ from ignite_engine.handlers.early_stopping import EarlyStopping
 from ignite_engine.handlers.ema import EMA
 from ignite_engine.handlers.evaluation import Evaluation
 from ignite_engine.handlers.graceful_stop import GracefulStop
+from ignite_engine.handlers.ids import IdAdmission
 from ignite_engine.handlers.limits import SaveEvery, StopFile, WallClockLimit
 from ignite_engine.handlers.lr_schedule import LRSchedule
 from ignite_engine.handlers.memory import MemoryLogger
@@ -35,6 +36,7 @@ __all__ = [
     "EarlyStopping",
     "Evaluation",
     "GracefulStop",
+    "IdAdmission",
     "JSONLSink",
     "LRSchedule",
     "MemoryLogger",

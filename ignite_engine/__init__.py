@@ -5,8 +5,9 @@ from ignite_engine.errors import Interrupted, StopRequested
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.ranks.mesh import data_rank, data_size, use_mesh
-from ignite_engine.rowwise_adagrad import RowwiseAdagrad
 from ignite_engine.runs.load_model import load_model
+from ignite_engine.sparse.ids import IdRows, hash_ids
+from ignite_engine.sparse.rowwise_adagrad import RowwiseAdagrad
 from ignite_engine.state import Start, TrainingState
 from ignite_engine.step.micro_batches import Group, accumulation_steps_for, gradient_sync
 from ignite_engine.task import Task
@@ -17,6 +18,7 @@ __all__ = [
     "Arrays",
     "Files",
     "Group",
+    "IdRows",
     "Interrupted",
     "Parallel",
     "Phase",
@@ -33,6 +35,7 @@ __all__ = [
     "create_evaluator",
     "data_rank",
     "data_size",
+    "hash_ids",
     "gradient_sync",
     "load_model",
     "loader",

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
 from ignite_engine.config.yaml_file import SCIENTIFIC, display
 from ignite_engine.errors import did_you_mean
-from ignite_engine.rowwise_adagrad import RowwiseAdagrad
+from ignite_engine.sparse.rowwise_adagrad import RowwiseAdagrad
 
 
 def _as_number(value: object) -> object:
