@@ -144,7 +144,7 @@ class EvaluationBatches:
         progress, batches = self.progress, self.progress.start if self.progress else 0
         iterator = self._iterator
         if iterator is None:
-            iterator = begin_pass(self.data) if progress is None else iter(self.source)
+            self._iterator = iterator = begin_pass(self.data) if progress is None else iter(self.source)
         if progress is not None:
             progress.restore_rng()
         self._vote.restart(batches)
@@ -174,6 +174,18 @@ class EvaluationBatches:
             batches += 1
         if not self.single_process and self._stops_while_peers_go_on(batches):
             self._interrupt(iterator)
+
+    @property
+    def epoch_length(self) -> int | None:
+        """Of the evaluator; None: it is to ask for one batch more, as this rank's peers may have some."""
+        return self.length if len(set(self._lengths)) == 1 else None
+
+    def close(self) -> None:
+        """End the loader's workers; torch ends them when the iterator is collected, and may wait 5 s for each then."""
+        if self.progress is not None:
+            self.source.close()
+        elif not getattr(self.data, "persistent_workers", False):
+            end_workers(self._iterator, self.data)
 
     def _stops(self, batches: int) -> bool:
         """Whether all ranks stop after so many; saves the progress where it is due."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from numbers import Real
 from os import PathLike
 from pathlib import Path
@@ -203,9 +203,10 @@ class Evaluation:
             holders = batches.holders()
             all_hold = len(holders) == agreement.world_size()
             reduce = nullcontext() if all_hold else metrics_reduce(holders)
-            with reduce, sums, batches.progress.restoring() if batches.progress else nullcontext():
+            restoring = batches.progress.restoring() if batches.progress else nullcontext()
+            with reduce, sums, restoring, closing(batches):
                 if agreement.rank() in holders:
-                    evaluator.run(batches, max_epochs=1, epoch_length=batches.length)
+                    evaluator.run(batches, max_epochs=1, epoch_length=batches.epoch_length)
                 else:
                     for _ in batches:  # there is none, but it votes along
                         pass

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorD
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.data.source import DataSource, generators_of
+from ignite_engine.data.workers import end_workers
 from ignite_engine.handlers import Evaluation
 
 
@@ -347,7 +348,7 @@ def test_persistent_workers_outlive_the_run() -> None:
     trainer.run(data, max_epochs=1)
 
     assert set(multiprocessing.active_children()) - before == {worker}
-    del trainer, data
+    end_workers(data._iterator, data)
 
 
 def test_generators_of_the_loader_are_loaded_with_the_position() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from ignite.engine import Events
 from ignite.metrics import Average
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ignite_engine import Trainer, create_evaluator, loader
+from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
+from ignite_engine.data import end_workers
 from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.builders import Numbers, numbers_loader, trainer_of
 from tests.handlers.evaluation.test_handler import Batches, averaging, evaluator_of, model_of
@@ -35,8 +38,11 @@ def test_training_loader_can_be_evaluated_in_the_middle_of_its_pass(workers: int
     data, trained, evaluated = loader(Seen(), batch_size=4, **options), list[float](), list[float]()
     trainer = Trainer(lambda engine, batch: trained.extend(batch.flatten().tolist()))
     evaluator = create_evaluator(nn.Linear(1, 1), lambda model, batch: evaluated.extend(batch.flatten().tolist()))
-    Evaluation(evaluator, data).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    evaluation = Evaluation(evaluator, data)
+    evaluation.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.run(data, max_epochs=2)
+    for each in (data, evaluation._loader()):
+        end_workers(each._iterator, each)
 
     assert trained == [*range(24)] * 2
     assert evaluated == [*range(24)] * 6
@@ -116,6 +122,19 @@ def test_on_two_ranks_a_plain_loader_is_sharded_and_a_rank_without_a_batch_has_i
         assert [each[name] for each in reports] == [mean] * 2, name
     line = "The evaluation of 'val' needs a batch, got 0, 0 by rank: give data that has one."
     assert [each["none"] for each in reports] == [line] * 2
+
+
+@pytest.mark.parametrize("kind", [loader, StatefulDataLoader])
+def test_no_worker_of_an_evaluation_is_left(kind: Any) -> None:
+    """Torchdata's were ended by the garbage collector, which waited 5 s for each."""
+    trainer, data = trainer_of(), kind(Numbers(6), 2, num_workers=2)
+    Evaluation(create_evaluator(model_of(trainer), lambda model, batch: None), data).attach(trainer)
+    trainer.add_event_handler(
+        TrainingEvents.EVALUATION_COMPLETED, lambda: alive.append(len(multiprocessing.active_children()))
+    )
+    alive = [len(multiprocessing.active_children())]
+    trainer.run(numbers_loader(4), max_epochs=2)
+    assert alive == alive[:1] * 3
 
 
 def test_order_of_a_shuffled_evaluation_does_not_depend_on_the_process() -> None:

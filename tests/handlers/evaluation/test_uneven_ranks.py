@@ -75,6 +75,31 @@ def stopped(rank: int, world: int) -> Any:
     return state.status, "val/mean" in state.metrics, evaluator.state.iteration < 400
 
 
+class Slow(Stream):
+    """Batches of one rank, with a length, that take longer than the time between two votes."""
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in self.data:
+            time.sleep(0.1)
+            yield each
+
+
+def slow(rank: int, *, stop: bool) -> Any:
+    """Rank 1 has 2 batches, the others 8."""
+    evaluator = create_evaluator(nn.Identity(), lambda model, batch: batch, {"mean": Average()})
+    trainer = Trainer(lambda engine, batch: None)
+    Evaluation(evaluator, Slow([torch.tensor([float(index)]) for index in range(2 if rank == 1 else 8)])).attach(
+        trainer
+    )
+    if stop and rank == 1:
+        evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_stop("here"))
+    state = trainer.run([0], max_epochs=1)
+    return state.status, state.metrics.get("val/mean"), evaluator.state.iteration
+
+
 def _rank(place: int, folder: str) -> None:
     torch.set_num_threads(1)
     reports: dict[Any, Any] = {}
@@ -83,6 +108,8 @@ def _rank(place: int, folder: str) -> None:
             dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=place, world_size=world)
             for count, sized in ((3, True), (17, True), (1, False), (17, False)):
                 reports[world, count, sized] = metrics_of(count, sized=sized)
+            if world == 2:
+                reports["slow"] = slow(place, stop=False), slow(place, stop=True)
             if world == 3:
                 reports["stopped"] = stopped(place, world)
             if world == 4:
@@ -126,3 +153,10 @@ def test_ranks_that_share_data_share_the_lack_of_it(reports: list[dict[Any, Any]
 def test_all_ranks_stop_in_an_evaluation_that_some_have_ended(reports: list[dict[Any, Any]]) -> None:
     outcomes = [report["stopped"] for report in reports[:3]]
     assert outcomes == [("interrupted", False, True)] * 3
+
+
+def test_a_rank_with_fewer_batches_votes_along_until_its_peers_have_none(reports: list[dict[Any, Any]]) -> None:
+    completed, stopped = zip(*(report["slow"] for report in reports[:2]), strict=True)
+    mean = (sum(range(8)) + 0 + 1) / 10
+    assert completed == (("completed", pytest.approx(mean), 8), ("completed", pytest.approx(mean), 2))
+    assert [each[:2] for each in stopped] == [("interrupted", None)] * 2 and stopped[0][2] < 8
