@@ -104,15 +104,11 @@ class ModelBank:
             trainer.vote_at_next_boundary()
 
     def state_dict(self) -> dict[str, Any]:
-        first = min(self._watches, default=len(self.sources))
+        several = self._watches and len(self.sources) > 1
         return {
             "loaded": {str(at): dict(each) for at, each in self.loaded.items()},
             "sources": [str(each.path) for each in self.sources],
-            "held": {
-                part: later
-                for part, names in self._origins.items()
-                if (later := {name: at for name, at in names.items() if at > first})
-            },
+            "origins": {part: dict(names) for part, names in self._origins.items()} if several else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -121,7 +117,7 @@ class ModelBank:
         self.loaded = {place[int(at)]: dict(each) for at, each in state["loaded"].items() if int(at) in place}
         self._origins = {
             part: {name: place[at] for name, at in names.items() if at in place}
-            for part, names in state["held"].items()
+            for part, names in state["origins"].items()
         }
 
     def _start(self, trainer: Trainer) -> None:
@@ -145,11 +141,15 @@ class ModelBank:
         newer, self._newer = self._newer, []
         for at, found, read in newer:
             held: dict[str, set[str] | None] = {self.name: None}
+            elsewhere: dict[str, set[str]] = {}
             for part, names in self._origins.items():
                 later = {name for name, origin in names.items() if origin > at}
                 held[part] = None if "" in later else later
-            registry, plan = trainer.registry, self.sources[at].plan
-            table = registry.load_again(plan, read, held, reset_optimizers=self.reset_optimizers)
+                if others := {name for name, origin in names.items() if origin != at}:
+                    elsewhere[part] = others
+            table = trainer.registry.load_again(
+                self.sources[at].plan, read, held, elsewhere, reset_optimizers=self.reset_optimizers
+            )
             if isinstance(table, str):
                 self._watches[at].unfit(found)
                 self._refuse(at, table)
@@ -159,6 +159,7 @@ class ModelBank:
                 self._origins.setdefault(row.part, {}).update(dict.fromkeys(row.brought, at))
             if agreement.rank() == 0:
                 what = "; ".join(f"{row.part} {row}" for row in table.rows if row.brought)
+                what = what or "nothing, as later sources have all of it"
                 logger.info("Iteration %d: loaded again from %s: %s.", trainer.state.iteration, found.path, what)
 
     _load_newer.phase = Phase.PREPARE  # type: ignore[attr-defined]  # before the save

@@ -29,7 +29,7 @@ from ignite_engine.checkpointing.load.prepare import Wanted, prepare_all
 from ignite_engine.checkpointing.load.sources import Found
 from ignite_engine.checkpointing.nested import walk
 from ignite_engine.checkpointing.shards import fitted, has_sharded, layout_of
-from ignite_engine.errors import StateMismatch, leave_out, shortened
+from ignite_engine.errors import CheckpointError, StateMismatch, leave_out, shortened
 from ignite_engine.ranks import agreement
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import (
@@ -260,6 +260,7 @@ class Registry:
         plan: LoadPlan,
         read: Source,
         held: Mapping[str, Container[str] | None],
+        elsewhere: Mapping[str, Iterable[str]],
         *,
         reset_optimizers: bool = False,
     ) -> LoadTable | str:
@@ -268,6 +269,7 @@ class Registry:
         Args:
             read: of the same source on all ranks.
             held: what stays as it is, whatever the plan says: names by part, or None for a whole part.
+            elsewhere: what a strict plan may lack, as it came from another source.
             reset_optimizers: optimizers forget what they know of the model's tensors that are loaded, unless it is
                 loaded, too.
 
@@ -277,8 +279,10 @@ class Registry:
 
         def prepared() -> tuple[dict[str, Any], LoadTable] | str:
             try:
-                return prepare_all([self._wanted(plan, read)], self.objects, held=held)
-            except ValueError as error:
+                states, table = prepare_all([self._wanted(plan, read)], self.objects, held=held, elsewhere=elsewhere)
+                # pieces of sharded tensors are read now, while nothing has changed
+                return {name: self._fitted(name, states[name]) for name in states if name in self.objects}, table
+            except (CheckpointError, ValueError) as error:
                 return str(error)
 
         outcome = agreement.together(prepared)
@@ -292,8 +296,8 @@ class Registry:
         return table
 
     def _replace(self, states: Mapping[str, Any], table: LoadTable, reset_optimizers: bool) -> None:
-        for name in (each for each in states if each in self.objects):
-            self._put(name, states[name])
+        for name, state in states.items():
+            self.objects[name].load_state_dict(state)
         if not reset_optimizers or "model" not in states:
             return
         for name, obj in self.objects.items():
@@ -321,17 +325,12 @@ class Registry:
         obj = self.objects[name]
         if names := left_out.get(name):
             state = filled(state, obj.state_dict(), names)
-        state = self._put(name, state)
-        self._resume.loaded.add(name)
-        if isinstance(obj, MetricState):
-            self._resume.metrics.append((obj, state))
-
-    def _put(self, name: str, state: Any) -> Any:
-        obj = self.objects[name]
         if not isinstance(obj, ModelState | OptimizerState):  # which do it themselves
             state = self._fitted(name, state)
         obj.load_state_dict(state)
-        return state
+        self._resume.loaded.add(name)
+        if isinstance(obj, MetricState):
+            self._resume.metrics.append((obj, state))
 
     def check_all_claimed(self) -> None:
         """Refuse to continue while a loaded part has no object.
@@ -380,7 +379,7 @@ class Registry:
     def _fitted(self, name: str, state: Any) -> Any:
         """A copy of a state with its tensors sharded as the object has them; where nothing is sharded, itself."""
         saved_sharded = has_sharded(state)
-        if not (saved_sharded or self._sharding()):
+        if isinstance(self.objects[name], OptimizerState) or not (saved_sharded or self._sharding()):
             return state
         return fitted(state, self.objects[name].state_dict() if saved_sharded or name in self.shared else None)
 

@@ -16,7 +16,8 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, Windows
-from ignite_engine.checkpointing import CheckpointStore, LoadPlan, LoadSource
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadPlan, LoadSource
+from ignite_engine.checkpointing.load.sources import Found
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint, ModelBank
 from tests.builders import linear, mse, numbers_loader, one, weights
@@ -282,7 +283,7 @@ def test_one_that_does_not_fit_is_refused_once_and_changes_nothing(
 ) -> None:
     source = tmp_path / "source"
     publish(source, 1, 0.25)
-    trainer, bank, _ = run_of(tmp_path / "run", [LoadSource(source, dynamic=True)], Events.ITERATION_COMPLETED)
+    trainer, bank, checkpoint = run_of(tmp_path / "run", [LoadSource(source, dynamic=True)], Events.ITERATION_COMPLETED)
     bank.load()
     wide = {name: torch.ones(9) for name in NAMES}
     at_iteration(trainer, 2, lambda: CheckpointStore(source).save({"model": wide}, {}, iteration=2, epoch=1))
@@ -290,7 +291,44 @@ def test_one_that_does_not_fit_is_refused_once_and_changes_nothing(
     loads = loads_of(trainer, bank)
     trainer.run(numbers_loader(), max_iters=6)
     assert [each for each, _ in loads] == [1, 5]
+    assert [each.iteration for each in checkpoint.store.checkpoints()] == [2, 4, 6]  # it is not tried again
     assert caplog.text.count("iteration_00000002 and this run differ (model: 4 of another shape") == 1
+
+
+def test_a_strict_source_may_lack_what_another_has_brought(tmp_path: Path) -> None:
+    """A file with the head alone, again and again; after a resume too."""
+    publish(tmp_path / "base", 1, 0.25)
+    head = tmp_path / "head.pt"
+
+    def write(value: float) -> None:
+        torch.save({name: each for name, each in state_of(value).items() if name.startswith("3")}, head)
+
+    write(0.5)
+    for end, value in ((3, 0.6), (6, 0.7)):
+        sources = [LoadSource(tmp_path / "base"), LoadSource(head, dynamic=True)]
+        trainer, bank, checkpoint = run_of(tmp_path / "run", sources, Events.ITERATION_COMPLETED)
+        if checkpoint.resume() is None:
+            bank.load()
+        at_iteration(trainer, end - 1, lambda: write(value))  # noqa: B023  # in this turn
+        seen: list[bool] = []
+        layer = trainer.update.model[3]  # type: ignore[attr-defined]  # an Update's
+        at_iteration(trainer, end, lambda: seen.append(bool((one(layer) == value).all())))  # noqa: B023
+        trainer.run(numbers_loader(), max_iters=end)
+        assert seen == [True]
+
+
+def test_a_source_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    torch.save(state_of(0.1), tmp_path / "weights.pt")
+    for path in (tmp_path / "weights.pt", publish(tmp_path / "a", 1, 0.1)):
+        found = Found.of(path)
+        assert set(found.read(0).parts["model"]) == set(NAMES)
+        if path.is_dir():
+            shutil.rmtree(path)
+            publish(tmp_path / "a", 1, 0.2)
+        else:
+            torch.save(state_of(0.2), path)
+        with pytest.raises(CheckpointError, match="was replaced while it was read"):
+            found.read(0)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam])

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine.checkpointing import LoadSource
+from ignite_engine.checkpointing import CheckpointStore, LoadPlan, LoadSource
+from ignite_engine.handlers import ModelBank
 from ignite_engine.ranks import agreement
 from tests.builders import linear, numbers_loader, on_two_ranks, weights
 from tests.handlers.test_model_bank import HEAD, at_iteration, loads_of, publish, run_of
+from tests.sharded import net, trainer_in, whole_digests
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
@@ -69,12 +74,41 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
     answers["whole"] = trained(folder / "b", folder / "source_b", rank)
     trained(folder / "c", folder / "source_c", rank, stop_at=8)
     answers["resumed"] = trained(folder / "c", folder / "source_c", rank)
+    for layout in ("ddp", "fsdp"):
+        answers[layout] = sharded(folder / layout, layout)
     # a path that leads somewhere else on rank 1, as a mount that it lacks would
     own = folder / f"view_{rank}"
     own.mkdir()
     os.chdir(own)
     answers["rank 1 cannot read"] = trained(folder / "d", "source_d", rank)
     return answers
+
+
+def sharded(folder: Path, layout: str) -> Any:
+    """A bank in a layout; its source is trained on in FSDP2. What is equal to the source's before iteration 5."""
+    other, _, data = trainer_in("fsdp", folder / "teacher")
+    model = net()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5)
+    trainer, _, own_data = trainer_in(layout, folder / "student", model=model)
+    plan = LoadPlan.warm_start(include=["model:0.*", "optimizer:0.*"])
+    bank = ModelBank([LoadSource(folder / "teacher", plan, optional=True, dynamic=True)], reset_optimizers=True)
+    bank.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    at_iteration(trainer, 3, lambda: other.run(data, max_epochs=1))
+    found: list[Any] = []
+
+    @trainer.on(Events.ITERATION_STARTED(once=5))
+    def compare() -> None:
+        its, now = whole_digests(other), whole_digests(trainer)
+        found.extend(sorted(name for name in now if not name.startswith("ema") and now[name] == its[name]))
+
+    # the source prunes what was found, before it is loaded
+    at_iteration(trainer, 7, lambda: other.run(data, max_epochs=2))
+    prune = partial(shutil.rmtree, folder / "teacher" / "iteration_00000008", ignore_errors=True)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), prune)
+    trainer.run(own_data, max_epochs=2)
+    return found, bank.loaded[0]["at_iteration"], trainer.state.iteration, whole_digests(trainer)
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +146,19 @@ def test_what_one_rank_cannot_read_is_loaded_on_none(two_ranks: tuple[Path, dict
     first, second = two_ranks[1]["rank 1 cannot read"]
     assert first[0] == second[0] == loaded() and first[1] == second[1]
     assert len(first[2]) == 1 and "source_d/iteration_00000030 has no manifest.json" in first[2][0]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_sharded_weights_and_moments_are_loaded_again(
+    two_ranks: tuple[Path, dict[str, list[Any]]], layout: str
+) -> None:
+    first, second = two_ranks[1][layout]
+    names = [f"optimizer.state.0.{each}.{key}" for each in ("bias", "weight") for key in ("exp_avg", "exp_avg_sq")]
+    loaded = {"model.0.weight", "model.0.bias", *names}
+    assert first == second and loaded <= set(first[0]) and first[1] == 4 and first[2] == 8
+    assert not any(name in first[0] for name in ("model.2.weight", "optimizer.state.2.weight.exp_avg"))
+
+
+def test_a_newer_one_is_saved_at_its_boundary(two_ranks: tuple[Path, dict[str, list[Any]]]) -> None:
+    saved = CheckpointStore(two_ranks[0] / "aTrue").checkpoints()
+    assert [each.iteration for each in saved] == [6, 12, 15]

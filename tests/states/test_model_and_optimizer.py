@@ -462,3 +462,34 @@ class _Flat:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         values = (value for each in optimizer.state.values() for value in each.values())
         self.state = {index: value for index, value in enumerate(values) if isinstance(value, Tensor)}
+
+
+class MakesItsStateAtOnce(torch.optim.SGD):
+    """As optimizers do that expect it in their step."""
+
+    def __init__(self, params: Any, lr: float = 0.1, start: float = 0.0) -> None:
+        super().__init__(params, lr=lr)
+        self.defaults["start"] = start
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["sum"] = torch.full_like(parameter, start)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, MakesItsStateAtOnce])
+def test_what_an_optimizer_knows_of_a_parameter_begins_anew(kind: Any) -> None:
+    model = linear()
+    optimizer = kind(model.parameters(), **({"start": 0.5} if kind is MakesItsStateAtOnce else {}))
+    state = OptimizerState(optimizer, model)
+    model(torch.ones(1, 3)).backward()
+    optimizer.step()
+    for each in optimizer.state.values():
+        for value in each.values():
+            value.add_(1)
+    state.reset({"0.weight", "not.a.parameter"})
+    after = state.state_dict()["state"]
+    if kind is torch.optim.Adam:
+        assert set(after) == {"0.bias", "2.weight", "2.bias"}
+    else:
+        assert (after["0.weight"]["sum"] == (0.5 if kind is MakesItsStateAtOnce else 0.0)).all()
+        assert (after["0.bias"]["sum"] >= 1).all()
+    optimizer.step()

@@ -64,7 +64,11 @@ def prepare(
 
 
 def prepare_all(
-    wanted: Sequence[Wanted], here: Mapping[str, _Stateful], *, held: Mapping[str, Container[str] | None] | None = None
+    wanted: Sequence[Wanted],
+    here: Mapping[str, _Stateful],
+    *,
+    held: Mapping[str, Container[str] | None] | None = None,
+    elsewhere: Mapping[str, Iterable[str]] | None = None,
 ) -> tuple[dict[str, Any], LoadTable]:
     """As :func:`prepare` from several sources, of which the last that has a name brings it.
 
@@ -72,6 +76,7 @@ def prepare_all(
 
     Args:
         held: names by part that are skipped, whatever the plans say; None instead of names: the whole part.
+        elsewhere: names by part that another source has brought before.
     """
     states: dict[str, Any] = {}
     tables: list[LoadTable] = []
@@ -80,8 +85,12 @@ def prepare_all(
         states |= found
         tables.append(table)
     joint = LoadTable.joined(tables)
+    brought = {part: set(names) for part, names in (elsewhere or {}).items()}
+    for row in joint.rows:
+        if row.outcome == "loaded":
+            brought.setdefault(row.part, set()).update(row.loaded)
     for each, table in zip(wanted, tables, strict=True):
-        if each.plan.strict and (unfit := table.lacking_beside(joint)):
+        if each.plan.strict and (unfit := table.lacking(brought)):
             differences = [f"{row.part}: {row.differences or 'missing'}" for row in unfit]
             raise StateMismatch(
                 f"{each.source} and this run differ ({'; '.join(differences)}): name them in ignore, rename them, or "

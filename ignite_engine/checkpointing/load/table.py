@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ignite_engine.errors import shortened
@@ -115,15 +115,16 @@ class LoadTable:
         sources = [table.source for table in tables]
         return cls("; ".join(sources), rows, sources)
 
-    def lacking_beside(self, joint: LoadTable) -> list[PartRow]:
-        """The parts in which something was missing that no other source of ``joint`` brought, or did not fit."""
-        rows = [
-            replace(row, missing=[each for each in row.missing if each not in joint[row.part].loaded])
-            for row in self.rows
-        ]
-        return [
-            row for row in LoadTable(self.source, rows).unfit if row.differences or joint[row.part].outcome == "missing"
-        ]
+    def lacking(self, elsewhere: Mapping[str, Container[str]]) -> list[PartRow]:
+        """The parts in which something did not fit, or was missing that is not ``elsewhere`` (names by part)."""
+        found = []
+        for row in self.rows:
+            brought = elsewhere.get(row.part)
+            if brought is not None:
+                row = replace(row, missing=[each for each in row.missing if each not in brought])
+            if row.differences or (row.outcome == "missing" and brought is None):
+                found.append(row)
+        return found
 
     def __str__(self) -> str:
         rows = in_columns(("", row.part, str(row)) for row in self.rows)
