@@ -37,8 +37,8 @@ class Checkpoint:
         directory: of all checkpoints of the run, shared by the ranks.
         name: of the handler's own state in a checkpoint.
         options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`: ``keep_last``, ``best``,
-            ``keep_best``, ``mode``, ``keep_every``, ``config``, ``labels``, ``exclude``, ``keep_fn``, ``background``,
-            ``when_busy``, ``writers``, ``on_exception``, ``strict``.
+            ``keep_best``, ``mode``, ``keep_every``, ``config``, ``labels``, ``exclude``, ``keep_fn``, ``delta_rows``,
+            ``background``, ``when_busy``, ``writers``, ``on_exception``, ``strict``.
 
     A save that fails fires ``CHECKPOINT_FAILED`` and training continues; the one at the end of the run raises. In the
     background both events come at the first step boundary after the save has ended, the same one on all ranks.

@@ -26,10 +26,13 @@ from ignite_engine.checkpointing import (
     filesystem,
 )
 from ignite_engine.checkpointing.background import ChangedWhileCopied
+from ignite_engine.checkpointing.changed_rows import ChangedRows
 from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
+from ignite_engine.checkpointing.rows import Tables
+from ignite_engine.checkpointing.save_filter import check_patterns
 from ignite_engine.checkpointing.shards import Shards, is_sharded, split
-from ignite_engine.errors import one_line
+from ignite_engine.errors import one_line, shortened
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PEERS_TIMEOUT_S = 60.0
-_Captured = tuple[Mapping[str, Any], Mapping[str, Any], Shards | None, Facts]
+_Captured = tuple[Mapping[str, Any], Mapping[str, Any], Shards | None, Tables, Facts]
 
 
 class Saver:
@@ -62,6 +65,7 @@ class Saver:
         """Name of the checkpoint that the run was resumed from, or saved last."""
         self._saving: BackgroundSave[Path] | None = None
         self._before_step: RemovableEventHandle | None = None
+        self._changed_rows = ChangedRows(self.store.directory, options.delta_rows)
         self._snapshot = Snapshot()
         self._copies_late = True
         self._prune_failure = ""
@@ -95,6 +99,7 @@ class Saver:
             group = agreement.cpu_group(f"checkpoints in {self.store.directory}")
             self.store = CheckpointStore(self.store.directory, group)
         self.filter.check(trainer.registry.capture, trainer.registry.kinds)
+        check_patterns(self._changed_rows.patterns, trainer.registry.capture, trainer.registry.kinds)
         agreement.agreed(lambda: self._check_registered(trainer))
         agreement.agreed(lambda: self._take_folder(trainer) if agreement.rank() == 0 else None)
         self.store.sweep()
@@ -128,7 +133,12 @@ class Saver:
         states = {name: obj.state_dict() for name, obj in trainer.registry.objects.items() if name not in own}
         parts = self.filter(states, trainer.registry.kinds)[0]
         refuse_what_cannot_be_loaded(parts)
-        split(parts, {})
+        whole = self._changed_rows.stay_whole(split(parts, {})[0], trainer.registry.kinds)
+        if whole and agreement.rank() == 0:
+            logger.warning(
+                "delta_rows: %s are saved whole each time, as they are sharded, share memory, or are not contiguous.",
+                shortened(whole),
+            )
 
     def save(
         self,
@@ -162,13 +172,14 @@ class Saver:
             failure.__cause__ = error
             self._report(trainer, failure, lambda: 0.0)
             return
-        ((shared, local, shards, facts),) = captured
+        ((shared, local, shards, tables, facts),) = captured
         facts |= {"metrics": metrics, "reproducibility": [*facts["reproducibility"], *reasons]}
         save = partial(self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch, shards=shards)
 
         def write() -> Path:
-            facts["healthy"] = all_finite([shared.get("model"), shards and shards.of_parts.get("model")])
-            path = save(writers=self.options.writers, **facts)
+            pieces = shards and shards.of_parts.get("model")
+            facts["healthy"] = all_finite([shared.get("model"), pieces, self._changed_rows.kept("model")])
+            path = save(tables=tables, writers=self.options.writers, **facts)
             self._prune()
             return path
 
@@ -193,13 +204,18 @@ class Saver:
             "kinds": dict(kinds),
             "parent": self.parent,
         }
-        if not background:
-            return shared, local, None, facts
-        for parts in (shared, local):  # in the foreground the store does both
+        if not (background or self.options.delta_rows):
+            return shared, local, None, Tables(), facts
+        for parts in (shared, local):  # otherwise the store does both
             refuse_what_cannot_be_loaded(parts)
         without, own_without, shards = split(shared, local)
+        without, tables = self._changed_rows.take(
+            without, kinds, iteration=trainer.state.iteration, writes=agreement.rank() == 0
+        )
+        if not background:
+            return without, own_without, shards, tables, facts
         copied = self._snapshot.take((without, own_without, shards.of_parts), self._is_late(trainer))
-        return copied[0], copied[1], replace(shards, of_parts=copied[2]), facts
+        return copied[0], copied[1], replace(shards, of_parts=copied[2]), tables, facts
 
     def _is_late(self, trainer: Trainer) -> Callable[[Tensor], bool]:
         """Whether a tensor is copied beside the next forward and backward: only optimizers' states are.
@@ -255,6 +271,7 @@ class Saver:
             if isinstance(result, CheckpointError):
                 raise result
             path = result()
+            self._changed_rows.committed(path)
         except CheckpointError as error:
             self._copies_late &= not isinstance(error, ChangedWhileCopied)
             state.checkpoints -= 1

@@ -37,11 +37,12 @@ from ignite_engine.checkpointing.manifest import (
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded, write_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import superseded
-from ignite_engine.checkpointing.rows import in_threads, shared_out, take_out
+from ignite_engine.checkpointing.rows import THREADS, RowsOfParts, Tables, in_threads, shared_out, take_out
 from ignite_engine.checkpointing.shards import Shards, missing_numbers, split
 from ignite_engine.errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
+_FILE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Commit:
         self._temporary: Path | None = None
         self._written: list[_Written] = []
         self._facts: Facts = {}
+        self._tables = Tables()
         self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -117,12 +119,20 @@ class Commit:
 
         self._temporary = self._ranks.rank_zero(make, self._failure)
 
-    def write(self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Shards | None = None) -> None:
+    def write(
+        self,
+        shared: Mapping[str, Any],
+        local: Mapping[str, Any],
+        shards: Shards | None = None,
+        tables: Tables | None = None,
+    ) -> None:
         """Write this rank's files; a collective, at whose end all ranks have written theirs.
 
         Args:
             shards: what ``split`` took out of the parts, which were checked before; None: that is done here.
+            tables: what was taken out of ``shared`` after that.
         """
+        self._tables = tables or self._tables
         assert self._temporary is not None
         temporary = self._temporary
         rank = self._ranks.rank
@@ -133,12 +143,11 @@ class Commit:
                 for parts in (shared, local):
                     refuse_what_cannot_be_loaded(parts)
                 mine, own, pieces = split(shared, local)
-            missing = missing_numbers({**mine, **own} if rank == 0 else {}, pieces)
-            contents: dict[str, Mapping[str, Any]] = {}
-            if rank == 0 and self._writers > 1:
-                mine, rows = take_out(mine)
-                contents |= {names.rows_file(at): share for at, share in enumerate(shared_out(rows, self._writers))}
-            contents |= {
+            missing = missing_numbers({**mine, **own} if rank == 0 else {}, pieces, self._tables.rows)
+            mine, rows = take_out(mine) if rank == 0 and self._writers > 1 else (mine, {})
+            contents: dict[str, Mapping[str, Any]] = {
+                **self._tables_in_files(),
+                **_in_files(rows, self._writers, names.rows_file),
                 names.SHARED_FILE: mine if rank == 0 else {},
                 names.rank_file(rank): own,
                 names.shards_file(rank): pieces.of_parts,
@@ -156,6 +165,12 @@ class Commit:
             )
 
         self._written = self._ranks.together(write, self._failure)
+
+    def _tables_in_files(self) -> dict[str, RowsOfParts]:
+        """In several files also for one writer, where they are large: who loads the last of a chain reads all of it."""
+        rows = self._tables.rows
+        size = sum(values.nbytes for pieces in rows.values() for _, values in pieces.values())
+        return _in_files(rows, max(self._writers, min(THREADS, size // _FILE_BYTES)), names.tables_file)
 
     def finish(self, epoch: int) -> tuple[Path, Manifest]:
         """Write the manifest, rename; a collective.
@@ -182,12 +197,15 @@ class Commit:
         plain = self._directory / names.checkpoint_name(self._iteration)
         if committed == plain:
             return plain
-        same = [each for each in names.scan(self._directory)[0] if each.iteration == self._iteration]
+        there = names.scan(self._directory)[0]
+        same = [each for each in there if each.iteration == self._iteration]
+        needed = {name for each in there for name in each.manifest.needed}
         try:
-            names.discard([each.path for each in superseded(same)])
+            names.discard([each.path for each in superseded(same) if each.path.name not in needed])
         except OSError as error:  # the new one is committed
             logger.warning("A checkpoint that %s replaces cannot be deleted: %s.", committed, one_line(error))
-        if os.path.lexists(plain):  # a healthy one that a broken one does not replace, or one that cannot be read
+        # a healthy one that a broken one does not replace, one that others need, or one that cannot be read
+        if os.path.lexists(plain):
             return committed
         filesystem.rename(committed, plain)
         filesystem.synchronise_directory(self._directory)
@@ -203,7 +221,9 @@ class Commit:
         earlier = names.scan(self._directory)[0]
         same = [each.manifest for each in earlier if each.iteration == self._iteration]
         files = {name: record for each in self._written for name, record in each.files.items()}
-        has_rows = any(map(names.ROWS_FILE.fullmatch, files))
+        has_rows = bool(self._tables.needs) or any(
+            names.ROWS_FILE.fullmatch(name) or names.TABLES_FILE.fullmatch(name) for name in files
+        )
         known = {
             "iteration": self._iteration,
             "epoch": epoch,
@@ -219,9 +239,14 @@ class Commit:
             "pinned": any(each.pinned for each in same),
             "environment": environment_values(self._ranks.world_size),
             "sharding": sharding,
+            "needs": dict(self._tables.needs),
             "format_version": FORMAT_VERSION if has_rows else SHARDED_VERSION if sharding else UNSHARDED_VERSION,
         }
         return Manifest(**{**self._facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts
+
+
+def _in_files(rows: RowsOfParts, files: int, name: Callable[[int], str]) -> dict[str, RowsOfParts]:
+    return {name(number): share for number, share in enumerate(shared_out(rows, files))}
 
 
 def _incomplete(written: list[_Written]) -> list[str]:

@@ -36,11 +36,17 @@ def shards_file(rank: int) -> str:
 
 
 ROWS_FILE = re.compile(r"rows_\d+\.pt")
+TABLES_FILE = re.compile(r"tables_\d+\.pt")
 
 
 def rows_file(number: int) -> str:
     """Name of a file with rows of large tensors."""
     return f"rows_{number}.pt"
+
+
+def tables_file(number: int) -> str:
+    """Name of a file with rows of tables, all or those that changed."""
+    return f"tables_{number}.pt"
 
 
 def checkpoint_name(iteration: int) -> str:

@@ -23,6 +23,7 @@ SHARDED_VERSION = 3
 UNSHARDED_VERSION = 2
 OLDEST_READABLE_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+_NEEDED_FILE = re.compile(r"iteration_\d{8,}(\.\d+)?/tables_\d+\.pt")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -79,8 +80,16 @@ class Manifest:
     """The ``metric`` by which the run keeps its best ones, and its ``mode``, ``min`` or ``max``; None: by none."""
     sharding: list[str] = field(default_factory=list)
     """How tensors were sharded over the ranks: meshes and placements; empty: none was."""
+    needs: dict[str, FileRecord] = field(default_factory=dict)
+    """Files of the checkpoints beside it that hold the other rows of its tables, such as
+    ``iteration_00000100/tables_0.pt``, the oldest first; empty: it is whole."""
     format_version: int = UNSHARDED_VERSION
     """What a release must know to read it: the lowest version that has what is in this checkpoint."""
+
+    @property
+    def needed(self) -> list[str]:
+        """Names of the checkpoints beside it that it needs, the oldest first."""
+        return list(dict.fromkeys(name.partition("/")[0] for name in self.needs))
 
     @property
     def exact(self) -> bool:
@@ -140,6 +149,7 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
             content = {**content, "reproducibility": content.get("exactness", [])}
         values = {name: value for name, value in content.items() if name in known}
         values["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
+        values["needs"] = {name: FileRecord(**record) for name, record in content.get("needs", {}).items()}
         values["metrics"] = {name: float(value) for name, value in content["metrics"].items()}
         manifest = Manifest(**values)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -154,6 +164,9 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     for name in manifest.files:  # such as ../../other, which must never lead out of the checkpoint
         if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{path} is damaged: {name!r} is not the name of a file beside it.")
+    for name in manifest.needs:
+        if not _NEEDED_FILE.fullmatch(name):
+            raise CheckpointError(f"{path} is damaged: {name!r} is not a file of rows in a checkpoint beside it.")
     for name in chain(*manifest.parts.values(), manifest.left_out, manifest.kinds):
         if not name.isprintable():  # each is a part of messages of one line
             raise CheckpointError(f"{path} is damaged: {name!r} is not the name of a part.")

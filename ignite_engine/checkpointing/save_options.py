@@ -25,6 +25,7 @@ class SaveKeywords(TypedDict, total=False):
     exclude: Iterable[str]
     keep_fn: Callable[[str, str, Any], bool] | None
     save_at_end: bool
+    delta_rows: Iterable[str]
     background: bool
     when_busy: Literal["wait", "skip"]
     writers: int
@@ -49,6 +50,9 @@ class SaveOptions:
             A resumed run has it as it was built, so it must not be trained; the reproducibility report names it.
         keep_fn: ``keep_fn(part, name, value)``, called for each name inside a part; False leaves it out, too.
         save_at_end: save where the run completes, too, whatever the event; a stop always saves.
+        delta_rows: names of large tables, such as ``embedding.*``, of which a checkpoint holds only the rows that
+            changed since the one before, with a full base now and then; so do the optimizer's state of them and their
+            averages. It holds a second copy of them in host memory.
         background: write while training continues. It holds a second copy of the state in host memory. With an
             ``Update`` the optimizer's state is copied beside the next forward and backward, the rest at once; with an
             update function of your own training waits for the whole copy.
@@ -75,6 +79,7 @@ class SaveOptions:
     exclude: Iterable[str] = ()
     keep_fn: Callable[[str, str, Any], bool] | None = None
     save_at_end: bool = True
+    delta_rows: Iterable[str] = ()
     background: bool = False
     when_busy: Literal["wait", "skip"] = "wait"
     writers: int = 1
@@ -98,7 +103,7 @@ class SaveOptions:
                 "strict refuses to resume what on_exception saves, where random numbers are those of the exception: "
                 "choose one of them."
             )
-        for name in ("labels", "exclude"):
+        for name in ("labels", "exclude", "delta_rows"):
             given: Iterable[str] = getattr(self, name)
             if isinstance(given, str):
                 raise ValueError(f"{name} is a list, got {given!r}: write [{given!r}].")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -183,12 +183,17 @@ def _writes(tensor: Any) -> bool:
     return first and 0 in mesh.mesh.flatten().tolist()
 
 
-def missing_numbers(parts: Mapping[str, Any], shards: Shards) -> dict[str, int]:
-    """How many numbers the sharded tensors of each part have, less those that are in ``shards``."""
+def missing_numbers(parts: Mapping[str, Any], shards: Shards, others: Mapping[str, Collection[Path]]) -> dict[str, int]:
+    """How many numbers the sharded tensors of each part have, less those that are in ``shards``.
+
+    Args:
+        others: by part, paths of placeholders that are not those of sharded tensors.
+    """
     count: Counter[str] = Counter()
     for part, state in parts.items():
-        if numbers := [value.numel() for _, value in walk(state) if _is_placeholder(value)]:
-            count[part] = sum(numbers)
+        sharded = [value for path, value in walk(state) if _is_placeholder(value) and path not in others.get(part, ())]
+        if sharded:
+            count[part] = sum(value.numel() for value in sharded)
     for part, pieces in shards.of_parts.items():
         count[part] -= sum(values.numel() for _, values in pieces.values())
     return dict(count)

@@ -19,7 +19,7 @@ from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.checkpointing.part_file import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention, ranked
-from ignite_engine.checkpointing.rows import RowFiles
+from ignite_engine.checkpointing.rows import RowFiles, Tables
 from ignite_engine.checkpointing.shard_files import ShardFiles
 from ignite_engine.checkpointing.shards import Shards
 from ignite_engine.checkpointing.shards import whole as read_whole
@@ -70,6 +70,7 @@ class CheckpointStore:
         iteration: int,
         epoch: int,
         shards: Shards | None = None,
+        tables: Tables | None = None,
         writers: int = 1,
         **facts: Unpack[Facts],
     ) -> Path:
@@ -84,6 +85,7 @@ class CheckpointStore:
             iteration: updates done; the same on all ranks.
             epoch: epochs begun or done, as the caller counts.
             shards: what ``split`` took out of the parts, if that was done before (for a copy, say).
+            tables: what :class:`ChangedRows` took out of ``shared``, after ``split``.
             writers: files that each rank writes at once; rank 0 writes tensors of 1 MiB and more into that many.
             facts: of the manifest: ``metrics`` (numbers to choose the best by), ``config`` (JSON data), ``labels``,
                 ``parent`` (the checkpoint that the run was resumed from), ``left_out`` (names inside parts that were
@@ -104,7 +106,7 @@ class CheckpointStore:
         commit = Commit(self.directory, iteration, self._ranks, failure, writers=writers)
         with commit:
             commit.begin(facts)
-            commit.write(shared, local, shards)
+            commit.write(shared, local, shards, tables)
             path, manifest = commit.finish(epoch)
         self._verification.forget(path)
         self._verification.remember_written(path, manifest)
@@ -187,7 +189,7 @@ class CheckpointStore:
             loaded.append(read_parts(path / name, record, verified=verified, mmap=mmap))
 
         def problem(name: str) -> str | None:
-            return self._verification.problem(path / name, manifest.files[name])
+            return self._verification.problem_in(path, manifest, name)
 
         loaded[0] = RowFiles(path, manifest, problem).join(loaded[0])
         if manifest.sharding:
@@ -263,12 +265,13 @@ class CheckpointStore:
             leaving = (each for each in reversed(candidates) if each in to_delete)
             kept_valid = next((each for each in leaving if check.is_valid(each.path, each.manifest)), None)
             to_delete = [each for each in to_delete if each is not kept_valid]
-        return to_delete
+        needed = {name for each in sound if each not in to_delete for name in each.manifest.needed}
+        return [each for each in to_delete if each.path.name not in needed]
 
     def _prune(self, retention: Retention) -> list[Path]:
         to_delete = [each.path for each in self.to_delete(retention)]
         if to_delete:
-            names.discard(to_delete)
+            names.discard(to_delete[::-1])  # none that another one needs goes before it
         for path in to_delete:
             self._verification.forget(path)
         return to_delete

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, open_regular, signature
-from ignite_engine.checkpointing.layout import ROWS_FILE, SHARDS_FILE, SHARED_FILE
+from ignite_engine.checkpointing.layout import ROWS_FILE, SHARDS_FILE, SHARED_FILE, TABLES_FILE
 from ignite_engine.checkpointing.manifest import Manifest, read_manifest
 from ignite_engine.checkpointing.part_file import compare, load_plain, plain_data_problem
-from ignite_engine.checkpointing.rows import RowFiles, in_threads
+from ignite_engine.checkpointing.rows import RowFiles, file_of, in_threads
 from ignite_engine.checkpointing.shard_files import ShardFiles
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -26,21 +26,31 @@ class Verification:
         except CheckpointError as error:
             return [str(error)]
         read = in_threads(lambda name: self._read(checkpoint / name, manifest.files[name]), manifest.files)
-        return [problem for problem in read if problem] or self._missing_pieces(checkpoint, manifest)
+        read += in_threads(lambda name: self.problem_in(checkpoint, manifest, name), manifest.needs)
+        return list(dict.fromkeys(filter(None, read))) or self._missing_pieces(checkpoint, manifest)
 
     def problem(self, path: Path, record: FileRecord) -> str | None:
         """What is wrong with a file; one verified before and unchanged since is not read again."""
         return self._found[path][2] if self._is_known(path, record) else self._read(path, record)
 
+    def problem_in(self, checkpoint: Path, manifest: Manifest, name: str) -> str | None:
+        """As :meth:`problem`, of one of a checkpoint's files or of those that it needs."""
+        path = file_of(checkpoint, name)
+        if name in manifest.files:
+            return self.problem(path, manifest.files[name])
+        found = "it is a symbolic link" if path.parent.is_symlink() else self.problem(path, manifest.needs[name])
+        return f"it needs {path.parent.name}, of which {found}" if found else None
+
     def is_valid(self, checkpoint: Path, manifest: Manifest) -> bool:
         """Whether all files have the right hash; a file verified before and unchanged since is not read again."""
-        return not any(self.problem(checkpoint / name, record) for name, record in manifest.files.items())
+        return not any(self.problem_in(checkpoint, manifest, name) for name in (*manifest.files, *manifest.needs))
 
     def looks_sound(self, checkpoint: Path, manifest: Manifest) -> bool:
         """Whether all files are there in their right size and none is known to be damaged. Reads nothing."""
-        for name, record in manifest.files.items():
-            status = signature(checkpoint / name)
-            if status is None or status[1] != record.bytes or self.known_problem(checkpoint / name, record):
+        for name, record in {**manifest.files, **manifest.needs}.items():
+            path = file_of(checkpoint, name)
+            status = signature(path)
+            if status is None or status[1] != record.bytes or self.known_problem(path, record):
                 return False
         return True
 
@@ -68,7 +78,7 @@ class Verification:
         shards = ShardFiles(checkpoint, manifest, lambda name: None)
         try:
             for name in manifest.files if manifest.sharding or rows.names else ():
-                if ROWS_FILE.fullmatch(name) or SHARDS_FILE.fullmatch(name):
+                if any(kind.fullmatch(name) for kind in (ROWS_FILE, TABLES_FILE, SHARDS_FILE)):
                     continue
                 parts = load_plain(checkpoint / name, None, mmap=True)
                 if name == SHARED_FILE:

@@ -91,6 +91,7 @@ def _row(checkpoint: CheckpointInfo) -> tuple[str, ...]:
         f"{key} {value:.5g}" for key, value in manifest.metrics.items() if key.partition("/")[0] not in _NOT_RESULTS
     ]
     state = ["pinned"] if manifest.pinned else []
+    state += [f"needs {shortened(manifest.needed[::-1], 1)}"] if manifest.needs else []
     state += [] if manifest.healthy else ["weights not finite"]
     state.append("exact" if manifest.exact else f"not exact: {shortened(manifest.reproducibility, 1)}")
     labels = ", ".join(manifest.labels)
@@ -105,7 +106,8 @@ def _verify(options: argparse.Namespace) -> int:
         directory = find_directory(where)
         readable, unreadable = scan(directory)
         found = {path: [reason] for path, reason in unreadable}
-        found |= {each.path: CheckpointStore(directory).verify(each.path) for each in readable}
+        store = CheckpointStore(directory)
+        found |= {each.path: store.verify(each.path) for each in readable}
     for path, problems in sorted(found.items()):
         print(f"{path.name}  {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
     return int(any(found.values()))

@@ -295,6 +295,7 @@ class CheckpointSection(Section):
     on_exception: bool = False  # also when the update or a handler raises; one process only
     strict: bool = False  # refuse to start, or to resume, what cannot be resumed bit for bit
     labels: list[str] | None = None  # labels of every checkpoint
+    delta_rows: list[str] | None = None  # tables of which the rows that changed are saved, such as embedding.*
     exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*
     ignore: list[str] | None = None  # parts of the run's own newest checkpoint that a resume leaves out
     load: Annotated[  # what a run starts from; of several the last that has a name brings it

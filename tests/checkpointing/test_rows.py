@@ -201,7 +201,7 @@ def each(change: Callable[[int, Tensor], Any]) -> Callable[[Any], Any]:
 FORGED: list[tuple[Callable[[Any], Any], str]] = [
     (each(lambda first, values: (1, values)), "from row 0 on"),
     (each(lambda first, values: (0, values[:-1].clone())), f"from row {ROWS // 2 - 1} on"),
-    (each(lambda first, values: (0, values.double())), "from row 0 on"),
+    (each(lambda first, values: (0, values.double())), "has rows of another type or shape than torch.float32"),
     (each(lambda first, values: values), "does not hold rows"),
     (each(lambda first, values: ("0", values)), "does not hold rows"),
     (lambda rows: {"other": rows["model"]}, "from row 0 on"),
