@@ -37,6 +37,7 @@ _stores: Any = dist  # they are documented, but not exported for type checkers
 _FORCED_RANKS_MAY_END_S = 5.0
 _PEERS_OF_A_FAILURE_MAY_END_S = 5.0
 _TERMINATED_RANKS_MAY_END_S = 30.0
+_AGENT_MAY_ANSWER_S = 3.0
 
 
 class Parallel(IgniteParallel):
@@ -158,10 +159,36 @@ def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -
 def _store(options: dict[str, Any]) -> Any:
     """Where ranks meet that torchrun or this module started, or a process alone; None: it is to be found by torch."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            _check_agent_lives()
         store = _stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, **options)
         # torch's own rendezvous keeps the keys of all attempts in one place: a rank could meet one that is dead
         return _stores.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return None if {"RANK", "WORLD_SIZE", "SLURM_JOB_ID"} & os.environ.keys() else _stores.HashStore()
+
+
+def _check_agent_lives() -> None:
+    """Refuse to wait for torchrun's store where nobody listens: it was there before its ranks, so it is gone.
+
+    A rank whose torchrun was killed before the rank's first line cannot know that by its parent's process id.
+
+    Raises:
+        LaunchError: the port is closed, 3 s long.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    until = time.monotonic() + _AGENT_MAY_ANSWER_S
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_AGENT_MAY_ANSWER_S).close()
+            return
+        except ConnectionRefusedError as error:
+            if time.monotonic() >= until:
+                raise LaunchError(
+                    f"The ranks cannot meet at {address}, port {port}: torchrun, which listened there, is gone."
+                ) from error
+            time.sleep(0.1)
+        except OSError:  # torch's own attempt says why
+            return
 
 
 def _disconnect() -> None:

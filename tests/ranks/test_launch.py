@@ -153,6 +153,17 @@ def test_port_in_use_is_one_line() -> None:
             parallel.run(write_rank, Path())
 
 
+@pytest.mark.usefixtures("alone")
+def test_rank_whose_torchrun_was_killed_before_it_began_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for minutes in torch's rendezvous."""
+    port = str(free_port())
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**torchrun, "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=rf"^The ranks cannot meet at 127\.0\.0\.1, port {port}: torchrun, which"):
+        Parallel(backend="gloo").__enter__()
+
+
 def test_unknown_option_is_named() -> None:
     with pytest.raises(TypeError, match="Parallel got nproc_per_nodes; its other options are daemon,"):
         Parallel(backend="gloo", nproc_per_nodes=2)
