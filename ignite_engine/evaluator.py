@@ -15,6 +15,7 @@ from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.data.source import generators_of
 from ignite_engine.errors import check_type
 from ignite_engine.ranks import agreement
+from ignite_engine.ranks.ddp_buffers import data_parallel, own_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.step.device import device_of, to_device
@@ -49,8 +50,8 @@ def create_evaluator(
     """An Ignite engine whose ``state.output`` is ``predict(model, batch)``, in eval mode and without gradients.
 
     Args:
-        model: plain or wrapped; a DDP model runs the module inside, so ranks may have different numbers of batches
-            (and with FSDP2 in :class:`~ignite_engine.handlers.Evaluation`).
+        model: plain or wrapped; a DDP model runs the module inside, and one made of several shares no buffers, so ranks
+            may have different numbers of batches (and with FSDP2 in :class:`~ignite_engine.handlers.Evaluation`).
         predict: gets the batch on the model's device; returns what the metrics take, usually ``(y_pred, y)``.
         metrics: attached under their names; they reduce over the data-parallel ranks themselves.
         precision: of the forward pass, ``fp32``, ``bf16`` or ``fp16``.
@@ -63,11 +64,12 @@ def create_evaluator(
         check_type(f"metrics[{name!r}]", metric, isinstance(metric, Metric), "a metric of Ignite's")
     check_precision(precision)
     bare = unwrap(model)
+    inner = data_parallel(bare)
 
     def step(engine: Engine, batch: Any) -> Any:
         device = device_of(bare)
         (batch,) = to_device([batch], device)
-        with torch.no_grad(), autocast(precision, device.type):
+        with torch.no_grad(), autocast(precision, device.type), own_buffers(inner) if inner else nullcontext():
             return predict(bare, batch)
 
     evaluator = _Evaluator(step)

@@ -25,9 +25,12 @@ def settle_buckets(model: object) -> None:
     One reduction of zeros; no gradient is left behind and no hook of the module is called. Two ranks, whose sums have
     no order, and a DDP that never rebuilds (``find_unused_parameters``) need none.
     """
-    wrapped = data_parallel(model)
-    if wrapped is None or wrapped in _settled or _keeps_its_buckets(wrapped) or wrapped.static_graph:
-        return
+    for wrapped in data_parallel(model):
+        if wrapped not in _settled and not _keeps_its_buckets(wrapped) and not wrapped.static_graph:
+            _settle(wrapped)
+
+
+def _settle(wrapped: DistributedDataParallel) -> None:
     _settled.add(wrapped)
     module = wrapped.module
     parameters = [each for each in module.parameters() if each.requires_grad]
@@ -44,8 +47,7 @@ def settle_buckets(model: object) -> None:
 
 def unsettled_buckets(model: object) -> str | None:
     """Why a resumed run's first step is summed in another order than in the uninterrupted run; None: it is not."""
-    wrapped = data_parallel(model)
-    if wrapped is None or _keeps_its_buckets(wrapped) or not wrapped.static_graph:
+    if not any(each.static_graph and not _keeps_its_buckets(each) for each in data_parallel(model)):
         return None
     return "DDP with static_graph rebuilds its buckets after the first step: that of a resumed run is summed otherwise"
 

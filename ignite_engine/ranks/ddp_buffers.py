@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,9 +20,12 @@ def share_buffers(model: object) -> None:
     So an evaluation uses on each rank what a checkpoint made at the same step boundary holds. A model without DDP, or
     whose DDP does not broadcast buffers, is left unchanged.
     """
-    wrapped = data_parallel(model)
-    if wrapped is None or not wrapped.broadcast_buffers:
-        return
+    for wrapped in data_parallel(model):
+        if wrapped.broadcast_buffers:
+            _share_buffers(wrapped)
+
+
+def _share_buffers(wrapped: DistributedDataParallel) -> None:
     group = wrapped.process_group
     ignored = wrapped.parameters_to_ignore
     buffers = [each for name, each in wrapped.module.named_buffers() if name not in ignored]
@@ -32,29 +38,45 @@ def share_buffers(model: object) -> None:
                 buffer.copy_(values.view_as(buffer))
 
 
+@contextmanager
+def own_buffers(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """A context in which no forward broadcasts buffers: ranks may run a different number of them."""
+    before = [each.require_forward_param_sync for each in models]
+    for each in models:
+        each.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for each, value in zip(models, before, strict=True):
+            each.require_forward_param_sync = value
+
+
 def unshared_state(model: object) -> str | None:
     """Why what a checkpoint holds of the model is not what every rank has, but rank 0's; None: it is."""
-    wrapped = data_parallel(model)
     if agreement.world_size() == 1 or not isinstance(model, nn.Module):
         return None
-    saved = {} if wrapped is None or wrapped.broadcast_buffers else wrapped.module.state_dict()
+    wrapped = data_parallel(model)
+    broadcast = {id(module) for each in wrapped if each.broadcast_buffers for module in each.modules()}
     for name, module in model.named_modules():
         own = None
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             own = "rescales its weights (max_norm) on each rank by itself"
         elif isinstance(module, _NormBase) and module.running_mean is not None:
-            shared = (wrapped and wrapped.broadcast_buffers) or isinstance(module, nn.SyncBatchNorm)
+            shared = id(module) in broadcast or isinstance(module, nn.SyncBatchNorm)
             own = None if shared else "keeps statistics of each rank's own"
         if own is not None:
             return f"{str(name).removeprefix('module.')} {own}, and those of rank 0 alone are saved"
-    for name, buffer in wrapped.module.named_buffers() if wrapped is not None else ():
-        if name in saved and buffer.is_floating_point():
-            return f"the buffer {name} is each rank's own (broadcast_buffers=False), and that of rank 0 alone is saved"
+    for each in wrapped:
+        saved = {} if each.broadcast_buffers else each.module.state_dict()
+        for name, buffer in each.module.named_buffers():
+            if name in saved and buffer.is_floating_point():
+                return (
+                    f"the buffer {name} is each rank's own (broadcast_buffers=False), and that of rank 0 alone is saved"
+                )
     return None
 
 
-def data_parallel(model: object) -> DistributedDataParallel | None:
-    """The DDP in a model, also in a compiled one."""
-    while isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel):
-        model = getattr(model, "_orig_mod", None)
-    return model if isinstance(model, DistributedDataParallel) else None
+def data_parallel(model: object) -> list[DistributedDataParallel]:
+    """Each DDP in a model: the model itself, or those that it is made of, also compiled."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [each for each in modules if isinstance(each, DistributedDataParallel)]

@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "small buckets": {"bucket_cap_mb": 0.001},
     "unused parameters": {"find_unused_parameters": True},
     "own update": {},
+    "two models": {},
     "static graph": {"static_graph": True},
     "not settled": {},
 }
@@ -36,7 +37,9 @@ def _trainer(case: str) -> Trainer:
     torch.manual_seed(4)
     layers = [nn.Linear(3, 50), nn.Tanh(), nn.BatchNorm1d(50), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)]
     model = nn.Sequential(*layers)
-    wrapped = DistributedDataParallel(model, **CASES[case])
+    if case == "two models":
+        model = nn.Sequential(*(DistributedDataParallel(nn.Sequential(*each)) for each in (layers[:3], layers[3:])))
+    wrapped = model if case == "two models" else DistributedDataParallel(model, **CASES[case])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if case != "own update":
         return Trainer(Update(wrapped, optimizer, mse))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,32 @@ def _reasons() -> list[str | None]:
     """For models under DDP: what their checkpoints would hold of rank 0 alone."""
     words = nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))
     shared, own = (DistributedDataParallel(_Scaled(), broadcast_buffers=value) for value in (True, False))
-    return [unshared_state(model) for model in (shared, own, DistributedDataParallel(words))]
+    several = nn.ModuleList([DistributedDataParallel(nn.BatchNorm1d(2)), nn.Linear(1, 1)])
+    return [unshared_state(model) for model in (shared, own, DistributedDataParallel(words), several)]
+
+
+def _of_two_models(rank: int) -> tuple[torch.Tensor, bool]:
+    """Evaluated by rank 0 alone: the statistics of a BatchNorm under DDP within a plain model."""
+    model = nn.Sequential(DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), nn.Linear(4, 1))
+    model[0].module[1].running_mean.fill_(rank)
+    trainer = Trainer(lambda engine, batch: None)
+    trainer.update.model = model  # type: ignore[attr-defined]
+    evaluator = create_evaluator(model, lambda model, batch: model(batch[0]))
+    Evaluation(evaluator, loader(Numbers(1), 1)).attach(trainer)
+    trainer.run([0], max_epochs=1)
+    return model[0].module[1].running_mean, model[0].require_forward_param_sync
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     results = [_train(folder, evaluate=evaluate) for evaluate in (True, False)]
     results.append(_train(folder, evaluate=True, broadcast_buffers=False))
     torch.save(results, f"{folder}/{rank}.pt")
     torch.save(_reasons(), f"{folder}/reasons_{rank}.pt")
+    torch.save(_of_two_models(rank), f"{folder}/two_{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -85,7 +102,10 @@ def test_each_rank_evaluates_the_statistics_that_are_saved(tmp_path: Path) -> No
     assert all(torch.equal(end[name], end_without[name]) for name in end)
     assert exactness == []
     assert inexact == ["1 keeps statistics of each rank's own, and those of rank 0 alone are saved"]
-    nothing, buffer, weights = torch.load(tmp_path / "reasons_0.pt", weights_only=True)
-    assert nothing is None
+    nothing, buffer, weights, of_several = torch.load(tmp_path / "reasons_0.pt", weights_only=True)
+    assert nothing is None and of_several is None
     assert buffer is not None and buffer.startswith("the buffer scale is each rank's own (broadcast_buffers=False)")
     assert weights is not None and weights.startswith("0 rescales its weights (max_norm) on each rank by itself")
+    for rank in range(2):
+        mean, shares = torch.load(tmp_path / f"two_{rank}.pt", weights_only=True)
+        assert not mean.any() and shares
