@@ -31,20 +31,31 @@ _CHUNK_BYTES = 1 << 24
 """Rows that are compared at once: enough for all threads, and what is computed of them stays in the cache."""
 
 
+def table_patterns(texts: Iterable[str]) -> Patterns:
+    """Patterns for names inside parts; one that names no part, such as ``embedding.*``, is meant for all of them: the
+    model's tensors, the optimizer's state of them and their averages.
+
+    Raises:
+        ValueError: one of them is not a pattern.
+    """
+    return Patterns(
+        [f"*:{each}" if isinstance(each, str) and ":" not in each else each for each in texts], "delta_rows"
+    )
+
+
 class ChangedRows:
     """Takes tables out of the parts of each save: all of their rows, or those that changed since the save before.
 
     Args:
         directory: of the checkpoints.
-        patterns: names of the tables, such as ``embedding.*``, wherever they are inside of parts: the model's tensor,
-            the optimizer's state of it and its averages. Empty: nothing is taken out.
+        patterns: see :func:`table_patterns`. Empty: nothing is taken out.
 
     Raises:
         ValueError: a pattern is not one.
     """
 
     def __init__(self, directory: FilePath, patterns: Iterable[str]) -> None:
-        self.patterns = Patterns([f"*:{each}" for each in patterns], "delta_rows")
+        self.patterns = table_patterns(patterns)
         self._directory = directory
         self._kept: dict[tuple[str, Path], Tensor] = {}
         self._chain: dict[str, FileRecord] = {}
@@ -92,6 +103,8 @@ class ChangedRows:
 
     def stay_whole(self, parts: Mapping[str, Any], kinds: Mapping[str, str]) -> list[str]:
         """Tensors that the patterns name and that are saved whole each time all the same, by part and path."""
+        if not self.patterns.texts:
+            return []
         wanted = self._tables_of(parts, kinds)
         without, _ = take_out(parts, lambda tensor: id(tensor) in wanted)
         return [

@@ -9,6 +9,7 @@ there rows with a number for each take the place of those in the checkpoints bef
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -198,7 +199,8 @@ class RowFiles:
 
 def file_of(checkpoint: FilePath, name: str) -> FilePath:
     """Where a file is: its name in the checkpoint, or checkpoint and name of one that the checkpoint needs."""
-    return checkpoint.parent / name if "/" in name else checkpoint / name
+    # not its parent: that of "." is "."
+    return FilePath(os.path.normpath(checkpoint / ".." / name)) if "/" in name else checkpoint / name
 
 
 def records(tensor: Tensor) -> np.ndarray[Any, Any]:

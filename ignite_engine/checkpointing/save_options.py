@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
+from ignite_engine.checkpointing.changed_rows import table_patterns
 from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.checkpointing.retention import Retention
 from ignite_engine.checkpointing.save_filter import SaveFilter
@@ -52,7 +53,7 @@ class SaveOptions:
         save_at_end: save where the run completes, too, whatever the event; a stop always saves.
         delta_rows: names of large tables, such as ``embedding.*``, of which a checkpoint holds only the rows that
             changed since the one before, with a full base now and then; so do the optimizer's state of them and their
-            averages. It holds a second copy of them in host memory.
+            averages, unless a part is named: ``model:embedding.*``. It holds a second copy of them in host memory.
         background: write while training continues. It holds a second copy of the state in host memory. With an
             ``Update`` the optimizer's state is copied beside the next forward and backward, the rest at once; with an
             update function of your own training waits for the whole copy.
@@ -108,7 +109,7 @@ class SaveOptions:
             if isinstance(given, str):
                 raise ValueError(f"{name} is a list, got {given!r}: write [{given!r}].")
             object.__setattr__(self, name, tuple(given))  # an iterator would be used up by the first save
-        _ = self.retention, self.filter  # check their settings
+        _ = self.retention, self.filter, table_patterns(self.delta_rows)  # check their settings
 
     @property
     def retention(self) -> Retention:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +95,13 @@ def test_tables_of_any_type_and_shape(tmp_path: Path, dtype: torch.dtype, shape:
     assert same(loaded(path), {"model": {"table.weight": table}})
     if table.numel():
         assert rows_in(path)[TABLE][0].tolist() == [11]
+
+
+def test_a_pattern_may_name_a_part(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, "model:table.*", "optimizer:table.*")
+    saving.save(3)
+    path = saving.save(4)
+    assert {part for part, _ in rows_in(path)} == {"model", "optimizer"} and holds(path, 4)
 
 
 def test_every_bit_counts(tmp_path: Path) -> None:
@@ -285,6 +294,32 @@ def test_none_goes_before_one_that_needs_it(tmp_path: Path) -> None:
     assert renamed == [f"iteration_0000000{each}" for each in (5, 4, 3)]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_saved_pruned_and_started_again_all_that_is_there_is_whole(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changed_rows, "LONGEST", 3)
+    draw, saving, state, iteration = random.Random(seed), Saving(tmp_path), parts(1), 1
+    saved: dict[int, Any] = {}
+    for _ in range(25):
+        action = draw.choice(["save", "save", "save", "prune", "start again", "pin"])
+        if action == "save":
+            iteration = max(1, iteration + draw.choice([1, 1, 1, 0, -1]))
+            rows = torch.tensor(draw.sample(range(ROWS), draw.randint(0, 150)), dtype=torch.int64)
+            state["model"]["table.weight"][rows] += 1
+            saving.save(iteration, state, writers=draw.choice([1, 3]), healthy=draw.random() < 0.8)
+            saved[saving.store.checkpoints()[-1].manifest.sequence] = copy.deepcopy(state)
+        elif action == "prune":
+            saving.store.apply(Retention(keep_last=draw.randint(1, 3), keep_every=draw.choice([None, 3])))
+        elif action == "start again":
+            saving = Saving(tmp_path)
+        elif there := saving.store.checkpoints():
+            saving.store.annotate(draw.choice(there).path, pinned=draw.random() < 0.5)
+        for each in saving.store.checkpoints():
+            assert saving.store.verify(each.path) == []
+            assert same(loaded(each.path), saved[each.manifest.sequence])
+
+
 # -- what is damaged --------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +390,14 @@ def test_a_base_that_is_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
 
 ELSEWHERE = ["../x/tables_0.pt", "/tables_0.pt", "iteration_00000003/shared.pt", "tables_0.pt",
              "iteration_00000003/../x/tables_0.pt", "iteration_00000003\n/tables_0.pt"]  # fmt: skip
+
+
+def test_a_checkpoint_may_be_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = Saving(tmp_path)
+    saving.save(3)
+    monkeypatch.chdir(saving.save(4))
+    for here in (Path(), Path("../iteration_00000004"), Path("../iteration_00000003/../iteration_00000004")):
+        assert CheckpointStore(here.parent).verify(here) == [] and holds(here, 4)
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

@@ -43,6 +43,9 @@ def test_labels_and_config_are_facts_of_the_manifest() -> None:
         ({"exclude": "optimizer"}, r"exclude is a list, got 'optimizer'"),
         ({"writers": 0}, "writers must be at least 1, got 0"),
         ({"exclude": ["model:"]}, "exclude has the pattern 'model:'"),
+        ({"delta_rows": "table.*"}, r"delta_rows is a list, got 'table\.\*': write \['table\.\*'\]"),
+        ({"delta_rows": [""]}, "delta_rows has the pattern"),
+        ({"delta_rows": [7]}, "delta_rows has the pattern 7"),
         ({"strict": True, "on_exception": True}, "choose one of them"),
     ],
 )
