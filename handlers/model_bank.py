@@ -10,9 +10,10 @@ from typing import Any
 
 from ignite.engine import Events
 
-from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine import Phase, Trainer
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadSource, LoadTable, Source
 from ignite_engine.checkpointing.load.sources import Found, SourceWatch, load_sources
+from ignite_engine.errors import one_line
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
 from ignite_engine.states.registry import Registry
@@ -29,14 +30,16 @@ class ModelBank:
             plan has the optimizer, it is loaded with its tensors in either case.
         name: of the handler's own state in a checkpoint: what was loaded, and at which iteration.
 
-    A newer state is loaded at the step boundary after the event, the same one on all ranks, before a save that is due
-    there; that boundary is always saved. A source that is damaged, does not fit or has non-finite weights is named in
-    one warning, and training goes on with what it has. When a newer one comes is outside of the run:
-    ``trainer.reproducibility()`` says so.
+    The event is one between two steps. A newer state is loaded at it, on all ranks, before an evaluation of the same
+    event; the step boundary that follows is always saved. A source that is damaged, does not fit or has non-finite
+    weights is named in one warning, and training goes on with what it has. When a newer one comes is outside of the
+    run: ``trainer.reproducibility()`` says so.
 
     Raises:
         ValueError: there is no source.
     """
+
+    phase = Phase.PREPARE
 
     def __init__(
         self, sources: Sequence[LoadSource], *, reset_optimizers: bool = False, name: str = "model_bank"
@@ -47,16 +50,14 @@ class ModelBank:
         """Of each source that was loaded, by its place: what, and at which iteration of this run."""
         self._watches = {at: SourceWatch(each) for at, each in enumerate(self.sources) if each.dynamic}
         self._origins: dict[str, dict[str, int]] = {}
-        self._newer: list[tuple[int, Found, Source]] = []
         self._trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
-        """Look for newer sources at ``event``, such as ``Events.ITERATION_COMPLETED(every=100)``."""
+        """Look for newer sources at ``event``, such as ``Events.ITERATION_COMPLETED(every=100)``; once per bank."""
         self._trainer = trainer
         trainer.register(self.name, self, shared=True)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
-        trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._load_newer)
 
     @property
     def outside_of_run(self) -> str | None:
@@ -90,16 +91,16 @@ class ModelBank:
         return table
 
     def __call__(self, trainer: Trainer) -> None:
-        """Look for newer sources; a collective. They are loaded at the RESUME_POINT of this iteration."""
+        """Look for newer sources and load them; a collective."""
         found = agreement.on_rank_0(self._look) if self._watches else []
-        self._newer = []
+        loaded = False
         for at, each in found:
             read = agreement.together(lambda: _read(trainer.registry, each))  # noqa: B023  # called at once
             if reason := next(filter(None, agreement.gather_objects(read if isinstance(read, str) else None)), None):
-                self._refuse(at, reason)
+                self._refuse(at, each, reason)
             elif not isinstance(read, str):
-                self._newer.append((at, each, read))
-        if self._newer:
+                loaded |= self._load_again(trainer, at, each, read)
+        if loaded:  # a run that is killed from there on does not look for them again
             trainer.request_save()
             trainer.vote_at_next_boundary()
 
@@ -121,7 +122,6 @@ class ModelBank:
         }
 
     def _start(self, trainer: Trainer) -> None:
-        self._newer = []
         own = {
             store.directory.resolve()
             for each in trainer.registry.objects.values()
@@ -137,36 +137,33 @@ class ModelBank:
         found = ((at, watch.newer(self._found(at))) for at, watch in self._watches.items())
         return [(at, each) for at, each in found if each is not None]
 
-    def _load_newer(self, trainer: Trainer) -> None:
-        newer, self._newer = self._newer, []
-        for at, found, read in newer:
-            held: dict[str, set[str] | None] = {self.name: None}
-            elsewhere: dict[str, set[str]] = {}
-            for part, names in self._origins.items():
-                later = {name for name, origin in names.items() if origin > at}
-                held[part] = None if "" in later else later
-                if others := {name for name, origin in names.items() if origin != at}:
-                    elsewhere[part] = others
-            table = trainer.registry.load_again(
-                self.sources[at].plan, read, held, elsewhere, reset_optimizers=self.reset_optimizers
-            )
-            if isinstance(table, str):
-                self._watches[at].unfit(found)
-                self._refuse(at, table)
-                continue
-            self._note(at, found)
-            for row in table.rows:
-                self._origins.setdefault(row.part, {}).update(dict.fromkeys(row.brought, at))
-            if agreement.rank() == 0:
-                what = "; ".join(f"{row.part} {row}" for row in table.rows if row.brought)
-                what = what or "nothing, as later sources have all of it"
-                logger.info("Iteration %d: loaded again from %s: %s.", trainer.state.iteration, found.path, what)
-
-    _load_newer.phase = Phase.PREPARE  # type: ignore[attr-defined]  # before the save
-
-    def _refuse(self, at: int, reason: str) -> None:
+    def _load_again(self, trainer: Trainer, at: int, found: Found, read: Source) -> bool:
+        held: dict[str, set[str] | None] = {self.name: None}
+        elsewhere: dict[str, set[str]] = {}
+        for part, names in self._origins.items():
+            later = {name for name, origin in names.items() if origin > at}
+            held[part] = None if "" in later else later
+            if others := {name for name, origin in names.items() if origin != at}:
+                elsewhere[part] = others
+        table = trainer.registry.load_again(
+            self.sources[at].plan, read, held, elsewhere, reset_optimizers=self.reset_optimizers
+        )
+        if isinstance(table, str):
+            self._watches[at].unfit(found)
+            self._refuse(at, found, table)
+            return False
+        self._note(at, found)
+        for row in table.rows:
+            self._origins.setdefault(row.part, {}).update(dict.fromkeys(row.brought, at))
         if agreement.rank() == 0:
-            self._watches[at].refuse(reason)
+            what = "; ".join(f"{row.part} {row}" for row in table.rows if row.brought)
+            what = what or "nothing, as later sources have all of it"
+            logger.info("Iteration %d: loaded again from %s: %s.", trainer.state.iteration, found.path, what)
+        return True
+
+    def _refuse(self, at: int, found: Found, reason: str) -> None:
+        if agreement.rank() == 0:
+            self._watches[at].refuse(found.path, reason)
 
     def _note(self, at: int, found: Found) -> None:
         assert self._trainer is not None
@@ -183,8 +180,8 @@ def _read(registry: Registry, found: Found) -> Source | str:
     """What was found, or why it cannot be read, which may be so on one rank only."""
     try:
         return registry.read(found)
-    except CheckpointError as error:
-        return str(error)
+    except (CheckpointError, OSError) as error:
+        return one_line(error)
 
 
 def _places(before: Sequence[str], now: Sequence[str]) -> dict[int, int]:

@@ -54,6 +54,7 @@ class Checkpoint:
         self._due = self._must = False
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
+        self._replaced = self._evaluated = 0  # `registry.times_replaced`, at the last boundary and evaluation
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Save at the step boundary after ``event``; always at the end and on a stop."""
@@ -71,6 +72,7 @@ class Checkpoint:
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._measure)
+        trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, self._note_evaluation)
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._save_if_due)
         if self._followed is not None:
             trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
@@ -194,6 +196,8 @@ class Checkpoint:
     def _measure(self, trainer: Trainer) -> None:
         values = {key: float(value) for key, value in trainer.state.metrics.fresh.items() if _is_number(value)}
         score = None if self._followed is None else self._followed.new_value(trainer)
+        if self._is_of_other_weights(trainer):
+            return
         if self._followed is not None and score is not None:
             values[self._followed.key] = score
             if improves(score, self._best, self.options.mode):
@@ -201,8 +205,18 @@ class Checkpoint:
         (measured_at, before), iteration = self._measured, trainer.state.iteration
         self._measured = (iteration, before | values if measured_at == iteration else values)
 
+    def _note_evaluation(self, trainer: Trainer) -> None:
+        self._evaluated = trainer.registry.times_replaced
+
+    def _is_of_other_weights(self, trainer: Trainer) -> bool:
+        """Whether weights were loaded again since the last boundary, and what was measured there came before."""
+        return trainer.registry.times_replaced not in (self._replaced, self._evaluated)
+
     def _save_if_due(self, trainer: Trainer) -> None:
         state, saver = trainer.state, self._saver
+        if self._is_of_other_weights(trainer):
+            self._measured = (-1, {})
+        self._replaced = trainer.registry.times_replaced
         at_end = state.last and (self.options.save_at_end or state.stopping)
         must = self._must or at_end or state.save_requested
         due = self._due or must

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.metrics import Average
 from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents, Update, Windows
+from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadPlan, LoadSource
 from ignite_engine.checkpointing.load.sources import Found
 from ignite_engine.errors import NotExact
-from ignite_engine.handlers import Checkpoint, ModelBank
+from ignite_engine.handlers import Checkpoint, Evaluation, ModelBank
 from tests.builders import linear, mse, numbers_loader, one, weights
 
 HEAD = LoadPlan.fine_tune(include=["model:3.*"])
@@ -288,10 +289,11 @@ def test_one_that_does_not_fit_is_refused_once_and_changes_nothing(
     wide = {name: torch.ones(9) for name in NAMES}
     at_iteration(trainer, 2, lambda: CheckpointStore(source).save({"model": wide}, {}, iteration=2, epoch=1))
     at_iteration(trainer, 4, lambda: publish(source, 3, 0.5))
-    loads = loads_of(trainer, bank)
+    loads, read, reads = loads_of(trainer, bank), trainer.registry.read, list[str]()
+    trainer.registry.read = lambda found: reads.append(found.path.name[-1]) or read(found)  # type: ignore[method-assign, func-returns-value]
     trainer.run(numbers_loader(), max_iters=6)
-    assert [each for each, _ in loads] == [1, 5]
-    assert [each.iteration for each in checkpoint.store.checkpoints()] == [2, 4, 6]  # it is not tried again
+    assert [each for each, _ in loads] == [1, 5] and reads == ["2", "3"]
+    assert [each.iteration for each in checkpoint.store.checkpoints()] == [4, 6]
     assert caplog.text.count("iteration_00000002 and this run differ (model: 4 of another shape") == 1
 
 
@@ -415,6 +417,32 @@ def test_the_event_says_when(tmp_path: Path, event: Any, loaded_at: int) -> None
     loads = loads_of(trainer, bank)
     trainer.run(numbers_loader(), max_iters=14)
     assert [each for each, _ in loads] == [1, loaded_at + 1]
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "event", "values"),
+    [
+        (Events.EPOCH_COMPLETED, Events.EPOCH_COMPLETED, [0.5]),  # of what is saved
+        (Events.ITERATION_COMPLETED(once=6), Events.EPOCH_COMPLETED, []),  # of what was there before
+        (TrainingEvents.WINDOW_COMPLETED, TrainingEvents.WINDOW_COMPLETED, [0.5]),
+        (Events.ITERATION_COMPLETED(once=6), TrainingEvents.WINDOW_COMPLETED, []),
+    ],
+)
+def test_a_checkpoint_has_no_metric_of_other_weights(tmp_path: Path, evaluated: Any, event: Any, values: Any) -> None:
+    sources = [LoadSource(tmp_path / "source", optional=True, dynamic=True)]
+    trainer, bank, _ = run_of(tmp_path / "run", sources, event)
+    bank.load()
+    checkpoint = Checkpoint(tmp_path / "best", name="best", best="val/weight", mode="max", keep_last=9)
+    checkpoint.attach(trainer, event)
+    predict = lambda model, batch: model[0].bias[0]  # noqa: E731
+    evaluator = create_evaluator(trainer.update.model, predict, {"weight": Average()})  # type: ignore[attr-defined]
+    Evaluation(evaluator, numbers_loader(2)).attach(trainer, evaluated)
+    at_iteration(trainer, 2, lambda: publish(tmp_path / "source", 1, 0.5))
+    windowed = event is TrainingEvents.WINDOW_COMPLETED
+    trainer.run(Windows([0], lambda _: numbers_loader()) if windowed else numbers_loader(), max_epochs=1)
+
+    saved = checkpoint.store.checkpoints()[-1].manifest
+    assert saved.iteration == 6 and [value for key, value in saved.metrics.items() if key == "val/weight"] == values
 
 
 def test_the_report_says_that_it_is_outside_of_the_run(tmp_path: Path) -> None:

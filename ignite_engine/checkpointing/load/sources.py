@@ -178,12 +178,12 @@ class SourceWatch:
                 return None
             return self._in_folder(CheckpointStore(find_directory(path)), than)
         except (CheckpointError, OSError) as error:
-            self.refuse(one_line(error))
+            self.refuse(path, one_line(error))
             return None
 
-    def refuse(self, reason: str) -> None:
-        """Name, once, what is not loaded and why."""
-        if reason not in self._named:
+    def refuse(self, path: Path, reason: str) -> None:
+        """Name, once, what is not loaded and why; not what is gone by now, as the run that saved it pruned it."""
+        if reason not in self._named and path.exists():
             self._named.add(reason)
             logger.warning("A newer source is refused, and training goes on with what it has: %s", reason)
 
@@ -195,7 +195,7 @@ class SourceWatch:
         readable, unreadable = names.scan(store.directory)
         for path, reason in unreadable:
             if than is None or (names.named_iteration(path) or 0) > (than.iteration or 0):
-                self.refuse(reason)
+                self.refuse(path, reason)
         if self.source.which == "newest":
             return self._valid(
                 store, reversed(readable), lambda found: self._is_other(found, than) and _is_later(found, than)
@@ -226,7 +226,7 @@ class SourceWatch:
             reason = reason or ("" if manifest.healthy else "its weights are not finite")
             if not reason:
                 return found
-            self.refuse(f"{path}: {reason.rstrip('.')}.")
+            self.refuse(path, f"{path}: {reason.rstrip('.')}.")
         return None
 
     def _unless_known(self, path: Path, files: Iterable[Path], result: Callable[[], str]) -> str:
