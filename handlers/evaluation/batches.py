@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ignite.engine import Engine
@@ -93,6 +93,8 @@ class EvaluationBatches:
         # a rank that forwards along cannot vote along
         self._voting = self.common if waits else max(self._lengths)
         self.progress: OngoingProgress | None = None
+        self.at_end: Callable[[], None] | None = None
+        """Called where no rank has a batch left, if the evaluator asks for one more than there are."""
         self._vote = agreement.Vote()
         self._iterator: Any = None
         self._peeked: list[Any] = []
@@ -174,6 +176,8 @@ class EvaluationBatches:
             batches += 1
         if not self.single_process and self._stops_while_peers_go_on(batches):
             self._interrupt(iterator)
+        elif self.at_end is not None:
+            self.at_end()
 
     @property
     def epoch_length(self) -> int | None:

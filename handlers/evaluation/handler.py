@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from numbers import Real
 from os import PathLike
 from pathlib import Path
@@ -199,7 +199,11 @@ class Evaluation:
                 batches.keep_progress(self._progress, model)
             # at each evaluation: Ignite would keep the length of the first pass
             evaluator.state.max_epochs = evaluator.state.epoch_length = None
-            sums = nullcontext() if dealing is None else InvariantSums(evaluator, dealing).collecting()
+            sums: AbstractContextManager[None] = nullcontext()
+            if dealing is not None:
+                invariant, even = InvariantSums(evaluator, dealing), batches.epoch_length is not None
+                sums = invariant.collecting(shares_after_the_last=even)
+                batches.at_end = None if even else invariant.share
             holders = batches.holders()
             all_hold = len(holders) == agreement.world_size()
             reduce = nullcontext() if all_hold else metrics_reduce(holders)

@@ -79,11 +79,15 @@ class InvariantSums:
         self._metrics = [each for each in found.values() if isinstance(each, SUMMED)]
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting(self, *, shares_after_the_last: bool) -> Iterator[None]:
         """While the evaluator runs; a collective after the last batch of each rank.
+
+        Args:
+            shares_after_the_last: else :meth:`share` is called when no rank has a batch: until then they vote.
 
         What it draws at random is a function of the batch and of the generators now, which are the same on every rank.
         """
+        self._shares_after_the_last = shares_after_the_last
         self._batch, self._seed = self._dealing.first, torch.initial_seed()
         self._tree: TreeSum[Sums] = TreeSum(_added)
         on = self._evaluator.add_event_handler
@@ -96,17 +100,18 @@ class InvariantSums:
         rng.seed_device(rng.mix(self._seed, self._batch), device)
 
     def _collect(self) -> None:
-        """Take each metric's sums over one batch out of it; after the last batch it gets those over all."""
+        """Take each metric's sums over one batch out of it."""
         sums: Sums = []
         for metric in self._metrics:
             sums.append({name: getattr(metric, name) for name in metric._state_dict_all_req_keys})
             metric.reset()
         self._tree.push((self._batch, 0), sums)
         self._batch += 1
-        if self._batch == self._dealing.end:
-            self._share()
+        if self._batch == self._dealing.end and self._shares_after_the_last:
+            self.share()
 
-    def _share(self) -> None:
+    def share(self) -> None:
+        """Give each metric its sums over all batches; a collective."""
         rows = agreement.gather_objects([(node, _on_host(sums)) for node, sums in self._tree.nodes])
         tree: TreeSum[Sums] = TreeSum(_added)
         for node, sums in itertools.chain(*rows):

@@ -417,7 +417,7 @@ def _broken_collective(error: BaseException) -> str | None:
 
 
 def _called(error: SystemExit | KeyboardInterrupt) -> str:
-    return f"called sys.exit({error.code!r})" if type(error) is SystemExit else f"was {error or 'interrupted'}"
+    return f"called sys.exit({error.code!r})" if type(error) is SystemExit else f"was {str(error) or 'interrupted'}"
 
 
 def _exit_code(error: SystemExit | KeyboardInterrupt) -> int:

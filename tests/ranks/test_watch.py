@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ignite_engine.ranks import watch
 from tests.faults.fork_server import ForkServer
 from tests.faults.processes import CONFIG, group_is_gone, summary, write_config_like
 
@@ -94,3 +95,8 @@ def test_error_while_one_rank_builds_is_named_by_the_others(tmp_path: Path, serv
 
     assert code == 2
     assert (tmp_path / "output.txt").read_text().count("no model here") == 1
+
+
+def test_an_interrupt_is_named_with_and_without_a_reason() -> None:
+    assert watch._called(KeyboardInterrupt()) == "was interrupted"
+    assert watch._called(KeyboardInterrupt("forced to end")) == "was forced to end"

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
 
-from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader, use_mesh
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, use_mesh
 from ignite_engine.handlers import Evaluation
 from ignite_engine.ranks import agreement
 
@@ -100,6 +100,15 @@ def slow(rank: int, *, stop: bool) -> Any:
     return state.status, state.metrics.get("val/mean"), evaluator.state.iteration
 
 
+def invariant_mean() -> float:
+    """Of four micro-batches: on three ranks one has two of them."""
+    model = nn.Linear(3, 3)
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: None, rank_invariant=True)
+    evaluator = create_evaluator(model, lambda model, batch: batch[0].sum(1, keepdim=True), {"mean": Average()})
+    Evaluation(evaluator, loader(samples(7), 2))(Trainer(update, global_micro_batches=4))
+    return float(evaluator.state.metrics["mean"])
+
+
 def _rank(place: int, folder: str) -> None:
     torch.set_num_threads(1)
     reports: dict[Any, Any] = {}
@@ -112,6 +121,7 @@ def _rank(place: int, folder: str) -> None:
                 reports["slow"] = slow(place, stop=False), slow(place, stop=True)
             if world == 3:
                 reports["stopped"] = stopped(place, world)
+                reports["invariant"] = invariant_mean()
             if world == 4:
                 use_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
                 reports["tensor parallel"] = metrics_of(1, sized=True)
@@ -160,3 +170,7 @@ def test_a_rank_with_fewer_batches_votes_along_until_its_peers_have_none(reports
     mean = (sum(range(8)) + 0 + 1) / 10
     assert completed == (("completed", pytest.approx(mean), 8), ("completed", pytest.approx(mean), 2))
     assert [each[:2] for each in stopped] == [("interrupted", None)] * 2 and stopped[0][2] < 8
+
+
+def test_sums_of_several_lengths_have_the_same_bits(reports: list[dict[Any, Any]]) -> None:
+    assert [report["invariant"] for report in reports[:3]] == [invariant_mean()] * 3
