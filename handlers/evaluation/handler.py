@@ -164,6 +164,8 @@ class Evaluation:
     def _evaluate(self, trainer: Trainer) -> None:
         state = trainer.state
         with rng.isolated(), ExitStack() as undo:  # its events are fired again where it is repeated
+            if self._rng is not None:
+                rng.restore(self._rng)
             if (data := self._data()) is None:
                 logger.warning("No window is there to be evaluated as %s.", self.label)
                 return

@@ -8,11 +8,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader
 
+from ignite_engine import rng
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.source import DataSource, Position, length_of
@@ -388,6 +390,8 @@ class WindowedSource:
         """Over the window that is open."""
         self.begun = False
         """The window that is open has had its WINDOW_STARTED."""
+        self._opened_with: Any = None
+        """The random numbers with which it was opened, until its first group is consumed."""
         self._between = Position(between_passes=True)
         self._of_epoch = 0
         self._changed: str | None = None
@@ -409,7 +413,7 @@ class WindowedSource:
     @property
     def was_begun(self) -> bool:
         """A window was open when the position was saved."""
-        return self.window is not None
+        return self.window is not None or self._opened_with is not None
 
     @property
     def epoch_is_over(self) -> bool:
@@ -423,20 +427,30 @@ class WindowedSource:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the open window, or the next one, which is taken by the first ``next``."""
-        return iter(self.window) if self.window is not None else self._next_window()
+        if self.window is not None:
+            return iter(self.window)
+        return self._next_window() if self._opened_with is None else self._window_again()
 
     def _next_window(self) -> Iterator[Any]:
         if self.reader.take():
-            self._open()
-            assert self.window is not None
-            yield from self.window
+            self._opened_with = rng.capture()
+            yield from iter(self._open())
 
-    def _open(self) -> None:
+    def _window_again(self) -> Iterator[Any]:
+        """The window whose first group was fetched, but not trained on, when the position was saved."""
+        with rng.isolated():  # what was drawn for it was drawn then
+            rng.restore(self._opened_with)
+            iterator = iter(self._open())
+            first = list(islice(iterator, 1))
+        return chain(first, iterator)
+
+    def _open(self) -> DataSource:
         name = self.reader.name
         self.data.present = name
         self.window = self._source_of(() if name is None else self.data.loader_of(name))
         self.window.position.pass_number = self._between.pass_number
         self.window.agree_lengths()
+        return self.window
 
     def size_of(self, group: Any) -> int:
         """How far ``group`` moves the position."""
@@ -464,6 +478,7 @@ class WindowedSource:
     def consumed(self, batches: int) -> None:
         """So many are trained on."""
         self._open_window.consumed(batches)
+        self._opened_with = None
 
     def abandon(self) -> None:
         """End the workers of the open window at once."""
@@ -491,6 +506,7 @@ class WindowedSource:
             self.window.close()
             self._between = Position(self.window.position.pass_number + 1, between_passes=True)
         self.window, self.begun, self.data.present = None, False, None
+        self._opened_with = None
         self.reader.done()
 
     def end_epoch(self) -> None:
@@ -498,9 +514,10 @@ class WindowedSource:
         self.reader.begin_again()
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream, and that in the open window."""
-        window = None if self.window is None else self.window.state_dict()
+        """The place in the stream, and that in the open window; of one that was not trained on how it was opened."""
+        window = None if self.window is None or self._opened_with is not None else self.window.state_dict()
         own = {"begun": self.begun, "of_epoch": self._of_epoch, "number": self.position.pass_number}
+        own |= {"opened_with": self._opened_with} if self._opened_with is not None else {}
         return {"windows": self.reader.state_dict() | own, "window": window, "ranks": mesh.data_size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -522,13 +539,14 @@ class WindowedSource:
             )
         self.reader.load_state_dict(own)
         self._between.pass_number, self._of_epoch = own["number"], own["of_epoch"]
+        self.begun, self._opened_with = own["begun"], own.get("opened_with")
+        if self._opened_with is not None:
+            self.data.present = self.reader.name
         if state["window"] is not None:
-            self._open()
-            assert self.window is not None
-            self.window.load_state_dict(state["window"])
-            if self.window.position.skipped:
-                self.window.agree_lengths()
-            self.begun = own["begun"]
+            window = self._open()
+            window.load_state_dict(state["window"])
+            if window.position.skipped:
+                window.agree_lengths()
 
 
 def _text(name: Any) -> str | None:

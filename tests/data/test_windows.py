@@ -16,6 +16,7 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import Average
 from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
 from ignite_engine.data import WindowStream
@@ -264,6 +265,57 @@ def test_each_window_is_evaluated_before_it_is_trained_on_in_eval_mode(tmp_path:
     state = trainer.run(windows)
     assert found == [(4, 0)] * 2 + [(6, 2)] * 3
     assert state.evaluations == 2 and math.isfinite(state.metrics["next/loss"])
+
+
+class Drawn:
+    """Batches that draw from the global generators when they are fetched."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.count):
+            yield torch.randn(2, 3), torch.randn(2, 1)
+
+
+def stateful(count: int) -> Any:
+    return StatefulDataLoader(Numbers(count), 2, shuffle=True)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("kind", [Drawn, stateful, open_numbers])
+def test_stopped_where_a_window_is_evaluated_before_it_is_trained_on(
+    tmp_path: Path, kind: Any, steps: int | None
+) -> None:
+    """Its first group is fetched by then: the resumed run fetches it again, with the same random numbers."""
+
+    def run(folder: Path | None, stop: bool = False) -> tuple[Tensor, list[Any]]:
+        torch.manual_seed(3)
+        model, found = linear(dropout=True), list[Any]()
+        trainer = trainer_of(model, steps)
+        windows = Windows([3, 5, 4], kind)
+        evaluator = create_evaluator(model, lambda model, batch: mse(model, batch), {"loss": Average()})
+        Evaluation(evaluator, windows.again, name="next").attach(trainer, TrainingEvents.WINDOW_STARTED)
+        trainer.add_event_handler(
+            TrainingEvents.EVALUATION_COMPLETED,
+            lambda: found.append((trainer.state.windows, trainer.state.metrics["next/loss"])),
+        )
+        if folder is not None:
+            checkpoint = Checkpoint(folder)
+            checkpoint.attach(trainer)
+            checkpoint.resume()
+        if stop:
+            trainer.add_event_handler(
+                TrainingEvents.EVALUATION_STARTED(event_filter=lambda _, count: trainer.state.windows == 2),
+                lambda: trainer.request_stop("here"),
+            )
+        trainer.run(windows)
+        return weights(trainer), found
+
+    whole, metrics = run(None)
+    assert len(run(tmp_path, stop=True)[1]) == 1
+    rest, found = run(tmp_path)
+    assert torch.equal(rest, whole) and found == metrics[1:]
 
 
 def test_an_evaluation_of_windows_takes_the_next_each_time_and_resumes_there(tmp_path: Path) -> None:
