@@ -16,6 +16,7 @@ from ignite_engine.checkpointing.load.sources import Found, SourceWatch, load_so
 from ignite_engine.errors import one_line
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
+from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.states.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -122,14 +123,17 @@ class ModelBank:
         }
 
     def _start(self, trainer: Trainer) -> None:
+        objects = trainer.registry.objects.values()
         own = {
             store.directory.resolve()
-            for each in trainer.registry.objects.values()
+            for each in objects
             if isinstance(store := getattr(each, "store", None), CheckpointStore)
         }
         for path in (Path(self.sources[at].path).resolve() for at in self._watches):
             if own & {path, path / "checkpoints"}:
                 raise ValueError(f"{path} is where this run saves: a dynamic source is of another run.")
+        if self.reset_optimizers and not any(isinstance(each, OptimizerState) for each in objects):
+            logger.warning("reset_optimizers has no effect: the update is no Update, so its optimizers are not known.")
         if trainer.state.start is Start.FRESH and not self.loaded and len(self._watches) < len(self.sources):
             logger.warning("The sources of %s that are not dynamic have no effect without its load().", self.name)
 

@@ -478,6 +478,17 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, caplog: pytest.LogCaptur
     assert "The sources of model_bank that are not dynamic have no effect without its load()." in caplog.text
 
 
+def test_an_update_of_ones_own_is_loaded_again_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = linear(dropout=True)
+    trainer = Trainer(lambda engine, batch: None)
+    trainer.register("model", model, shared=True)
+    bank = ModelBank([LoadSource(tmp_path / "a", optional=True, dynamic=True)], reset_optimizers=True)
+    bank.attach(trainer, Events.ITERATION_COMPLETED)
+    at_iteration(trainer, 2, lambda: publish(tmp_path / "a", 1, 0.5))
+    trainer.run(numbers_loader(), max_iters=3)
+    assert (one(model) == 0.5).all() and "reset_optimizers has no effect" in caplog.text
+
+
 def test_a_resumed_bank_may_have_another_list(tmp_path: Path) -> None:
     """What was loaded belongs to a path, wherever it is in the list."""
     for name in "ab":
