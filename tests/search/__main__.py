@@ -1,4 +1,4 @@
-"""``python -m tests.search resume|update|ranks|all``: draw cases until one breaks a promise; docs/search.md."""
+"""``python -m tests.search JUDGE``, or ``all``: draw cases until one breaks a promise; docs/search.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 from tests.search.common import table_of
 
-JUDGES = {name: f"tests.search.{name}_search" for name in ("resume", "update", "ranks", "uneven")}
+JUDGES = {name: f"tests.search.{name}_search" for name in ("resume", "update", "ranks", "uneven", "windows")}
 
 
 def main() -> int:
