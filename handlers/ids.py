@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class IdAdmission:
     """Give an id a row of its own after some sightings, and take it back when the id has not been seen for a while.
 
-    It acts at the end of a window, on the sightings of all ranks, which are exchanged in one collective; the rows are
-    the same on every rank. First the rows of ids that were not seen are taken back: their weights are made anew and the
+    It acts at the end of a window, on the sightings of all ranks, which are exchanged once; the rows are the same on
+    every rank. First the rows of ids that were not seen are taken back: their weights are made anew and the
     optimizers' state of them is as at the beginning. Then those with most sightings are admitted, as far as rows go.
 
     Args:

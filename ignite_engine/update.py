@@ -19,7 +19,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
 from ignite_engine.step import out_of_memory
 from ignite_engine.step.device import device_of, to_device
-from ignite_engine.step.gradients import clip_gradients, gradient_norm
+from ignite_engine.step.gradients import check_tables, clip_gradients, gradient_norm
 from ignite_engine.step.invariant import RankInvariance
 from ignite_engine.step.loss_parallel import loss_parallel_context
 from ignite_engine.step.losses import scalar, unusable_result, weighted, weighted_by_name, whole
@@ -79,7 +79,8 @@ class Update:
     before clipping; and the extra names, averaged likewise.
 
     Raises:
-        ValueError: an argument is out of range, or DDP with ``static_graph`` is asked to accumulate.
+        ValueError: an argument is out of range, DDP with ``static_graph`` is asked to accumulate, or FSDP2 shards a
+            table with sparse gradients.
         TypeError: an argument is of another type.
         TypeError, ValueError: loss_fn returns what cannot be trained on.
         NotFinite: by ``non_finite``; the same on all ranks.
@@ -136,6 +137,8 @@ class Update:
         self.reduce_each_micro_batch, self.loss_parallel = reduce_each_micro_batch, loss_parallel
         self._reducing = reducing_modules(self.model)
         self._is_fsdp = any(hasattr(each, "set_requires_gradient_sync") for each in self._reducing)
+        if self._is_fsdp:
+            check_tables(self.model)
         self._broken_off = False
         # one context for good: making one costs more than entering it
         self._autocast = autocast(precision, self.device.type)

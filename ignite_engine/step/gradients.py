@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 if TYPE_CHECKING:
@@ -97,6 +97,21 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         values = gradient.values()
         values.mul_((max_norm / (norm + 1e-6)).clamp_(max=1.0).to(values.device))
     return norm
+
+
+def check_tables(model: nn.Module) -> None:
+    """Refuse tables that are sharded (FSDP2) and have sparse gradients, which torch cannot reduce.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name, module in model.named_modules():
+        is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_table and module.sparse and hasattr(module.weight, "device_mesh"):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) has sparse gradients, which FSDP2 cannot reduce: use "
+                "sparse=False or DistributedDataParallel."
+            )
 
 
 def _without_parts(gradient: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Engine, Events
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Group, Trainer, TrainingEvents, Update
@@ -87,6 +88,9 @@ def cases(rank: int, folder: Path) -> dict[str, Any]:
         trainer_of(model, precision=precision, **options).run(Sized(mine), max_epochs=2)
         by_hand(written, [mine[i : i + 2] for i in (0, 2, 4)], clip_norm=0.5, scaler=scaler, passes=2)
         answers[f"by hand, {precision}"] = [values(model), values(written)]
+    with pytest.raises(ValueError, match="FSDP2") as error:
+        trainer_of(fully_shard(Net()))
+    answers["sharded"] = str(error.value)
     answers["weightless"] = without_weight_on_rank_1(rank)
     answers["resumed"] = resumed(rank, folder)
     return answers
@@ -139,6 +143,14 @@ def test_each_gradient_is_reduced_in_the_last_micro_batch_only(answers: dict[str
 def test_weights_have_the_bits_of_the_loop_written_by_hand(answers: dict[str, list[Any]], precision: str) -> None:
     for ours, written in answers[f"by hand, {precision}"]:
         assert ours == written != values(Net())
+
+
+def test_table_that_is_sharded_is_refused_in_one_line(answers: dict[str, list[Any]]) -> None:
+    refusal = (
+        "words (Embedding) has sparse gradients, which FSDP2 cannot reduce: "
+        "use sparse=False or DistributedDataParallel."
+    )
+    assert answers["sharded"] == [refusal] * 2
 
 
 def test_resumed_run_ends_with_the_same_bits(answers: dict[str, list[Any]]) -> None:

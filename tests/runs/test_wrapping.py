@@ -18,7 +18,7 @@ from ignite_engine.config import Config, ConfigError, ConfigWarning, config_from
 from ignite_engine.ranks import agreement
 from ignite_engine.runs import recipe
 from ignite_engine.runs.components import seed_all
-from ignite_engine.runs.wrapping import declare_mesh, wrap
+from ignite_engine.runs.wrapping import _renewed, declare_mesh, wrap
 from tests.builders import Numbers, linear, mse
 from tests.ranks.test_wrapping import SAMPLES, Net, Tokens, count_tokens, loss_fn, whole
 
@@ -224,3 +224,13 @@ def test_ranks_that_share_data_draw_the_same_random_numbers(ranks: list[dict[str
 def test_tensor_parallel_without_a_plan_is_one_line(ranks: list[dict[str, Any]]) -> None:
     for each in ranks:
         assert "distributed.tensor_parallel: got 4, but the task gives no parallelize(model, mesh)" in each["no plan"]
+
+
+def test_parameters_that_were_replaced_are_so_in_the_groups_of_each_optimizer() -> None:
+    before, after = nn.Linear(2, 1), nn.Linear(2, 1)
+    names = {id(parameter): name for name, parameter in before.named_parameters()}
+    groups = {"one": [before.weight], "two": [{"params": before.bias, "lr": 0.5}]}
+    renewed = _renewed(groups, names, after)
+
+    assert renewed["one"][0] is after.weight
+    assert renewed["two"][0]["params"][0] is after.bias and renewed["two"][0]["lr"] == 0.5
