@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -33,6 +34,8 @@ from ignite_engine.ranks import agreement, signals
 from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
 
 _stores: Any = dist  # they are documented, but not exported for type checkers
+
+_meetings = itertools.count()  # each in the same place on all ranks of torchrun
 
 _FORCED_RANKS_MAY_END_S = 5.0
 _PEERS_OF_A_FAILURE_MAY_END_S = 5.0
@@ -139,6 +142,11 @@ def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -
     Raises:
         LaunchError: it cannot be.
     """
+    if dist.is_initialized():
+        raise LaunchError(
+            "This process has a process group already, of another Parallel or of its own: call the function without "
+            "Parallel, or destroy the group before."
+        )
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     with signals.killing_the_process(), _one_line_where_they_cannot_meet():
         store = _store(options) if init_method in (None, "env://") else None
@@ -162,8 +170,9 @@ def _store(options: dict[str, Any]) -> Any:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _check_agent_lives()
         store = _stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, **options)
-        # torch's own rendezvous keeps the keys of all attempts in one place: a rank could meet one that is dead
-        return _stores.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        # torch's own rendezvous keeps the keys of all groups in one place: a rank could meet one of them that is dead
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return _stores.PrefixStore(f"attempt_{attempt}/meeting_{next(_meetings)}", store)
     return None if {"RANK", "WORLD_SIZE", "SLURM_JOB_ID"} & os.environ.keys() else _stores.HashStore()
 
 

@@ -28,6 +28,7 @@ from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.errors import LaunchError
 from ignite_engine.ranks import agreement, launch
 from ignite_engine.ranks.launch import free_port
+from tests.checkpointing.file_faults import start_child, wait_for
 from tests.faults import processes
 from tests.faults.processes import group_is_gone, start, write_config
 
@@ -180,6 +181,34 @@ def test_local_rank_is_that_of_torchrun_also_within_a_slurm_job(monkeypatch: pyt
         parallel.run(lambda local_rank: None)
         assert idist.get_local_rank() == 3
     assert os.environ["SLURM_JOB_ID"] == "17"
+
+
+@pytest.mark.distributed
+def test_ranks_of_torchrun_meet_again_in_a_second_block() -> None:
+    """Keys of the first would lead them to connections that are closed."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+
+    def one(rank: int) -> list[int]:
+        torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        os.environ.update({**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
+        seen: list[int] = []
+        for _ in range(3):
+            with Parallel(backend="gloo", timeout=20) as parallel:
+                parallel.run(lambda local_rank: seen.extend(agreement.gather_objects(local_rank)))
+        return seen
+
+    children = [start_child(lambda rank=rank: one(rank)) for rank in range(2)]  # type: ignore[misc]  # binds it
+    assert [wait_for(child, timeout_s=100) for child in children] == [(0, [0, 1] * 3)] * 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_block_within_a_process_group_is_one_line() -> None:
+    with (
+        Parallel(backend="gloo"),
+        pytest.raises(LaunchError, match=r"^This process has a process group already, of another Parallel or of its"),
+        Parallel(backend="gloo"),
+    ):
+        pass
 
 
 @pytest.mark.distributed
