@@ -37,7 +37,8 @@ class LRSchedule:
 
     Writes on METRICS_READY, so only where something else is logged: ``lr``, the LR of the first parameter group in the
     last applied update (before the first update: the one that it will use); with several groups also
-    ``lr/<group["name"]>``, or the group's index without a name. With a ``name`` of your own ``lr`` is ``lr/<name>``.
+    ``lr/<group["name"]>``, or the group's index without a name. With a ``name`` of your own ``lr`` is ``lr/<name>``,
+    without the ``lr_schedule/`` that it may begin with.
 
     Raises:
         ValueError: the scheduler needs a metric, or takes none, or (in ``attach``) its optimizer is not one of the
@@ -167,7 +168,7 @@ class LRSchedule:
             lrs = self.scheduler.lrs_at(max(self.scheduler.steps - 1, 0))
         else:
             lrs = [float(lr) for lr in self._used or [group["lr"] for group in groups]]
-        key = "lr" if self.name == "lr_schedule" else f"lr/{self.name}"
+        key = "lr" if self.name == "lr_schedule" else f"lr/{self.name.removeprefix('lr_schedule/')}"
         trainer.state.metrics[key] = lrs[0]
         if len(lrs) > 1:
             for index, (group, lr) in enumerate(zip(groups, lrs)):

@@ -193,7 +193,7 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
 
     trainer.add_event_handler(Events.STARTED, run.log_length)
     for name, schedule in run.schedules.items():
-        own_name = name if config.optimizers else "lr_schedule"
+        own_name = f"lr_schedule/{name}" if config.optimizers else "lr_schedule"
         _lr_schedule(config.schedules[name][1], schedule, own_name).attach(trainer)
     if config.ema.decay is not None:
         handlers.EMA(config.ema.decay, warmup=config.ema.warmup, evaluate=config.ema.evaluate).attach(trainer)

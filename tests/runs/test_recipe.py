@@ -659,7 +659,9 @@ def test_optimizers_by_name_have_schedules_of_their_own_and_resume_exactly(build
     assert "Schedule of tables: warmup_constant" in described and "Schedule of dense: warmup_linear" in described
     assert [line["lr/tables"] for line in lines_of(whole)[:5]] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
     assert [line["lr/dense"] for line in lines_of(whole)[:2]] == pytest.approx([0.01, 0.01 * 7 / 8])
-    assert {"optimizer/tables", "optimizer/dense", "tables", "dense"} <= set(whole.trainer.registry.objects)
+    assert {"optimizer/tables", "optimizer/dense", "lr_schedule/tables", "lr_schedule/dense"} <= set(
+        whole.trainer.registry.objects
+    )
     stopped = make("parts")
     stopped.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), stopped.trainer.terminate)
     stopped.train()
