@@ -62,7 +62,7 @@ class WallClockLimit:
         since: reading of ``time.monotonic()`` from which the limit counts; None: the start of each ``run()``.
 
     ``state.reason`` is ``time limit of 3600 s``. The clock is read after each iteration and after each batch of an
-    evaluation, which is then interrupted. A wait for data is not interrupted.
+    evaluation, which is then interrupted, and while the run waits for a window. A wait for a batch is not interrupted.
 
     Raises:
         ValueError: the limit is not above 0, or the margin is not below it.
@@ -90,10 +90,11 @@ class WallClockLimit:
         self._checked_at = self._gap = 0.0
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Read the clock at ``event`` and during evaluations."""
+        """Read the clock at ``event``, during evaluations, and while the run waits for a window."""
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
+        trainer.check_while_waiting(lambda: self._check(trainer))
 
     def __call__(self, trainer: Trainer) -> None:
         now = time.monotonic()
@@ -115,11 +116,11 @@ class WallClockLimit:
     _start.phase = Phase.PREPARE  # type: ignore[attr-defined]  # an evaluation at STARTED is limited too
 
     def _start_evaluation(self, trainer: Trainer) -> None:
-        def check() -> None:
-            if time.monotonic() + _saving_s(trainer) >= self._deadline:
-                trainer.request_stop(self.reason)
+        _while_evaluating(trainer, lambda: self._check(trainer))
 
-        _while_evaluating(trainer, check)
+    def _check(self, trainer: Trainer) -> None:
+        if time.monotonic() + _saving_s(trainer) >= self._deadline:
+            trainer.request_stop(self.reason)
 
 
 class StopFile:
@@ -129,7 +130,8 @@ class StopFile:
         path: checked at most once a second, on every rank; one rank that sees it is enough.
 
     The file is never removed, so it can stop several runs. A file that exists before a run starts does not stop that
-    run, which logs one line; touch the file again to stop it. A wait for data is not interrupted.
+    run, which logs one line; touch the file again to stop it. A wait for a window is interrupted, one for a batch is
+    not.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -138,10 +140,11 @@ class StopFile:
         self._old: tuple[int, int] | None = None
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Check at ``event`` and during evaluations."""
+        """Check at ``event``, during evaluations, and while the run waits for a window."""
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
+        trainer.check_while_waiting(lambda: self(trainer))
 
     def __call__(self, trainer: Trainer) -> None:
         now = time.monotonic()

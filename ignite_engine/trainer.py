@@ -200,6 +200,10 @@ class Trainer(Engine):
         """Call ``callback(trainer)`` when this ``run()`` ends in whatever way, an exception included."""
         self._at_end.append(callback)
 
+    def check_while_waiting(self, check: Callable[[], None]) -> None:
+        """Call ``check`` now and then while the run waits for a window, without an event; it may request a stop."""
+        self.requests.checks.append(check)
+
     def roll_back_with(self, load: Callable[[], Path | None]) -> None:
         """Let ``load`` bring back the last healthy checkpoint where ``Update(non_finite="rollback")`` asks for it.
 

@@ -21,8 +21,10 @@ class Waiting(Protocol):
     """Who is told that a signal may raise :class:`StopRequested` now."""
 
     waiting_for_data: bool
-    stop: Any
-    """Not None: this rank was asked to stop."""
+
+    def stops_waiting(self) -> bool:
+        """Whether this rank is to stop."""
+        ...
 
 
 @dataclass

@@ -102,7 +102,8 @@ class Progress:
     def new_source(self, data: Any) -> DataSource | WindowedSource:
         """A source over the user's data; a collective."""
         if isinstance(data, Windows):
-            return WindowedSource(data, self._source_of, lambda: self._waiting is not None and bool(self._waiting.stop))
+            stops = (lambda: False) if self._waiting is None else self._waiting.stops_waiting
+            return WindowedSource(data, self._source_of, stops)
         source = self._source_of(data)
         source.agree_lengths()
         return source

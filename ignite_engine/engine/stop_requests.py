@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ignite_engine.ranks import agreement
 
 STOP, SAVE, BACKGROUND_DONE = 1, 2, 4
@@ -22,6 +24,8 @@ class StopRequests:
         """Reason and signal of the requested stop; after the vote those of the first rank that requested one."""
         self.waiting_for_data = False
         """The main thread is inside the loader's ``next``: the one place where a signal may raise StopRequested."""
+        self.checks: list[Callable[[], None]] = []
+        """Called now and then while the run waits for a window, in which no event is fired; they may request a stop."""
         self._save = self._background_done = False
         self._vote = agreement.Vote()
 
@@ -39,6 +43,12 @@ class StopRequests:
         if self.stop is None:
             self.stop = (reason, signal)
         self.pending = True
+
+    def stops_waiting(self) -> bool:
+        """Whether this rank is to stop, while it waits for a window."""
+        for check in self.checks:
+            check()
+        return self.stop is not None
 
     def request_save(self) -> None:
         self._save = self.pending = True

@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
 from ignite_engine.data import WindowStream
-from ignite_engine.handlers import Checkpoint, Evaluation
+from ignite_engine.handlers import Checkpoint, Evaluation, StopFile, WallClockLimit
 from tests.builders import Numbers, events_of, linear, mse, trainer_of, weights
 
 WINDOW_EVENTS = (
@@ -228,6 +228,18 @@ def test_wait_ends_with_its_time(tmp_path: Path) -> None:
     windows = Windows(Files(write_windows(tmp_path, 2), "hour_*"), open_file, wait_s=0.3, poll_s=0.01)
     state = trainer_of().run(windows, max_epochs=1)
     assert state.windows == 1 and time.monotonic() - began >= 0.3
+
+
+@pytest.mark.parametrize("how", ["time limit", "stop file"])
+def test_wait_ends_with_a_limit(tmp_path: Path, how: str) -> None:
+    trainer, folder = trainer_of(), write_windows(tmp_path / "hours", 2)
+    if how == "time limit":
+        WallClockLimit(seconds=0.4, margin_s=0.0).attach(trainer)
+    else:
+        StopFile(tmp_path / "stop").attach(trainer)
+        trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, lambda: (tmp_path / "stop").touch())
+    state = trainer.run(Windows(Files(folder, "hour_*"), open_file, wait_s=60, poll_s=0.05))
+    assert state.status == "interrupted" and str(state.reason).startswith(how) and state.iteration == 1
 
 
 def test_file_that_comes_too_late_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
