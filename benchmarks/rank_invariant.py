@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measured(ranks: int, options: dict[str, Any]) -> dict[str, list[float]]:
     """Seconds per update of each round, by contender, on so many ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, args=(ranks, folder, options), nprocs=ranks)
+        mp.spawn(_work, args=(ranks, folder, options), nprocs=ranks)  # type: ignore[attr-defined,no-untyped-call]
         found: dict[str, list[float]] = json.loads((Path(folder) / "times.json").read_text())
         return found
 
@@ -106,7 +106,7 @@ class _Contender:
         self.epochs += 1
         self.trainer.run(self.data, max_epochs=self.epochs)
         assert len(self.ends) == self.steps + 1
-        return (self.ends[-1] - self.ends[0]) / self.steps
+        return float((self.ends[-1] - self.ends[0]) / self.steps)
 
 
 def _loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
