@@ -22,13 +22,15 @@ from ignite_engine.checkpointing.load import part_names
 from ignite_engine.checkpointing.load.patterns import Patterns
 from ignite_engine.checkpointing.manifest import read_manifest
 from ignite_engine.checkpointing.nested import Path, dotted, walk
-from ignite_engine.checkpointing.rows import RowsOfParts, Tables, records, take_out
+from ignite_engine.checkpointing.rows import RowsOfParts, Tables, in_threads, records, take_out
 from ignite_engine.errors import CheckpointError
 
+_Key = tuple[str, Path]
 LONGEST = 64
 """Checkpoints in a chain: each is opened by whoever loads the last."""
-_CHUNK_BYTES = 1 << 24
-"""Rows that are compared at once: enough for all threads, and what is computed of them stays in the cache."""
+_SPAN_BYTES, _CHUNK_BYTES = 1 << 24, 1 << 17
+"""Rows that a thread takes, and that it compares at once: too few for torch to share them among threads of its own,
+which wait for each other after every operation, for long where other programs use the cores."""
 
 
 def table_patterns(texts: Iterable[str]) -> Patterns:
@@ -57,7 +59,7 @@ class ChangedRows:
     def __init__(self, directory: FilePath, patterns: Iterable[str]) -> None:
         self.patterns = table_patterns(patterns)
         self._directory = directory
-        self._kept: dict[tuple[str, Path], Tensor] = {}
+        self._kept: dict[_Key, Tensor] = {}
         self._chain: dict[str, FileRecord] = {}
         self._pending: Tables | None = None
 
@@ -80,16 +82,14 @@ class ChangedRows:
         if not writes:
             return parts, Tables()
         tables = {(part, path): values for part, pieces in rows.items() for path, (_, values) in pieces.items()}
-        if self._continues(chain, tables, iteration):
-            changed = self._changed(tables)
-            base, after = _bytes_on_disk(chain)
-            is_base = after + _bytes_of(changed) > base
+        numbers = self._changed(tables) if self._continues(chain, tables, iteration) else None
+        base, after = _bytes_on_disk(chain)
+        if numbers is None or after + _bytes_of(numbers, tables) > base:
+            self._kept = {key: _copied(values, self._kept.get(key)) for key, values in tables.items()}
+            self._pending = Tables(_by_part({key: (0, kept) for key, kept in self._kept.items()}))
         else:
-            self._kept = {key: values.to("cpu", copy=True) for key, values in tables.items()}
-            is_base = True
-        if is_base:
-            changed = _by_part({key: (0, kept) for key, kept in self._kept.items()})
-        self._pending = Tables(changed, {} if is_base else chain)
+            changed = {key: (numbers[key], self._update(key, tables[key], numbers[key])) for key in tables}
+            self._pending = Tables(_by_part(changed), chain)
         return parts, self._pending
 
     def committed(self, checkpoint: FilePath) -> None:
@@ -129,9 +129,7 @@ class ChangedRows:
             if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0
         }
 
-    def _continues(
-        self, chain: Mapping[str, FileRecord], tables: Mapping[tuple[str, Path], Tensor], iteration: int
-    ) -> bool:
+    def _continues(self, chain: Mapping[str, FileRecord], tables: Mapping[_Key, Tensor], iteration: int) -> bool:
         """Whether the rows that changed, after this chain, would be the whole."""
         names = {name.partition("/")[0] for name in chain}
         return (
@@ -142,29 +140,38 @@ class ChangedRows:
             == {key: _form(values) for key, values in tables.items()}
         )
 
-    def _changed(self, tables: Mapping[tuple[str, Path], Tensor]) -> RowsOfParts:
-        """The rows of each table that are not those of its copy, which gets them."""
-        found: dict[tuple[str, Path], tuple[int | Tensor, Tensor]] = {}
-        numbers: Tensor | None = None
+    def _changed(self, tables: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
+        """Numbers of the rows of each table that are not those of its copy; one tensor for those with the same."""
+        found: dict[_Key, Tensor] = {}
+        last: Tensor | None = None
         for key, values in tables.items():
-            kept = self._kept[key]
-            differing = _differing(kept, values)
+            numbers = _differing(self._kept[key], values)
             # of a table and its optimizer's state they are usually the same, and written once
-            numbers = numbers if numbers is not None and torch.equal(differing, numbers) else differing
-            rows = values.detach().index_select(0, differing.to(values.device)).cpu()
-            records(kept)[differing.numpy()] = records(rows)
-            found[key] = numbers, rows
-        return _by_part(found)
+            last = last if last is not None and torch.equal(numbers, last) else numbers
+            found[key] = last
+        return found
+
+    def _update(self, key: _Key, values: Tensor, numbers: Tensor) -> Tensor:
+        """Copy these rows of a table; returns them."""
+        rows = values.detach().index_select(0, numbers.to(values.device)).cpu()
+        records(self._kept[key])[numbers.numpy()] = records(rows)
+        return rows
 
 
 def _differing(before: Tensor, after: Tensor) -> Tensor:
     """Numbers of the rows whose bits differ."""
-    step = max(1, _CHUNK_BYTES * len(before) // before.nbytes)
-    chunks = (
-        (_words(kept) != _words(now).to(kept.device)).any(1).nonzero()[:, 0] + index * step
-        for index, (kept, now) in enumerate(zip(before.split(step), after.detach().split(step), strict=True))
-    )
-    return torch.cat(list(chunks)).to(torch.int32 if len(before) < 1 << 31 else torch.int64)
+    differs = torch.empty(len(before), dtype=torch.bool)
+    row_bytes = before.nbytes // len(before)
+    rows_in_span, rows_in_chunk = (max(1, size // row_bytes) for size in (_SPAN_BYTES, _CHUNK_BYTES))
+
+    def compare(span: tuple[Tensor, Tensor, Tensor]) -> None:
+        found, kept, now = span
+        now = now.to(kept.device)
+        for place, *rows in zip(*(each.split(rows_in_chunk) for each in (found, kept, now)), strict=True):
+            torch.any(torch.ne(*rows), 1, out=place)
+
+    in_threads(compare, zip(*(each.split(rows_in_span) for each in (differs, _words(before), _words(after.detach())))))
+    return differs.nonzero()[:, 0].to(torch.int32 if len(before) < 1 << 31 else torch.int64)
 
 
 def _words(rows: Tensor) -> Tensor:
@@ -177,7 +184,14 @@ def _words(rows: Tensor) -> Tensor:
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def _by_part(found: Mapping[tuple[str, Path], tuple[int | Tensor, Tensor]]) -> RowsOfParts:
+def _copied(values: Tensor, kept: Tensor | None) -> Tensor:
+    """A copy in host memory, in that of an earlier one if it fits."""
+    if kept is None or _form(kept) != _form(values):
+        kept = torch.empty_like(values, device="cpu")
+    return kept.copy_(values.detach())
+
+
+def _by_part(found: Mapping[_Key, tuple[int | Tensor, Tensor]]) -> RowsOfParts:
     parts: RowsOfParts = {}
     for (part, path), piece in found.items():
         parts.setdefault(part, {})[path] = piece
@@ -193,14 +207,15 @@ def _is_there(path: FilePath, record: FileRecord) -> bool:
     return status is not None and status[1] == record.bytes
 
 
-def _bytes_of(rows: RowsOfParts) -> int:
-    pieces = [piece for of_part in rows.values() for piece in of_part.values()]
-    numbers = {id(each): each.nbytes for each, _ in pieces if isinstance(each, Tensor)}
-    return sum(numbers.values()) + sum(values.nbytes for _, values in pieces)
+def _bytes_of(numbers: Mapping[_Key, Tensor], tables: Mapping[_Key, Tensor]) -> int:
+    """Of these rows and their numbers."""
+    of_numbers = {id(each): each.nbytes for each in numbers.values()}
+    of_rows = (len(numbers[key]) * (values.nbytes // len(values)) for key, values in tables.items())
+    return sum(of_numbers.values()) + sum(of_rows)
 
 
 def _bytes_on_disk(chain: Mapping[str, FileRecord]) -> tuple[int, int]:
     """Of the base, and of what came after it."""
-    base = next(iter(chain)).partition("/")[0]
+    base = next(iter(chain), "").partition("/")[0]
     of_base = sum(record.bytes for name, record in chain.items() if name.partition("/")[0] == base)
     return of_base, sum(record.bytes for record in chain.values()) - of_base

@@ -240,8 +240,7 @@ def _consecutive(pieces: list[_Piece]) -> list[tuple[int, Tensor]]:
 
 def _whole(placeholder: Tensor, pieces: list[_Piece]) -> Tensor:
     values = torch.empty(placeholder.shape, dtype=placeholder.dtype)
-    for first, rows in _consecutive(pieces):
-        values[first : first + len(rows)] = rows
+    in_threads(lambda piece: values[piece[0] : piece[0] + len(piece[1])].copy_(piece[1]), _consecutive(pieces))
     into = records(values)
     for numbers, rows in pieces:
         if isinstance(numbers, Tensor):

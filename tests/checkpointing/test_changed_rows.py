@@ -119,6 +119,7 @@ def test_every_bit_counts(tmp_path: Path) -> None:
 
 
 def test_rows_of_more_than_one_chunk_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changed_rows, "_SPAN_BYTES", 17 * 20)
     monkeypatch.setattr(changed_rows, "_CHUNK_BYTES", 7 * 20)
     saving = Saving(tmp_path)
     saving.save(3)
@@ -365,6 +366,16 @@ def test_without_its_base_a_chain_is_refused_and_the_checkpoint_before_is_taken(
     assert [reason for _, reason in skipped] == [reason, reason]
     assert store.apply(Retention(keep_last=1)) == []  # what is damaged is not counted, and not deleted
     assert {each.iteration for each in store.checkpoints()} == {2, 4, 5}
+
+
+def test_one_without_its_base_does_not_count_among_the_last_that_are_kept(tmp_path: Path) -> None:
+    for iteration in (1, 2):
+        Saving(tmp_path).save(iteration)
+    saving = Saving(tmp_path)
+    for iteration in (3, 4, 5):
+        saving.save(iteration)
+    shutil.rmtree(tmp_path / "iteration_00000003")
+    assert CheckpointStore(tmp_path).apply(Retention(keep_last=2)) == []
 
 
 def test_another_base_of_the_same_name_is_refused(tmp_path: Path) -> None:
