@@ -68,7 +68,7 @@ class Trainer(Engine):
             raise ValueError(
                 f"accumulation_steps must be at least 1, or None for no grouping, got {accumulation_steps!r}."
             )
-        rank_invariant = getattr(update, "rank_invariant", False)
+        rank_invariant = getattr(update, "rank_invariant", False) is True  # not that of a mock
         if global_micro_batches is not None:
             check_steps(global_micro_batches, "global_micro_batches")
             if accumulation_steps is not None:
