@@ -229,6 +229,10 @@ class Update:
     def _accumulate_in_memory(self, engine: Engine, micro_batches: Any, scales: list[float]) -> dict[str, Tensor]:
         """Accumulate; where a micro-batch does not fit into the memory of one process, again with smaller ones."""
         state: Any = engine.state
+        if self.device.type in out_of_memory.NEVER_ON and state.micro_batch_limit is None:
+            if self._invariance is not None:
+                return self._accumulate_invariant(self._invariance, engine, micro_batches, scales)
+            return self._accumulate(engine, micro_batches, scales)
         before, counted = out_of_memory.Generators(self.device), state.micro_batches
         while True:
             pieces, shares = micro_batches, scales

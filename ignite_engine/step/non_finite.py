@@ -17,7 +17,7 @@ from ignite_engine.ranks import agreement
 logger = logging.getLogger(__name__)
 
 ACTIONS = ("skip", "stop", "rollback")
-_CHUNK = 512
+_CHUNK = 32
 
 
 class NonFinitePolicy:

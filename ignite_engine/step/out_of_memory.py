@@ -15,6 +15,9 @@ from ignite_engine.errors import one_line
 from ignite_engine.ranks import agreement
 from ignite_engine.step.micro_batches import WeightFn
 
+NEVER_ON = frozenset({"cpu"})
+"""Devices whose allocator does not raise ``torch.OutOfMemoryError``: no update captures generators for it."""
+
 
 class Generators:
     """torch's random number generators as they are now: of the CPU, and of the model's device."""

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.step import out_of_memory
 from ignite_engine.step.out_of_memory import samples_of, split
 from tests.builders import Numbers, linear, mse, one
 
@@ -60,6 +61,11 @@ def trained(
     update = Update(model, torch.optim.Adam(model.parameters(), lr=0.05), loss_fn, **options)
     state = Trainer(update, steps).run(loader(Numbers(48, dtype=torch.float64), batch_size))
     return one(model).clone(), state
+
+
+@pytest.fixture(autouse=True)
+def may_happen_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "NEVER_ON", frozenset())
 
 
 @pytest.fixture
@@ -218,6 +224,7 @@ def test_rank_invariant_micro_batches_stay_whole() -> None:
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
+    out_of_memory.NEVER_ON = frozenset()  # type: ignore[misc]  # as on CUDA
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
