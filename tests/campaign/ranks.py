@@ -33,7 +33,8 @@ def items() -> list[Item]:
 def _run(how: str, background: bool, sharded: bool, bench: Bench) -> dict[str, Any]:
     sections: dict[str, Any] = {
         "run": {"max_epochs": 6},
-        "checkpoint": {"every": 2, "background": background},
+        # under FSDP2 BatchNorm's statistics are each rank's own, which the reproducibility report says
+        "checkpoint": {"every": 2, "background": background, "strict": not sharded},
         "task_options": {"step_s": 0.05},
         "distributed": {"strategy": "fsdp" if sharded else "ddp"},
     }
