@@ -79,6 +79,8 @@ def build(options: Mapping[str, Any]) -> Task:
     folder = Path(options.get("phases", "/nowhere"))
     phases = Phases(folder) if "phases" in options else None
     model = Net(sparse=False)
+    if options.get("layer_norm"):
+        model.layers[1] = nn.LayerNorm(16)
     if phases is not None:
         model.ballast = nn.Parameter(torch.zeros(options["ballast"]), requires_grad=False)
         time.sleep(0.0 if (folder / "fast").exists() else 0.3)
