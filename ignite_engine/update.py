@@ -230,8 +230,6 @@ class Update:
         """Accumulate; where a micro-batch does not fit into the memory of one process, again with smaller ones."""
         state: Any = engine.state
         if self.device.type in out_of_memory.NEVER_ON and state.micro_batch_limit is None:
-            if self._invariance is not None:
-                return self._accumulate_invariant(self._invariance, engine, micro_batches, scales)
             return self._accumulate(engine, micro_batches, scales)
         before, counted = out_of_memory.Generators(self.device), state.micro_batches
         while True:
@@ -239,8 +237,6 @@ class Update:
             if state.micro_batch_limit is not None and self._invariance is None:
                 pieces, shares = out_of_memory.split(micro_batches, scales, state.micro_batch_limit, self.weight_fn)
             try:
-                if self._invariance is not None:
-                    return self._accumulate_invariant(self._invariance, engine, pieces, shares)
                 return self._accumulate(engine, pieces, shares)
             except torch.OutOfMemoryError as error:
                 batch = pieces[state.micro_batches - counted]
@@ -259,6 +255,8 @@ class Update:
 
     def _accumulate(self, engine: Engine, micro_batches: Any, scales: list[float]) -> dict[str, Tensor]:
         """Forward and backward of each micro-batch; the weighted means of what they report."""
+        if self._invariance is not None:
+            return self._accumulate_invariant(self._invariance, engine, micro_batches, scales)
         state: Any = engine.state
         defers = self._reducing if len(scales) > 1 and not self.reduce_each_micro_batch else ()
         for module in defers:

@@ -434,7 +434,7 @@ class WindowedSource:
     def _next_window(self) -> Iterator[Any]:
         if self.reader.take():
             self._opened_with = rng.capture()
-            yield from iter(self._open())
+            yield from self._open()
 
     def _window_again(self) -> Iterator[Any]:
         """The window whose first group was fetched, but not trained on, when the position was saved."""
