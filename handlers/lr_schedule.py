@@ -1,7 +1,8 @@
-"""The handler that steps a learning-rate schedule: once per applied optimizer step, never for a skipped one."""
+"""The handler that steps a learning-rate schedule: per applied optimizer step, never a skipped one, or per epoch."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +14,16 @@ from ignite.handlers.param_scheduler import ParamGroupScheduler, ParamScheduler,
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ignite_engine import Trainer
 from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.followed_metric import FollowedMetric
+from ignite_engine.ranks import agreement
 from ignite_engine.schedules import Schedule, set_lr
 
+logger = logging.getLogger(__name__)
+
+_PARTS = ("optimizer", "step", "state_dict", "load_state_dict")
 # the history of a ReduceLROnPlateau; its settings are those given now
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
@@ -25,12 +31,15 @@ _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 class LRSchedule:
     """Steps a schedule once after each applied optimizer step, never after a skipped one, and publishes the LRs.
 
-    torch's ReduceLROnPlateau steps at the boundary of each step that has a new value of ``metric`` instead.
+    ``attach(trainer, Events.EPOCH_COMPLETED)`` steps it once per epoch. torch's ReduceLROnPlateau steps at the boundary
+    of each step that has a new value of ``metric`` instead.
 
     Args:
         scheduler: a :class:`Schedule`, any scheduler of ``torch.optim.lr_scheduler``, or a native one of Ignite (they
             are called once for the first update, then once per applied step). Of Ignite's ``LRScheduler`` the torch
-            scheduler inside is stepped.
+            scheduler inside is stepped. One with ``step_update``, as timm's, gets both calls of its own loop:
+            ``step_update(updates)`` after each applied step and ``step(epochs)`` after each epoch. Any other object
+            with ``optimizer``, ``step()``, ``state_dict`` and ``load_state_dict`` is stepped as torch's.
         metric: for ReduceLROnPlateau, a key of ``state.metrics`` that is written on every rank; its mean over the ranks
             is used, so that the LR is the same on all of them. One value is one epoch in torch's terms.
         name: of its state in checkpoints; a second schedule of the same trainer needs its own.
@@ -42,8 +51,11 @@ class LRSchedule:
 
     Raises:
         ValueError: the scheduler needs a metric, or takes none, or (in ``attach``) its optimizer is not one of the
-            trainer's.
+            trainer's, or it is attached to an event that it cannot use; (in a run) its length is not known.
         TypeError: not a scheduler.
+
+    A :class:`Schedule` without a ``total`` is one over the run: over its updates, or, attached per epoch, its epochs.
+    Where a resume changes the length of the run, one line says what becomes of the LR.
     """
 
     def __init__(self, scheduler: Any, *, metric: str | None = None, name: str = "lr_schedule") -> None:
@@ -66,7 +78,8 @@ class LRSchedule:
             # Ignite reads the next LR of a torch scheduler without setting the previous one: many return wrong ones
             inner = scheduler.lr_scheduler
             scheduler = getattr(inner, "_lr_scheduler", inner)
-        if not isinstance(scheduler, (Schedule, LRScheduler, ParamScheduler, ParamGroupScheduler)):
+        known = isinstance(scheduler, (Schedule, LRScheduler, ParamScheduler, ParamGroupScheduler))
+        if not known and not all(hasattr(scheduler, each) for each in _PARTS):
             raise TypeError(
                 f"scheduler must be a Schedule, a torch or an Ignite scheduler, got {type(scheduler).__name__}; "
                 "make one for instance with warmup_cosine(optimizer, warmup=100, total=10_000)."
@@ -76,10 +89,14 @@ class LRSchedule:
         self._followed = None if metric is None else FollowedMetric(metric, f"LRSchedule(metric={metric!r})")
         self._called = isinstance(scheduler, (ParamScheduler, ParamGroupScheduler))
         self._primed = not self._called
-        self._used: list[Any] = []  # not for a Schedule, which can be asked
+        self._counts_both = hasattr(scheduler, "step_update")
+        self._per_update = True
+        self._used: list[Any] = []  # not for a Schedule that steps with the optimizer, which can be asked
 
-    def attach(self, trainer: Engine) -> None:
-        """Subscribe, register the state under :attr:`name`, and set the LR of the first update."""
+    def attach(self, trainer: Engine, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
+        """Step at ``event``; register the state under :attr:`name`, and set the LR of the first update."""
+        self._per_update = event is TrainingEvents.OPTIMIZER_STEP_COMPLETED
+        self._check_event(event)
         known = getattr(getattr(trainer, "update", None), "optimizers", None)
         if isinstance(known, Mapping) and not any(self._optimizer is optimizer for optimizer in known.values()):
             raise ValueError(
@@ -90,8 +107,14 @@ class LRSchedule:
         if hasattr(trainer, "register"):
             # before subscribing, which would register it as unshared
             trainer.register(self.name, self, shared=True, kind="schedule")
-        trainer.add_event_handler(Events.STARTED, self._prepare)
-        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self)
+        trainer.add_event_handler(Events.STARTED, self._start)
+        if self._counts_both:
+            trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self._count_update)
+            trainer.add_event_handler(Events.EPOCH_COMPLETED, self._count_epoch)
+        else:
+            if not self._per_update:
+                trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self._note_used)
+            trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._publish)
         if self._followed is not None:
             trainer.add_event_handler(TrainingEvents.METRICS_READY, self._follow)
@@ -99,15 +122,35 @@ class LRSchedule:
         trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), self._warn_if_unmoved)
         trainer.add_event_handler(Events.COMPLETED, self._warn_if_unmoved)
 
+    def _check_event(self, event: Any) -> None:
+        if self._per_update or (self._counts_both and event is Events.EPOCH_COMPLETED):
+            return
+        if self._followed is not None:
+            raise ValueError("ReduceLROnPlateau steps at each new value of its metric: attach it without an event.")
+        if self._counts_both:
+            kind = type(self.scheduler).__name__
+            raise ValueError(f"{kind} is told of each update and each epoch: attach it without an event.")
+
     def __call__(self, trainer: Engine) -> None:
-        if not isinstance(self.scheduler, Schedule):
-            # a clone of a tensor, not a float: no host sync per step
-            lrs = [group["lr"] for group in self._optimizer.param_groups]
-            self._used = [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in lrs]
+        if self._per_update and not isinstance(self.scheduler, Schedule):
+            self._note_used(trainer)
         if self._called:
             self.scheduler(trainer)
         elif self._followed is None:
             self.scheduler.step()
+
+    def _note_used(self, trainer: Engine) -> None:
+        """The LRs of the update just made; clones of tensors, not floats: no host sync per step."""
+        lrs = [group["lr"] for group in self._optimizer.param_groups]
+        self._used = [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in lrs]
+
+    def _count_update(self, trainer: Engine) -> None:
+        self._note_used(trainer)
+        state: Any = trainer.state
+        self.scheduler.step_update(state.optimizer_steps)
+
+    def _count_epoch(self, trainer: Engine) -> None:
+        self.scheduler.step(trainer.state.epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state; the LRs set now and the LRs of the last update, per group, as floats."""
@@ -145,12 +188,41 @@ class LRSchedule:
         optimizer = self.scheduler.optimizer  # a ParamGroupScheduler has a list, one for each of its schedulers
         return optimizer[0] if isinstance(optimizer, list) else optimizer  # type: ignore[no-any-return]  # theirs is untyped
 
+    def _start(self, trainer: Engine) -> None:
+        if isinstance(self.scheduler, Schedule) and self.scheduler.shape is not None:
+            self._span_the_run(trainer, self.scheduler)
+        self._prepare(trainer)
+
+    def _span_the_run(self, trainer: Engine, schedule: Schedule) -> None:
+        """Give a schedule without a length that of the run that starts."""
+        state, end = trainer.state, trainer.last_iteration if isinstance(trainer, Trainer) else None
+        if not self._per_update:
+            end = state.max_epochs or (None if end is None else -(-end // (state.epoch_length or 1)))
+        if end is None:
+            raise ValueError(
+                f"{schedule} has the length of its run, and this one does not say its own: give it total, or run() "
+                "max_iters."
+            )
+        before, unit = schedule.total, "update" if self._per_update else "epoch"
+        if before == end:
+            return
+        was = schedule.lrs_at(schedule.steps) if schedule.is_known else []
+        schedule.set_total(end)
+        now = schedule.lrs_at(schedule.steps)
+        if schedule.steps and was and agreement.rank() == 0:
+            logger.warning(
+                "The run now ends after %s %d, not %d, and its schedule with it: from here on the LR follows the new "
+                "curve, %s in place of %s. A total given to the schedule keeps the old one.",
+                *(unit, end, before, _text(now), _text(was)),
+            )
+
     def _prepare(self, trainer: Engine) -> None:
         if self._followed is not None:
             self._followed.begin(trainer)
         # on STARTED too: the loaded state of an optimizer holds an LR, also if this schedule's state was left out
         if isinstance(self.scheduler, Schedule):
-            self.scheduler.apply()
+            if self.scheduler.is_known:
+                self.scheduler.apply()
         elif not self._primed:
             self.scheduler(trainer)
             self._primed = True
@@ -164,7 +236,7 @@ class LRSchedule:
 
     def _publish(self, trainer: Engine) -> None:
         groups = self._optimizer.param_groups
-        if isinstance(self.scheduler, Schedule):
+        if isinstance(self.scheduler, Schedule) and self._per_update:
             lrs = self.scheduler.lrs_at(max(self.scheduler.steps - 1, 0))
         else:
             lrs = [float(lr) for lr in self._used or [group["lr"] for group in groups]]
@@ -186,3 +258,7 @@ class LRSchedule:
             )
 
     _publish.phase = Phase.MEASURE  # type: ignore[attr-defined]  # read by the Trainer
+
+
+def _text(lrs: list[float]) -> str:
+    return ", ".join(f"{lr:g}" for lr in dict.fromkeys(lrs))

@@ -5,6 +5,7 @@ from ignite_engine.errors import Interrupted, StopRequested
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.ranks.mesh import data_rank, data_size, use_mesh
+from ignite_engine.rng import seed_everything
 from ignite_engine.runs.load_model import load_model
 from ignite_engine.sparse.ids import IdRows, hash_ids
 from ignite_engine.sparse.rowwise_adagrad import RowwiseAdagrad
@@ -39,6 +40,7 @@ __all__ = [
     "gradient_sync",
     "load_model",
     "loader",
+    "seed_everything",
     "use_mesh",
 ]
 __version__ = "0.1.0"

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ignite_engine.errors import check_type, is_whole
+
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
 
@@ -110,6 +112,23 @@ def mix(*numbers: int) -> int:
         value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
         value ^= value >> 31
     return value
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy, torch and all its devices, as a run of a config does with ``run.seed``.
+
+    A run seeds with ``seed`` before it makes the model, the same on every rank, and with ``seed + data_rank()`` after.
+
+    Raises:
+        TypeError: not a whole number.
+        ValueError: it is below 0.
+    """
+    check_type("seed", seed, is_whole(seed), "a whole number")
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}.")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def seed_device(seed: int, device: torch.device) -> None:

@@ -124,6 +124,15 @@ class Trainer(Engine):
         """Micro-batches of one iteration over all ranks; None: ranks count their own."""
         return self.progress.global_micro_batches
 
+    @property
+    def last_iteration(self) -> int | None:
+        """The iteration at which the run ends by ``max_iters`` or ``max_epochs``; None: that is not known."""
+        state, progress = self.state, self.progress
+        if state.max_iters is not None or state.max_epochs is None or state.epoch_length is None:
+            return state.max_iters
+        left = (state.max_epochs - progress.epochs_completed) * state.epoch_length - progress.epoch_iteration
+        return state.iteration + max(left, 0)
+
     def register(self, name: str, obj: Any, *, shared: bool = False, kind: str | None = None) -> None:
         """Save ``obj`` (with ``state_dict`` and ``load_state_dict``) in every checkpoint under ``name``.
 

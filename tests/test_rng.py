@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import ignite_engine
 from ignite_engine import rng
 
 
@@ -72,3 +73,16 @@ def test_derived_state_is_a_function_of_a_state_and_its_keys() -> None:
     assert draw() != first
     rng.restore(rng.derived(state, 1))
     assert draw() == first != expected
+
+
+def test_seed_everything_seeds_all_of_them() -> None:
+    ignite_engine.seed_everything(3)
+    first = draw()
+    ignite_engine.seed_everything(3)
+
+    assert draw() == first != draw()
+    assert torch.initial_seed() == 3
+    with pytest.raises(ValueError, match=r"seed must be at least 0, got -1\."):
+        ignite_engine.seed_everything(-1)
+    with pytest.raises(TypeError, match=r"seed must be a whole number, got 0\.5\."):
+        ignite_engine.seed_everything(0.5)  # type: ignore[arg-type]  # what is tested

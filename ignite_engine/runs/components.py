@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -74,13 +72,6 @@ def total_updates(config: Config, samples: int) -> int:
         )
     per_epoch = -(-batches // (in_all or config.update.accumulation_steps or 1))
     return config.run.max_iterations or (config.run.max_epochs or 0) * per_epoch
-
-
-def seed_all(seed: int) -> None:
-    """Seed Python, NumPy, torch and its devices."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def set_up_torch(config: Config) -> None:

@@ -22,6 +22,7 @@ from ignite_engine.data import Windows
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import mesh
+from ignite_engine.rng import seed_everything
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
 from ignite_engine.runs.components import (
     agreed_task,
@@ -30,7 +31,6 @@ from ignite_engine.runs.components import (
     data_loader,
     make_optimizers,
     make_schedule,
-    seed_all,
     set_up_torch,
     total_updates,
     total_updates_of_windows,
@@ -61,13 +61,13 @@ def build_run(config: Config, task: Task | None = None) -> Run:
     set_up_torch(config)
     arranged = declare_mesh(config)
     with startup("task"):
-        seed_all(config.run.seed)
+        seed_everything(config.run.seed)
         task = task or agreed_task(config)
         check_fit(config, task)
     with startup("model"):
         task = wrap(config, task, arranged)
         model = task.model
-        seed_all(config.run.seed + mesh.data_rank())
+        seed_everything(config.run.seed + mesh.data_rank())
     with startup("data"):
         train_loader = data_loader(config, task, task.train_set, training=True)
         if isinstance(train_loader, Windows):

@@ -167,12 +167,7 @@ class Run:
         After a resume with other groups, data or ranks it does not: iterations before and after have another size.
         """
         state, epochs = trainer.state, trainer.progress.epochs_completed
-        end = state.max_iters
-        if end is None and state.epoch_length is not None:
-            assert state.max_epochs is not None
-            left = (state.max_epochs - epochs) * state.epoch_length - trainer.progress.epoch_iteration
-            end = state.iteration + max(left, 0)
-        if end is None:
+        if (end := trainer.last_iteration) is None:
             return
         if state.iteration >= end:
             epoch_or_iteration = (

@@ -30,9 +30,10 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
-from ignite_engine import Trainer, Update
+from ignite_engine import Trainer, Update, loader
 from ignite_engine.errors import StateMismatch
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
+from ignite_engine.handlers import Checkpoint, MetricLogger
 from ignite_engine.handlers.lr_schedule import LRSchedule
 from ignite_engine.schedules import (
     Schedule,
@@ -42,6 +43,7 @@ from ignite_engine.schedules import (
     warmup_linear,
     warmup_wsd,
 )
+from tests.builders import Numbers, Passes, linear, mse
 
 BASE = 0.5
 
@@ -578,3 +580,155 @@ def test_plateau_lr_is_the_same_on_two_ranks_with_values_of_their_own(tmp_path: 
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
 
     assert first == second == pytest.approx([0.5] * 6 + [0.05] * 4)
+
+
+# --- the length of the run, and schedules per epoch -------------------------------------------------------------------
+
+
+class Run:
+    """A trainer with one schedule over 8 samples a pass; ``used`` are the LRs of its updates."""
+
+    def __init__(
+        self, make: Callable[[Optimizer], Any], event: Any = None, folder: Path | None = None, **options: Any
+    ) -> None:
+        model = linear()
+        self.optimizer = SGD(model.parameters(), lr=BASE)
+        self.schedule = make(self.optimizer)
+        self.trainer = Trainer(Update(model, self.optimizer, mse), **options)
+        LRSchedule(self.schedule).attach(self.trainer, *([] if event is None else [event]))
+        self.used: list[float] = []
+        self.logged: list[float] = []
+        self.trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._note)
+        MetricLogger(console=False).attach(self.trainer)
+        self.trainer.add_event_handler(TrainingEvents.METRICS_READY, self._note_logged)
+        if folder is not None:
+            self.checkpoint = Checkpoint(folder)
+            self.checkpoint.attach(self.trainer, Events.COMPLETED)
+
+    def _note(self, trainer: Trainer) -> None:
+        self.used.append(self.optimizer.param_groups[0]["lr"])
+
+    def _note_logged(self, trainer: Trainer) -> None:
+        self.logged.append(trainer.state.metrics["lr"])
+
+    def train(self, **length: int) -> list[float]:
+        self.trainer.run(loader(Numbers(8), 2), **length)
+        return self.used
+
+    def stop_after(self, iteration: int) -> Run:
+        self.trainer.add_event_handler(
+            Events.ITERATION_COMPLETED(once=iteration), lambda trainer: trainer.request_stop("asked")
+        )
+        return self
+
+
+@pytest.mark.parametrize("length", [{"max_iters": 9}, {"max_epochs": 3}], ids=["iterations", "epochs"])
+@pytest.mark.parametrize("steps", [None, 3], ids=["plain", "accumulating"])
+@pytest.mark.parametrize("warmup", [2, 0.25])
+def test_schedule_without_a_total_is_one_over_the_run(warmup: float, steps: int | None, length: dict[str, int]) -> None:
+    updates = length.get("max_iters", 12 if steps is None else 6)
+    expected = warmup_cosine(sgd(), warmup, total=updates)
+    run = Run(lambda optimizer: warmup_cosine(optimizer, warmup), accumulation_steps=steps)
+
+    assert run.train(**length) == [expected.lrs_at(step)[0] for step in range(updates)]
+    assert run.schedule.get_last_lr() == [0.0]
+
+
+def test_length_that_no_one_knows_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^warmup_cosine\(warmup=1, .*has the length of its run.*give it total, or"):
+        run = Run(lambda optimizer: warmup_cosine(optimizer, 1))
+        run.trainer.run(Passes(3), max_epochs=2)
+    with pytest.raises(ValueError, match=r"known when the run starts: attach it by LRSchedule"):
+        warmup_cosine(sgd()).lrs_at(0)
+    with pytest.raises(ValueError, match="warmup must be at least 0 and at most total=4 updates, got 5"):
+        Run(lambda optimizer: warmup_cosine(optimizer, 5)).train(max_iters=4)
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 11])
+def test_resumed_schedule_over_the_run_continues_exactly_and_silently(
+    tmp_path: Path, stop: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = Run(warmup_cosine).train(max_epochs=3)
+    first = Run(warmup_cosine, folder=tmp_path).stop_after(stop).train(max_epochs=3)
+    second = Run(warmup_cosine, folder=tmp_path)
+    second.checkpoint.resume()
+
+    assert first + second.train(max_epochs=3) == whole
+    assert "The run now ends" not in caplog.text
+
+
+def test_resume_that_changes_the_length_says_what_becomes_of_the_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Run(warmup_linear, folder=tmp_path).train(max_epochs=1)
+    longer = Run(warmup_linear, folder=tmp_path)
+    longer.checkpoint.resume()
+
+    assert longer.train(max_epochs=2) == [warmup_linear(sgd(), total=8).lrs_at(step)[0] for step in range(4, 8)]
+    lines = [record.message for record in caplog.records if "The run now ends" in record.message]
+    assert lines == [
+        "The run now ends after update 8, not 4, and its schedule with it: from here on the LR follows the new curve, "
+        "0.25 in place of 0. A total given to the schedule keeps the old one."
+    ]
+
+
+class EpochsAndUpdates:
+    """Has the interface of timm's schedulers: told of each epoch, counted from 1 when it ends, and of each update."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.calls = optimizer, [0, 0]
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        self.calls[0] = epoch
+        self._set()
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        self.calls[1] = num_updates
+        self._set()
+
+    def _set(self) -> None:
+        self.optimizer.param_groups[0]["lr"] = BASE * 0.5 ** self.calls[0] / (1 + self.calls[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": list(self.calls)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = list(state["calls"])
+
+
+PER_EPOCH: dict[str, tuple[Callable[[Optimizer], Any], Callable[[int], float]]] = {
+    "torch": (lambda o: torch_schedulers.StepLR(o, 1, 0.5), lambda update: BASE * 0.5 ** (update // 4)),
+    "ours": (
+        lambda o: warmup_linear(o, 1),
+        lambda update: warmup_linear(sgd(), 1, total=3).lrs_at(update // 4)[0],
+    ),
+    "ignite": (
+        lambda o: LinearCyclicalScheduler(o, "lr", 1.0, 0.0, 6),
+        lambda update: 1.0 - 2.0 / 6 * (update // 4),
+    ),
+    "timm": (EpochsAndUpdates, lambda update: BASE * 0.5 ** (update // 4) / (1 + update)),
+}
+
+
+@pytest.mark.parametrize("name", PER_EPOCH)
+@pytest.mark.parametrize("stop", [3, 4, 5, 8])
+def test_schedule_per_epoch_moves_at_the_end_of_each_and_resumes_exactly(tmp_path: Path, stop: int, name: str) -> None:
+    make, lr_of = PER_EPOCH[name]
+    expected = [lr_of(update) for update in range(12)]
+    whole = Run(make, Events.EPOCH_COMPLETED)
+    first = Run(make, Events.EPOCH_COMPLETED, tmp_path).stop_after(stop)
+    assert first.train(max_epochs=3) == pytest.approx(expected[:stop])
+    second = Run(make, Events.EPOCH_COMPLETED, tmp_path)
+    second.checkpoint.resume()
+
+    assert whole.train(max_epochs=3) == pytest.approx(expected)
+    assert first.used + second.train(max_epochs=3) == whole.used
+    assert first.logged + second.logged == whole.logged == whole.used
+
+
+def test_event_that_a_scheduler_cannot_use_is_refused() -> None:
+    plateau = LRSchedule(torch_schedulers.ReduceLROnPlateau(sgd()), metric="val/loss")
+    with pytest.raises(ValueError, match="steps at each new value of its metric: attach it without an event"):
+        plateau.attach(Engine(lambda engine, batch: None), Events.EPOCH_COMPLETED)
+    with pytest.raises(ValueError, match="EpochsAndUpdates is told of each update and each epoch"):
+        LRSchedule(EpochsAndUpdates(sgd())).attach(Engine(lambda engine, batch: None), Events.STARTED)

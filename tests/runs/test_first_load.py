@@ -12,11 +12,11 @@ import torch
 import yaml
 from ignite.engine import Events
 
-from ignite_engine import Task
+from ignite_engine import Task, seed_everything
 from ignite_engine.checkpointing import LoadSource
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.handlers import ModelBank
-from ignite_engine.runs import components, recipe
+from ignite_engine.runs import recipe
 from ignite_engine.runs.run import Run
 
 SAMPLES = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
@@ -50,7 +50,7 @@ def build(tmp_path: Path) -> Build:
         for name, section in (sections or {}).items():
             values[name] = {**values.get(name, {}), **section}
         config = config_from_dict(values)
-        components.seed_all(config.run.seed)
+        seed_everything(config.run.seed)
         return recipe.build_run(config, make_task(width))
 
     return make

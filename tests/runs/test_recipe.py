@@ -20,11 +20,11 @@ import yaml
 from ignite.engine import Events
 from ignite.metrics import MeanAbsoluteError
 
-from ignite_engine import Task, TrainingEvents, create_evaluator
+from ignite_engine import Task, TrainingEvents, create_evaluator, seed_everything
 from ignite_engine.checkpointing import StateMismatch
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.run_directory import RunDirectory, config_differences, weights_sha256
-from ignite_engine.runs import components, recipe
+from ignite_engine.runs import recipe
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
 
@@ -51,7 +51,7 @@ def build(tmp_path: Path) -> Callable[..., Run]:
         for name, section in (sections or {}).items():
             values[name] = {**values.get(name, {}), **section}
         config = config_from_dict(values)
-        components.seed_all(config.run.seed)
+        seed_everything(config.run.seed)
         return recipe.build_run(config, make_task(**parts))
 
     return make

@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine import Task, data_rank
+from ignite_engine import Task, data_rank, seed_everything
 from ignite_engine.config import Config, ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.ranks import agreement
 from ignite_engine.runs import recipe
-from ignite_engine.runs.components import seed_all
 from ignite_engine.runs.wrapping import _renewed, declare_mesh, wrap
 from tests.builders import Numbers, linear, mse
 from tests.ranks.test_wrapping import SAMPLES, Net, Tokens, count_tokens, loss_fn, whole
@@ -127,7 +126,7 @@ def train(folder: str, batch_size: int, distributed: dict[str, Any], task: Task 
             "distributed": distributed,
         }
     )
-    seed_all(0)
+    seed_everything(0)
     if task is None:
         task = task_of()
         with torch.no_grad():
