@@ -391,13 +391,18 @@ def cause_of(error: BaseException) -> BaseException:
     return error if _current is None else _current.cause_of(error)
 
 
+def known_failure() -> str | None:
+    """The line that names the rank that failed; None: none has, as far as this rank knows."""
+    return None if _current is None or _current.failure is None else _current.failure.line
+
+
 def reason_of(error: BaseException) -> str:
     """Why a run failed, for its summary; on several ranks it names the one that did."""
     if isinstance(error, PeerFailed):
         return str(error)
-    if (watch := _current) is not None and watch.failure is not None:
-        return watch.failure.line
-    if watch is not None and watch.ending is not None:
+    if (line := known_failure()) is not None:
+        return line
+    if (watch := _current) is not None and watch.ending is not None:
         return f"rank {watch.rank} {watch.ending}"
     return f"{type(error).__name__}: {error}"
 

@@ -17,7 +17,7 @@ from ignite_engine.checkpointing import CheckpointStore, Loaded, LoadSource, Loa
 from ignite_engine.checkpointing.shards import is_sharded
 from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.ranks import agreement
-from ignite_engine.ranks.watch import cause_of, on_failure, reason_of
+from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.report import write_report
 from ignite_engine.report.lr_curve import lr_svg, lr_text
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, weights_sha256
@@ -122,7 +122,9 @@ class Run:
             trainer.run(self.loader, **self.length)
         except BaseException as raised:
             error, status = cause_of(raised), trainer.state.status
-            if isinstance(error, KeyboardInterrupt | Interrupted) and status != "interrupted":  # before GracefulStop
+            stopped = isinstance(error, KeyboardInterrupt | Interrupted) and status not in ("interrupted", "failed")
+            # while GracefulStop does not listen; where a rank has failed a launcher signals those that live
+            if stopped and known_failure() is None:
                 number = error.signal if isinstance(error, Interrupted) else signal.SIGINT
                 status, trainer.state.reason = "interrupted", signal.Signals(number).name
             status = status if status in ("interrupted", "failed") else "failed"

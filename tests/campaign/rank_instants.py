@@ -192,6 +192,8 @@ def _check_end(number: int, target: str, launcher: str, code: int, folder: Path)
     ended = summary(folder) if has_summary else {"status": None}
     if ended["status"] == "interrupted" and ended["iteration"] not in (0, newest_iteration(folder)):
         raise Difference(f"stopped at iteration {ended['iteration']}, saved is {newest_iteration(folder)}")
+    if (number, target) == (signal.SIGKILL, "one rank") and ended["status"] == "interrupted":
+        raise Difference(f"a rank was killed, and the summary says: interrupted, {ended['reason']}")
     if code == 0:
         expected = ended["status"] == "completed"
     elif number == signal.SIGKILL:

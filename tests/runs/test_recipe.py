@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,9 @@ from ignite.metrics import MeanAbsoluteError
 from ignite_engine import Task, TrainingEvents, create_evaluator, seed_everything
 from ignite_engine.checkpointing import StateMismatch
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
+from ignite_engine.errors import Interrupted
+from ignite_engine.ranks import signals, watch
+from ignite_engine.ranks.heartbeats import Failure
 from ignite_engine.run_directory import RunDirectory, config_differences, weights_sha256
 from ignite_engine.runs import recipe
 from ignite_engine.runs.mean_loss import mean_loss
@@ -231,11 +235,16 @@ def test_section_that_went_is_left_out_of_what_is_resumed(build: Callable[..., R
     assert build({**longer, "checkpoint": {"ignore": ["ema"]}}).train()["iteration"] == 11
 
 
+def fail(engine: Any) -> None:
+    raise KeyError("lost")
+
+
+def signal_this_process(*_: Any) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
 def test_failure_is_summed_up_and_raised_as_it_was(build: Callable[..., Run]) -> None:
     run = build()
-
-    def fail(engine: Any) -> None:
-        raise KeyError("lost")
 
     run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), fail)
     with pytest.raises(KeyError, match="lost"):
@@ -243,6 +252,34 @@ def test_failure_is_summed_up_and_raised_as_it_was(build: Callable[..., Run]) ->
 
     summary = json.loads(run.directory.summary.read_text())
     assert (summary["status"], summary["reason"], summary["iteration"]) == ("failed", "KeyError: 'lost'", 3)
+
+
+def test_signal_after_a_failure_does_not_make_it_an_interruption(build: Callable[..., Run]) -> None:
+    run = build()
+    run.trainer.add_event_handler(Events.STARTED, lambda: run.trainer.call_at_end(signal_this_process))
+    run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), fail)
+
+    with signals.ending_the_process(), pytest.raises(Interrupted):
+        run.train()
+
+    summary = run.directory.read_summary()
+    assert (summary["status"], summary["reason"]) == ("failed", "KeyError: 'lost'")
+
+
+def test_launchers_signal_after_another_rank_failed_is_no_interruption(
+    build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build()
+    known = watch.Watch()
+    known.failure = Failure("rank 1 ended without a word", (1,))
+    monkeypatch.setattr(watch, "_current", known)
+    monkeypatch.setattr(run.checkpoint, "resume", lambda ignore: signal_this_process())
+
+    with signals.ending_the_process(), pytest.raises(Interrupted):
+        run.train()
+
+    summary = run.directory.read_summary()
+    assert (summary["status"], summary["reason"]) == ("failed", "rank 1 ended without a word")
 
 
 def test_full_disk_does_not_hide_what_failed(
