@@ -34,8 +34,8 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 3 minutes on 2 cores); ARGS="run.seed=1 ..."
 	$(BIN)/python -m ignite_engine train $(CONFIG) $(ARGS)
 
-test: $(STAMP)  ## run the tests; PYTEST_ARGS="-k schedule"
-	$(BIN)/python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal $(PYTEST_ARGS)
+test: $(STAMP)  ## run the tests but the slow ones (SLOW=1: all); PYTEST_ARGS="-k schedule"
+	$(BIN)/python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal $(if $(SLOW),,-m "not slow") $(PYTEST_ARGS)
 
 ignite: $(STAMP)  ## run Ignite's own tests against the Trainer; downloads its source, or ARGS="--source CHECKOUT"
 	$(BIN)/python -m tests.ignite_suite $(ARGS)

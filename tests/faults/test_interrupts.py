@@ -13,7 +13,7 @@ import pytest
 from ignite_engine.checkpointing import CheckpointStore
 from tests.faults.processes import group_is_gone, interrupt, lines, start, summary, train, wait_until, write_config
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 # far below the 20 s that the blocked loader takes, and far above what a loaded machine needs to exit
 WAITS_S = 12.0

@@ -13,7 +13,7 @@ import pytest
 from ignite_engine.checkpointing import CheckpointStore
 from tests.faults.processes import evaluated, lines, start, summary, train, wait_until, write_config
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
 def saved(folder: Path) -> list[int]:

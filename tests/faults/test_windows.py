@@ -15,7 +15,7 @@ from tests.faults import windows_task
 from tests.faults.fork_server import ForkServer
 from tests.faults.processes import CONFIG, lines, summary, write_config_like
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 MAIN = "ignite_engine.cli:main"
 WINDOWS = range(7)

@@ -393,6 +393,7 @@ def rank_pids(folder: Path) -> dict[int, int]:
 
 @pytest.mark.distributed
 @pytest.mark.faults
+@pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tmp_path: Path) -> None:
     digests = []
     options = {"slow_step_s": 0.2, "count_reductions": True}  # a run of 19 s, until there is a file "fast"

@@ -23,7 +23,7 @@ from tests.faults.processes import (
     write_config,
 )
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TWO_RANKS = ("--nproc-per-node", "2", "--backend", "gloo")
 
@@ -53,7 +53,9 @@ def rank_pids(folder: Path) -> dict[int, int]:
     return found if len(found) == 2 and all(found.values()) else {}
 
 
-@pytest.mark.parametrize("how", ["ctrl-c to the group", "SIGTERM to rank 1", "SIGTERM to the parent"])
+@pytest.mark.parametrize(
+    "how", ["ctrl-c to the group", "SIGHUP to the group", "SIGTERM to rank 1", "SIGTERM to the parent"]
+)
 def test_both_ranks_stop_at_one_iteration(tmp_path: Path, uninterrupted: dict[str, Any], how: str) -> None:
     """In one case checkpoints are written in the background: their events too come at one iteration on both ranks."""
     background = how == "SIGTERM to rank 1"
@@ -63,6 +65,9 @@ def test_both_ranks_stop_at_one_iteration(tmp_path: Path, uninterrupted: dict[st
     wait_until(lambda: len(lines(tmp_path)) >= 2 and rank_pids(tmp_path), process)
     if how == "ctrl-c to the group":
         code, expected = interrupt(process)[0], 130
+    elif how == "SIGHUP to the group":  # its terminal was closed
+        os.killpg(process.pid, signal.SIGHUP)
+        code, expected = process.wait(timeout=60), 143
     else:
         os.kill(rank_pids(tmp_path)[1] if how == "SIGTERM to rank 1" else process.pid, signal.SIGTERM)
         code, expected = process.wait(timeout=60), 143

@@ -10,7 +10,7 @@ from tests.search.common import Result
 from tests.search.ranks_search import judged, plan_of
 from tests.search.resume_plan import CHOICES, LISTS
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(180)]
 DRAWN = [number for number in range(1000, 1030) if plan_of(number)["ranks"] == "3"][:6]
 
 
