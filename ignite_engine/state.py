@@ -109,8 +109,11 @@ class TrainingState(State):
     """The directory of the checkpoint committed last, None before the first. Writer: Checkpoint."""
     windows: int
     """Windows begun; in the events of a window, its number. Writer: Trainer."""
+    windows_completed: int
+    """Windows that were trained on to their end. Writer: Trainer."""
     window: Any
-    """What the stream named the window that is trained on now, None between windows. Writer: Trainer."""
+    """What the stream named the window that is trained on now, None between windows and on a rank that has none.
+    Writer: Trainer."""
     max_windows: int | None
     """Windows of the whole run, None: no limit. Writer: Trainer."""
     read_errors: int
@@ -148,15 +151,11 @@ class TrainingState(State):
     evaluating: OngoingEvaluation | None
     """The evaluation that runs now, from EVALUATION_STARTED to EVALUATION_COMPLETED. Writer: Evaluation."""
 
-    @property
-    def windows_completed(self) -> int:
-        """Windows that were trained on to their end."""
-        return self.windows - int(self.window is not None)
-
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         for name in COUNTERS:
             setattr(self, name, 0)
+        self.windows_completed = 0
         self.window = self.max_windows = None
         self.checkpoint_path = None
         self.micro_batch_limit = None

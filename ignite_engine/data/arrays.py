@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
+
+from ignite_engine.errors import one_line
 
 
 class Arrays(Dataset[dict[str, Any]]):
@@ -22,7 +26,7 @@ class Arrays(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, columns: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        lengths = {name: len(column) for name, column in columns.items()}
+        lengths = {name: column.shape[0] if column.ndim else "one value" for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"Arrays needs columns of one length, got {lengths or 'no column'}.")
         self.columns = dict(columns)
@@ -32,15 +36,26 @@ class Arrays(Dataset[dict[str, Any]]):
         """Of a ``.npz`` file, read whole; nothing pickled is read.
 
         Raises:
-            ValueError: it holds objects, or columns of other lengths.
+            ValueError: it is no such file, or not all of it; it holds objects, or columns of other lengths.
         """
-        with np.load(path, allow_pickle=False) as file:
-            return cls({name: file[name] for name in file.files})
+        try:
+            with zipfile.ZipFile(path):  # numpy takes whatever else it is for a pickle
+                pass
+            with np.load(path, allow_pickle=False) as file:
+                return cls({name: file[name] for name in file.files})
+        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{os.fspath(path)} is no .npz file of columns: {one_line(error)}") from error
 
     @classmethod
     def of_npy_files(cls, folder: str | os.PathLike[str]) -> Arrays:
-        """Of the ``.npy`` files of a folder, a column each, memory-mapped: only what is read is loaded."""
+        """Of the ``.npy`` files of a folder, a column each, memory-mapped: only what is read is loaded.
+
+        Raises:
+            ValueError: there is none, or their lengths differ.
+        """
         paths = sorted(Path(folder).glob("*.npy"))
+        if not paths:
+            raise ValueError(f"{os.fspath(folder)} is no folder of .npy files.")
         return cls({path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in paths})
 
     @classmethod

@@ -19,6 +19,7 @@ In short (``docs/the_loop.md`` has all of it)::
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Generator
@@ -34,9 +35,12 @@ from ignite_engine.engine.start import is_done
 from ignite_engine.engine.stop_requests import BACKGROUND_DONE, SAVE, STOP, StopRequests
 from ignite_engine.errors import RollBack, StopRequested
 from ignite_engine.events import TrainingEvents
+from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
+
+logger = logging.getLogger(__name__)
 
 Pauses = Generator[None, None, None]
 """Yields where ``interrupt()`` pauses the run, and continues from there."""
@@ -101,6 +105,7 @@ class Loop:
         self.requests.first_vote_after(state.iteration)
         self._fire(Events.STARTED)
         self.registry.check_all_claimed()
+        self._name_handlers_without_windows()
         self.resume.restore_metrics()
         within = self._within_epoch()
         if within and self.progress.epoch_ends:
@@ -207,10 +212,10 @@ class Loop:
     def _first_of_next_pass(self) -> Generator[None, None, Any]:
         """The first group of the next pass over the data, or ``_END`` where the epoch ends with this one."""
         state, progress = self.state, self.progress
-        if progress.rest_is_unread():
-            return _END
         if progress.windows is not None:
             return (yield from self._first_of_next_window(progress.windows))
+        if progress.rest_is_unread():
+            return _END
         emptied = False
         while True:
             if progress.measured and progress.epoch_iteration:
@@ -233,12 +238,15 @@ class Loop:
 
     def _first_of_next_window(self, windows: WindowedSource) -> Generator[None, None, Any]:
         """The first group of the next window that has one, or ``_END`` where the epoch ends with this one."""
-        engine, progress = self.engine, self.progress
+        engine, progress, begun_again = self.engine, self.progress, False
         while True:
+            progress.rest_is_unread()
             if begun := windows.begun:
                 self._fire(TrainingEvents.WINDOW_COMPLETED)
             progress.end_pass()
             engine._dataloader_iter = None
+            if windows.epoch_is_over and not progress.epoch_iteration and not begun_again:
+                begun_again = windows.reader.begin_again()  # the epoch before has ended with the sequence
             if windows.epoch_is_over:
                 if windows.reader.over and self._fire(Events.DATALOADER_STOP_ITERATION):
                     yield from self._pause_or_end()
@@ -283,6 +291,17 @@ class Loop:
     def _restore_rng(self) -> None:
         if self.resume.rng is not None:
             rng.restore(self.resume.rng)
+
+    def _name_handlers_without_windows(self) -> None:
+        """Warn of handlers of windows where there are none."""
+        for event in (TrainingEvents.WINDOW_STARTED, TrainingEvents.WINDOW_COMPLETED):
+            handlers = bus.handlers_of(self.engine, event)
+            if handlers and self.progress.windows is None and agreement.rank() == 0:
+                logger.warning(
+                    "%s of %s will not be called, as the data has no windows: give run() Windows, or attach to another "
+                    "event.",
+                    *(", ".join(bus.name_of(handler) for handler, _, _ in handlers), bus.event_name(event)),
+                )
 
     def _take_the_rest_of_what_was_loaded(self) -> None:
         """After the first EPOCH_STARTED, which within an epoch is one more than in the uninterrupted run."""

@@ -214,7 +214,7 @@ class Progress:
     def end_pass(self) -> None:
         if self.source is not None:
             self.source.next_pass()
-        self.state.window = None
+        self.state.window, self.state.windows_completed = None, self.state.windows
 
     def begin_window(self) -> None:
         """The first group of a window was fetched."""

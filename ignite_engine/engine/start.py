@@ -14,7 +14,7 @@ from typing import Any
 
 from ignite_engine import rng
 from ignite_engine.data.source import DataSource
-from ignite_engine.data.windows import WindowedSource
+from ignite_engine.data.windows import WindowedSource, Windows
 from ignite_engine.engine.progress import Ending, Progress
 from ignite_engine.ranks import agreement
 from ignite_engine.state import COUNTERS, Start, TrainingState
@@ -69,6 +69,7 @@ def check_ranks_agree(arguments: RunArguments, settings: Mapping[str, Any], opti
     if agreement.world_size() == 1:
         return
     limits = {name: getattr(arguments, name) for name in ("max_epochs", "max_iters", "epoch_length")}
+    limits |= arguments.data.settings if isinstance(arguments.data, Windows) else {}
     groups = {
         f"{name}.param_groups[{place}][{key!r}]": value
         for name, optimizer in optimizers.items()
@@ -97,6 +98,8 @@ def begin(
         StateMismatch: the loaded position is one in other data.
     """
     start, max_epochs, max_iters = _decide(arguments, state, progress, resume)
+    before = progress.source  # a stream may be at its beginning once it has another source
+    position = before.state_dict() if start is Start.CONTINUED and before is not None else None
     source = None if arguments.data is None else progress.new_source(arguments.data)
     windows = source if isinstance(source, WindowedSource) else None
     if windows is not None and arguments.epoch_length is not None:
@@ -107,7 +110,7 @@ def begin(
     known = None if source is None else source.iterations
     whole_passes = arguments.epoch_length is None and known is not None and epoch_length == known
     if source is not None:
-        _place(source, start, arguments.data, progress, resume)
+        _place(source, start, arguments.data, progress, resume, position)
 
     # nothing below raises
     progress.measured = source is not None and epoch_length is None
@@ -140,6 +143,7 @@ def begin(
                 logger.warning("The run may go on with other bits: it was %s.", reason)
         progress.regroup()
         state.epoch = progress.epochs_completed + int(progress.epoch_iteration > 0)  # that in which it was left
+    state.windows_completed = state.windows - int(windows is not None and windows.begun)
     state.start = start
     return start
 
@@ -231,18 +235,27 @@ def _epoch_length(
 
 
 def _place(
-    source: DataSource | WindowedSource, start: Start, data: Any, progress: Progress, resume: ResumeState
+    source: DataSource | WindowedSource,
+    start: Start,
+    data: Any,
+    progress: Progress,
+    resume: ResumeState,
+    position: dict[str, Any] | None,
 ) -> None:
-    """Move a new source to the position at which the run begins; a fresh one is at the beginning of pass 0."""
+    """Move a new source to the position at which the run begins; a fresh one is at the beginning of pass 0.
+
+    Args:
+        position: of the source before, where the run continues.
+    """
     before = progress.source
     if start is Start.RESUMED:
         if resume.data:
             source.load_state_dict(resume.data)
             if isinstance(source, DataSource) and source.position.skipped:
                 source.agree_lengths()  # of the rest of the pass
-    elif start is Start.CONTINUED and before is not None:
+    elif position is not None and before is not None:
         if data is progress.user_data or source.data is before.data:
-            source.load_state_dict(before.state_dict())
+            source.load_state_dict(position)
         else:  # other data: the same place in it
             source.position.pass_number, source.position.batch = before.position.pass_number, before.position.batch
     elif start is Start.RESET and before is not None:

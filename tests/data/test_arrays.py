@@ -52,8 +52,18 @@ def test_a_folder_is_memory_mapped(tmp_path: Path) -> None:
 def test_what_is_no_column_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^Arrays needs columns of one length, got \{'x': 5, 'y': 4\}\.$"):
         Arrays({"x": np.ones(5), "y": np.ones(4)})
-    with pytest.raises(ValueError, match=r"^Arrays needs columns of one length, got no column\.$"):
+    with pytest.raises(ValueError, match=r"^Arrays needs columns of one length, got \{'x': 5, 'y': 'one value'\}\.$"):
+        Arrays({"x": np.ones(5), "y": np.array(1)})
+    with pytest.raises(ValueError, match=rf"^{tmp_path} is no folder of \.npy files\.$"):
         Arrays.of_npy_files(tmp_path)
+    np.savez(whole := tmp_path / "whole.npz", **COLUMNS)
+    data = whole.read_bytes()
+    damaged = bytearray(data)
+    damaged[200] ^= 1
+    for torn in (data[: len(data) // 2], bytes(damaged), b"", b"words"):
+        (tmp_path / "torn.npz").write_bytes(torn)
+        with pytest.raises(ValueError, match=rf"^{tmp_path}/torn\.npz is no \.npz file of columns: \w"):
+            Arrays.of_npz(tmp_path / "torn.npz")
     for values, line in (
         ([[1], [1, 2]], "has lists of several lengths: pad them"),
         ([1, None], "has 1 missing values"),

@@ -111,6 +111,8 @@ def test_filters_count_windows() -> None:
         ({"per_epoch": 2, "limit": 3}, {"max_epochs": 9}, 5, 2, 3, "max_windows"),
         ({"per_epoch": 1}, {"max_iters": 3}, 3, 2, 2, "max_iters"),
         ({}, {"max_iters": 7}, 7, 2, 4, "max_iters"),
+        ({"per_epoch": 3}, {"max_epochs": 3}, 15, 3, 9, "max_epochs"),  # each ends with the list
+        ({"per_epoch": 1}, {"max_epochs": 5}, 9, 5, 5, "max_epochs"),
     ],
 )
 def test_limits_of_epochs_windows_and_iterations_mean_what_they_say(
@@ -119,6 +121,51 @@ def test_limits_of_epochs_windows_and_iterations_mean_what_they_say(
     trainer = trainer_of(accumulation_steps=2)
     state = trainer.run(Windows([5, 0, 7, 3], open_numbers, **options), **run)
     assert (state.iteration, state.epoch, state.windows, state.reason) == (iterations, epochs, windows, reason)
+
+
+def test_empty_windows_at_the_end_of_a_sequence_are_no_end_of_the_run() -> None:
+    state = trainer_of().run(Windows([2, 4, 0, 0], open_numbers, per_epoch=2), max_epochs=3)
+    assert (state.windows, state.reason) == (6, "max_epochs")
+
+
+@pytest.mark.parametrize("kind", ["list", "array", "files", "own", "generator", "iterable"])
+@pytest.mark.parametrize("first", [2, 3])
+def test_another_run_of_the_trainer_goes_on_where_the_one_before_was(tmp_path: Path, kind: str, first: int) -> None:
+    """In the middle of a window and at its end; a generator, too, cannot go back."""
+    streams: dict[str, Any] = {
+        "list": [1, 2, 3, 4],
+        "array": torch.arange(1, 5).numpy(),
+        "files": Files(write_windows(tmp_path, 1, 2, 3, 4), "hour_*"),
+        "own": Counting(4),
+        "generator": iter([1, 2, 3, 4]),
+        "iterable": {1: "a", 2: "b", 3: "c", 4: "d"},
+    }
+    trainer, seen = trainer_of(), list[Any]()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.windows))
+    windows = Windows(streams[kind], lambda name: [Numbers(1)[:1]] * int(name.read_text() if kind == "files" else name))
+    for end in (first, 6, 8):
+        trainer.run(windows, max_iters=end)
+    assert seen == [1, 2, 2, 3, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("kind", ["generator", "iterable", "list"])
+def test_a_stream_that_cannot_go_back_to_a_checkpoint_says_so(tmp_path: Path, kind: str) -> None:
+    """In a run that goes back within the process, as a rollback does; its windows have no names."""
+    stream: Any = [[each] for each in range(5)]
+    stream = {"generator": iter(stream), "iterable": dict(enumerate(stream)).values(), "list": stream}[kind]
+    windows = Windows(stream, lambda numbers: [torch.full((1, 3), float(each)) for each in numbers * 2])
+    seen: list[Any] = []
+    trainer = Trainer(lambda engine, batch: seen.append(int(batch[0, 0])))
+    checkpoint = Checkpoint(tmp_path, save_at_end=False)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    trainer.run(windows, max_iters=7)
+    checkpoint.resume()
+    if kind == "generator":
+        with pytest.raises(ValueError, match=r"^The stream of windows is 4 windows further than the checkpoint and c"):
+            trainer.run(windows, max_iters=7)
+        return
+    trainer.run(windows, max_iters=7)
+    assert seen == [0, 0, 1, 1, 2, 2, 3, 1, 1, 2, 2, 3]
 
 
 def test_order_of_samples_differs_from_epoch_to_epoch() -> None:
@@ -257,6 +304,47 @@ def test_file_that_comes_too_late_is_left_out_and_named(tmp_path: Path, caplog: 
     ]
 
 
+@pytest.mark.parametrize("at", [3, 4])
+def test_file_that_came_too_late_while_nothing_ran_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int
+) -> None:
+    """It sorts before the window that was open, or was the last one."""
+    folder = write_windows(tmp_path / "hours", 4, first=1)
+    write_windows(folder, 8, 4, first=3)
+    stop = Events.ITERATION_COMPLETED(once=1) if at == 3 else TrainingEvents.WINDOW_COMPLETED(once=2)
+    stop = Events.ITERATION_COMPLETED(once=2) if at == 3 else stop
+    assert run_of(Files(folder, "hour_*"), tmp_path / "run", stop).state.windows == 2
+    write_windows(folder, 4, first=2)
+    with caplog.at_level(logging.WARNING):
+        assert run_of(Files(folder, "hour_*"), tmp_path / "run").state.windows == 3
+    assert [line for line in caplog.messages if "left out:" in line] == [
+        "hour_002.txt came after hour_003.txt was taken, so it is left out: name files in the order in which they come."
+    ]
+
+
+def test_a_folder_that_is_gone_is_no_end_of_the_stream(tmp_path: Path) -> None:
+    folder = write_windows(tmp_path / "hours", 2)
+    trainer = trainer_of()
+    trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, lambda: folder.rename(tmp_path / "away"))
+    with pytest.raises(FileNotFoundError, match="hours"):
+        trainer.run(Windows(Files(folder, "hour_*"), open_file))
+
+
+class Recent(Files):
+    """A user's own, which leaves out the first file."""
+
+    def next_window(self) -> Path | None:
+        path = super().next_window()
+        return super().next_window() if path is not None and path.name == "hour_000.txt" else path
+
+
+def test_files_of_ones_own_kind_stay_so(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    seen = trained(trainer)
+    trainer.run(Windows(Recent(write_windows(tmp_path, 2, 2), "hour_*"), open_file))
+    assert [window.name for _, window in seen] == ["hour_001.txt"]
+
+
 def test_each_window_is_evaluated_before_it_is_trained_on_in_eval_mode(tmp_path: Path) -> None:
     model = linear(dropout=True)
     trainer = trainer_of(model)
@@ -355,8 +443,80 @@ def test_an_evaluation_of_windows_takes_the_next_each_time_and_resumes_there(tmp
     assert parts == whole
 
 
+@pytest.mark.parametrize("kind", ["generator", "own", "list", "files", "iterable"])
+def test_what_trains_and_what_evaluates_never_take_each_others_windows(tmp_path: Path, kind: str) -> None:
+    streams: dict[str, Any] = {
+        "generator": iter([2, 4]),
+        "own": Counting(2),
+        "list": [2, 4],
+        "files": Files(write_windows(tmp_path, 2, 4), "hour_*"),
+        "iterable": {2: "a", 4: "b"},
+    }
+    windows = Windows(streams[kind], open_file if kind == "files" else open_numbers)
+    trainer, evaluator = trainer_of(), create_evaluator(torch.nn.Identity(), lambda model, batch: batch[0].mean(), {})
+    Evaluation(evaluator, windows.opened_by(lambda data: data)).attach(trainer, TrainingEvents.WINDOW_COMPLETED)
+    if kind in ("generator", "own"):
+        with pytest.raises(ValueError, match=r"^Two read the windows of .* each would miss those of the other: give"):
+            trainer.run(windows)
+        return
+    assert trainer.run(windows).windows == trainer.state.evaluations == 2
+
+
+def test_a_handler_of_windows_that_will_not_be_called_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    for data, lines in (([torch.ones(1)], 1), (Windows([2], open_numbers), 0)):
+        caplog.clear()
+        trainer = Trainer(lambda engine, batch: None)
+        trained(trainer)
+        trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED(every=2), weights)
+        trainer.run(data)
+        named = [line for line in caplog.messages if "will not be called" in line]
+        assert named == ["weights of WINDOW_COMPLETED will not be called, as the data has no windows: give run() "
+                         "Windows, or attach to another event."] * lines  # fmt: skip
+
+
+class Unreadable(Numbers):
+    """All samples of a window of 6 are."""
+
+    def __getitem__(self, index: int) -> Any:
+        if len(self) == 6:
+            raise OSError("torn")
+        return super().__getitem__(index)
+
+
+def test_windows_of_which_nothing_can_be_read_count_for_the_limit_of_read_errors() -> None:
+    windows = Windows([2, 6, 4, 6], lambda count: loader(Unreadable(count), 2))
+    for limit in (6, 5):
+        trainer = Trainer(lambda engine, batch: None, max_read_errors=limit)
+        if limit == 6:
+            state = trainer.run(windows)
+            assert (state.read_errors, state.windows, state.iteration) == (6, 2, 3)
+        else:
+            with pytest.raises(OSError, match="torn"):
+                trainer.run(windows)
+
+
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     trainer = trainer_of()
+    for wrong, line in (
+        ({"wait_s": "3"}, r"^wait_s must be a number of seconds, got '3'\."),
+        ({"poll_s": None}, r"^poll_s must be a number of seconds, got None\."),
+        ({"shared": "no"}, r"^shared must be True or False, got 'no'\."),
+        (
+            {"stream": Windows([1], open_numbers)},
+            r"^stream must be a sequence of windows, Files or another stream, got",
+        ),
+    ):
+        with pytest.raises(TypeError, match=line):
+            Windows(**{"stream": [1], "open": open_numbers} | wrong)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(TypeError, match=r"^pattern must be a pattern of names, such as 'clicks_\*\.npz', got 3\."):
+        Files(tmp_path, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^Window 1 of the sequence is None: leave it out of the sequence\."):
+        trainer_of().run(Windows([2, None], open_numbers))
+    with pytest.raises(TypeError, match=r"^the window's data must be an iterable of batches, or None, got 'hour'"):
+        trainer_of().run(Windows([2], lambda name: "hour"))
+    with pytest.raises(KeyError) as raised:
+        trainer_of().run(Windows(["hour_3"], {}.__getitem__))
+    assert raised.value.__notes__ == ["Raised where the window hour_3 was opened."]
     with pytest.raises(ValueError, match=r"^No window with a batch came from \[0, 0\]: give windows that have some"):
         trainer.run(Windows([0, 0], open_numbers))
     with pytest.raises(ValueError, match=r"^Windows\(per_epoch=\.\.\.\) sets the length of an epoch, got epoch_len"):
@@ -369,6 +529,35 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         Windows([1], open_numbers).again()
     with pytest.raises(TypeError, match=r"^Windows are iterated by Trainer\.run\(\) and Evaluation"):
         iter(Windows([1], open_numbers))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_resume_where_a_window_of_that_name_has_other_bytes_is_one_line(tmp_path: Path, kind: str) -> None:
+    folder = write_windows(tmp_path / "hours", 5, 7)
+    path = folder / "hour_000.txt"
+    if kind == "folder":
+        path.rename(tmp_path / "part")
+        path.mkdir()
+        (tmp_path / "part").rename(path := path / "part")
+
+    def run(stop: bool) -> Trainer:
+        trainer = trainer_of()
+        checkpoint = Checkpoint(tmp_path / "run")
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        if stop:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: trainer.request_stop("here"))
+        trainer.run(Windows(Files(folder, "hour_*"), lambda name: open_numbers(5)), max_epochs=1)
+        return trainer
+
+    run(stop=True)
+    path.write_text("6")
+    with pytest.raises(
+        ValueError, match=r"^The window hour_000\.txt has other bytes than where the checkpoint was made"
+    ):
+        run(stop=False)
+    path.write_text("5")
+    assert run(stop=False).state.windows == 2
 
 
 @pytest.mark.parametrize("change", ["gone", "other data", "windows for a loader"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ignite.engine import Events
+from ignite.engine import Engine, Events
+from ignite.metrics import Average
 
 from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows
-from ignite_engine.handlers import Checkpoint
+from ignite_engine.handlers import Checkpoint, Evaluation
 from ignite_engine.ranks import agreement
 from tests.builders import Numbers, linear, mse, one
 from tests.data.test_windows import open_file, write_windows
@@ -76,6 +78,40 @@ def stopped_while_it_waits(folder: str, rank: int) -> tuple[str, bool]:
     return state.status, time.monotonic() - began < 20
 
 
+def evaluated_and_killed(folder: str, rank: int) -> dict[str, Any]:
+    """Own windows, each evaluated before it is trained on, of which rank 1 has none in the end; killed there."""
+    found: dict[str, Any] = {"evaluated": []}
+
+    def run(kill_at: int) -> None:
+        trainer = Trainer(lambda engine, batch: None)
+        windows = Windows([[1, 2], [3, 4, 5, 6]][: 2 - rank], lambda own: [torch.tensor([each]) for each in own],
+                          shared=False, limit=2)  # fmt: skip
+        evaluator = Engine(lambda engine, batch: float(batch))
+        Average().attach(evaluator, "mean")
+        Evaluation(evaluator, windows.again, name="next").attach(trainer, TrainingEvents.WINDOW_STARTED)
+        trainer.add_event_handler(
+            TrainingEvents.EVALUATION_COMPLETED, lambda: found["evaluated"].append(trainer.state.metrics["next/mean"])
+        )
+        checkpoint = Checkpoint(f"{folder}/killed", save_at_end=False)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        checkpoint.resume()
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=kill_at), lambda: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            trainer.run(windows)
+        found["ended"] = trainer.state.reason, trainer.state.iteration, trainer.state.windows
+
+    run(kill_at=5)
+    run(kill_at=99)
+    return found
+
+
+def refused(rank: int) -> str:
+    """What a rank says whose Windows have another limit than its peer's."""
+    with pytest.raises(ValueError, match="limit") as raised:
+        Trainer(lambda engine, batch: None).run(Windows([1, 2], lambda _: [torch.ones(1)], limit=1 + rank))
+    return str(raised.value)
+
+
 def _rank(rank: int, world: int, folder: str, number: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store_{number}", rank=rank, world_size=world)
@@ -83,6 +119,9 @@ def _rank(rank: int, world: int, folder: str, number: int) -> None:
     if number < 2:
         report["own"] = trains(rank)
         report["waiting"] = stopped_while_it_waits(folder, rank)
+    if number == 0:
+        report["killed"] = evaluated_and_killed(folder, rank)
+        report["refused"] = refused(rank)
     for invariant in (False, True):
         report[f"shared {invariant}"] = shared(folder, 3 if number == 0 else None, invariant)
     torch.save(report, f"{folder}/{number}.{rank}.pt")
@@ -117,6 +156,16 @@ def test_each_rank_trains_on_each_of_its_own_samples_once_in_windows_that_end_to
 def test_a_stop_is_heard_while_all_wait_for_a_window(reports: dict[int, list[dict[str, Any]]]) -> None:
     outcomes = [report["waiting"] for number in (0, 1) for report in reports[number]]
     assert outcomes == [("interrupted", True)] * 5
+
+
+def test_a_rank_without_a_window_evaluates_and_resumes_with_its_peers(reports: dict[int, list[dict[str, Any]]]) -> None:
+    for report in reports[0]:
+        assert report["killed"] == {"evaluated": [1.5, 4.5], "ended": ("max_windows", 6, 2)}
+
+
+def test_settings_of_windows_that_differ_are_refused_on_both(reports: dict[int, list[dict[str, Any]]]) -> None:
+    line = "Windows(limit) is 1 on rank 0 and 2 on rank 1: every rank must train with the same settings."
+    assert [report["refused"] for report in reports[0]] == [line] * 2
 
 
 @pytest.mark.parametrize("invariant", [False, True])
