@@ -13,7 +13,13 @@ _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be written, read or deleted; the message is one line and names what, where and why."""
+    """A checkpoint could not be written, read or deleted; the message is one line and names what, where and why.
+
+    Attributes:
+        on_all_ranks: whether every rank raises it.
+    """
+
+    on_all_ranks = False
 
 
 class StateMismatch(ValueError):
@@ -40,7 +46,9 @@ class RanksDiffer(RuntimeError):
     """Ranks that must hold the same weights do not; one line, the same on all ranks."""
 
 
-RAISED_BY_ALL_RANKS = (NotFinite, RanksDiffer)
+def raised_by_all_ranks(error: BaseException) -> bool:
+    """Whether no rank has to be told of it."""
+    return isinstance(error, NotFinite | RanksDiffer) or (isinstance(error, CheckpointError) and error.on_all_ranks)
 
 
 class LaunchError(RuntimeError):

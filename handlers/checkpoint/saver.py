@@ -278,6 +278,7 @@ class Saver:
             self.error, self._saved_at = error, None
             _tell(trainer, TrainingEvents.CHECKPOINT_FAILED)
             if state.last and self._saving_at == state.iteration:
+                error.on_all_ranks = True
                 raise
             logger.warning("%s", error)
             return

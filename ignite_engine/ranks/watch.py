@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from ignite_engine.errors import RAISED_BY_ALL_RANKS, PeerFailed, one_line
+from ignite_engine.errors import PeerFailed, one_line, raised_by_all_ranks
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.heartbeats import BEAT_S, ENDED, SILENT, SILENT_S, Failure, Hub, Link, Message, connect
 
@@ -107,7 +107,7 @@ class Watch:
 
     def cause_of(self, error: BaseException) -> BaseException:
         """As the function below."""
-        if isinstance(error, (PeerFailed, *RAISED_BY_ALL_RANKS)):
+        if isinstance(error, PeerFailed) or raised_by_all_ranks(error):
             return error
         broken = _broken_collective(error) if isinstance(error, Exception) else None
         self._raised, self._raised_own = True, not broken

@@ -36,7 +36,7 @@ NAMED = {
     "hang": "did not come while",
     "disk": "",
 }
-NO_ROOM = r"rank \d failed at iteration 8.*: The checkpoint of iteration 8 was not saved in .*rank {}: No space left"
+NO_ROOM = r"CheckpointError: The checkpoint of iteration 8 was not saved in .*rank {}: No space left"
 
 
 def items() -> list[Item]:

@@ -203,7 +203,9 @@ def test_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(folder: Pat
     logged = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert ended.returncode == 1 and len(logged) == 1 and "Traceback" not in ended.stderr, ended.stderr
     assert "The checkpoint of iteration 12 was not saved" in logged[0] and "there is no earlier one." in logged[0]
-    assert summary(folder)["status"] == "failed"
+    left = summary(folder)
+    assert left["status"] == "failed"
+    assert left["reason"].startswith("CheckpointError: The checkpoint of iteration 12 was not saved"), "no rank's fault"
 
 
 def test_options_and_overrides_stand_in_any_order(folder: Path) -> None:
