@@ -1,5 +1,7 @@
 """An event-bus training engine on PyTorch-Ignite: exact resume, agreed stops, little overhead."""
 
+from typing import TYPE_CHECKING, Any
+
 from ignite_engine.data import Arrays, Files, Windows, loader
 from ignite_engine.errors import Interrupted, StopRequested
 from ignite_engine.events import Phase, TrainingEvents
@@ -14,6 +16,9 @@ from ignite_engine.step.micro_batches import Group, accumulation_steps_for, grad
 from ignite_engine.task import Task
 from ignite_engine.trainer import Trainer, create_evaluator
 from ignite_engine.update import Update
+
+if TYPE_CHECKING:
+    from ignite_engine.runs.fit import fit
 
 __all__ = [
     "Arrays",
@@ -36,6 +41,7 @@ __all__ = [
     "create_evaluator",
     "data_rank",
     "data_size",
+    "fit",
     "hash_ids",
     "gradient_sync",
     "load_model",
@@ -44,3 +50,11 @@ __all__ = [
     "use_mesh",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "fit":  # it brings handlers and configs, which the package's own import leaves out
+        from ignite_engine.runs.fit import fit
+
+        return fit
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,12 +15,16 @@ from typing import Any
 
 from ignite.metrics import Metric
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from ignite_engine.data.windows import Windows
 from ignite_engine.errors import did_you_mean
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
+
+IN_PYTHON = "python:fit"
+"""The task of a run whose parts were given to ``fit``: no config can build it again."""
 
 
 class TaskError(ValueError):
@@ -45,7 +49,10 @@ class Task:
         collate_fn: samples to a batch, as ``DataLoader`` takes it.
         tokens_fn: ``tokens_fn(batch)``, the tokens of a micro-batch, for tokens per second.
         test_sets: evaluated by the ``evaluate`` command only.
-        handlers: objects with ``attach(trainer)``, attached last.
+        handlers: objects with ``attach(trainer)``, or pairs of one, or of a function, with its event; attached last.
+        optimizer: ``optimizer(model)`` makes the optimizer, or several by name, of the model as it is trained, instead
+            of the config's sections.
+        schedule: ``schedule(optimizer)`` makes a scheduler for each optimizer, instead of the config's sections.
         parallelize: ``parallelize(model, mesh)`` splits the model over the ranks of a one-dimensional mesh, in place,
             as torch's ``parallelize_module`` does; called with ``distributed.tensor_parallel`` above 1.
     """
@@ -63,6 +70,8 @@ class Task:
     test_sets: Mapping[str, Dataset[Any] | Windows] = field(default_factory=dict)
     handlers: Sequence[Any] = ()
     parallelize: Callable[[nn.Module, Any], Any] | None = None
+    optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]] | None = None
+    schedule: Callable[[Optimizer], Any] | None = None
 
 
 def find_task(name: str, folder: Path | None = None) -> Callable[[Mapping[str, Any]], Task]:
@@ -76,6 +85,8 @@ def find_task(name: str, folder: Path | None = None) -> Callable[[Mapping[str, A
     Raises:
         TaskError: no such file, module or function, or an error while it was executed.
     """
+    if name == IN_PYTHON:
+        raise TaskError("the run was made by fit() in Python, and only that program has its model and data")
     where, _, function = name.rpartition(":")
     module = _module_from_file(_find_file(where, folder)) if where.endswith(".py") else _module_from_name(where)
     build = getattr(module, function, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, StateMismatch
 from ignite_engine.ranks import agreement
-from ignite_engine.ranks.launch import Parallel
+from ignite_engine.ranks.launch import Parallel, is_launched
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
 from ignite_engine.runs import recipe
 
@@ -79,7 +78,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 
 def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Namespace], None]) -> None:
     """Call ``work`` here, on the ranks of a launcher that started this process, or on ranks that are spawned."""
-    launched = "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    launched = is_launched()
     try:
         config = _checked(options, launched=launched)
     except ConfigError as error:
@@ -152,11 +151,7 @@ def _rank_main(
 
 
 def _train(config: Config, options: argparse.Namespace) -> None:
-    above = next(each for each in (config.directory, *config.directory.absolute().parents) if each.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        problem = "may not be written to" if above.is_dir() else "is not a folder"
-        raise config.error("run.directory", f"got '{config.directory}', but {above} {problem}.")
-    with RunDirectory(config.directory).logging_to(agreement.rank()):
+    with recipe.logged(config):
         recipe.build_run(config).train()
 
 

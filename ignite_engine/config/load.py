@@ -71,6 +71,10 @@ class Config(Section):
             for name, each in self.optimizers.items()
         }
 
+    def schedule_of(self, optimizer: str) -> tuple[str, ScheduleSection]:
+        """The dotted key and the section of an optimizer's schedule, also of one that the config does not name."""
+        return self.schedules.get(optimizer, ("schedule", self.schedule))
+
     @property
     def folder(self) -> Path | None:
         """The folder of the config file, where a relative task path is looked for first."""
@@ -84,11 +88,11 @@ class Config(Section):
 
     def error(self, key: str, complaint: str) -> ConfigError:
         """A one-line error about ``key``, for checks made after loading."""
-        return ConfigError(f"{self._source.place(key)}: {key}: {complaint}")
+        return ConfigError(self._source.say(key, complaint))
 
-    def place(self, key: str) -> str:
-        """The file and line, or the command line, that set ``key``."""
-        return self._source.place(key)
+    def warn(self, key: str, complaint: str) -> None:
+        """Warn about ``key``, which ``complaint`` names."""
+        warnings.warn(self._source.say_of(key, complaint), ConfigWarning, stacklevel=4)
 
     def without_effect(self) -> Iterator[str]:
         """One line for each setting that has no effect with the others as they are."""
@@ -187,7 +191,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Warns:
         ConfigWarning: a setting has no effect.
     """
-    return _validated(read_source(Path(path), overrides))
+    return validated(read_source(Path(path), overrides))
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
@@ -196,10 +200,15 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: as ``load_config``.
     """
-    return _validated(Source(dict(values)))
+    return validated(Source(dict(values)))
 
 
-def _validated(source: Source) -> Config:
+def validated(source: Source) -> Config:
+    """The config of a source's values.
+
+    Raises:
+        ConfigError: one line, with the place that the source names.
+    """
     try:
         config = Config.model_validate(source.values)
     except ValidationError as error:
@@ -209,34 +218,38 @@ def _validated(source: Source) -> Config:
         raise ConfigError(f"{_one_line(faults[0], source)}{more}") from None
     config._source = source
     for line in config.without_effect():
-        warnings.warn(f"{source.place(line.split(' ', 1)[0])}: {line}.", ConfigWarning, stacklevel=3)
+        config.warn(line.split(" ", 1)[0], f"{line}.")
     return config
 
 
 def _one_line(fault: ErrorDetails, source: Source) -> str:
     """``file:line: section.key: what was given, what is expected, did you mean``."""
-    kind, given, context = fault["type"], fault["input"], fault.get("ctx", {})
+    context = fault.get("ctx", {})
     parts = [str(part) for part in fault["loc"] if not str(part).startswith("<")]  # which form a key has
     if context.get("key"):  # a section's own validator names the key in it
         parts.append(context["key"])
     key = ".".join(parts)
-    where = f"{source.place(key)}: {key}: " if key else f"{source.place(key)}: "
+    return source.say(key, _complaint(fault, parts))
+
+
+def _complaint(fault: ErrorDetails, parts: list[str]) -> str:
+    kind, given, context = fault["type"], fault["input"], fault.get("ctx", {})
     if kind == "extra_forbidden":
         near = did_you_mean(parts[-1], _known_keys(parts[:-1]))
-        return f"{where}got {display(given)} for a key that is not known{near}"
+        return f"got {display(given)} for a key that is not known{near}"
     if kind == "missing":
-        return f"{where}this is missing, expected {_expected_of(parts)}"
+        return f"this is missing, expected {_expected_of(parts)}"
     if kind == "setting":
-        return f"{where}{context['complaint']}"
+        return str(context["complaint"])
     if kind == "value_error":
         complaint = str(context["error"])
-        return f"{where}{complaint}" if complaint.endswith("?") else f"{where}{complaint}."
+        return complaint if complaint.endswith("?") else f"{complaint}."
     if kind == "literal_error":
         allowed = [each.strip("'\" ") for each in context["expected"].replace(" or ", ", ").split(",")]
         near = did_you_mean(given, allowed) if isinstance(given, str) else "."
         near = "." if near.startswith("; known") else near
-        return f"{where}got {display(given)}, expected {context['expected']}{near}"
-    return f"{where}got {display(given)}, expected {_expectation(kind, context)}."
+        return f"got {display(given)}, expected {context['expected']}{near}"
+    return f"got {display(given)}, expected {_expectation(kind, context)}."
 
 
 def _expectation(kind: str, context: Mapping[str, Any]) -> str:

@@ -58,6 +58,40 @@ class Source:
                 return f"{self.path}:{self.lines[name]}"
         return str(self.path or "config")
 
+    def say(self, key: str, complaint: str) -> str:
+        """A line about ``key``, or about all of them where it is empty: its place, its name, and the complaint."""
+        return f"{self.place(key)}: {key}: {complaint}" if key else f"{self.place(key)}: {complaint}"
+
+    def say_of(self, key: str, sentence: str) -> str:
+        """A line about ``key``, which the sentence names."""
+        return f"{self.place(key)}: {sentence}"
+
+
+@dataclass
+class Arguments(Source):
+    """Values that were given to a Python function; what is said about them names its arguments.
+
+    Attributes:
+        function: its name.
+        arguments: by the dotted key that each stands for; other words of a config that Python writes otherwise.
+    """
+
+    function: str = ""
+    arguments: Mapping[str, str] = field(default_factory=dict)
+
+    def place(self, key: str) -> str:
+        return f"{self.function}()"
+
+    def say(self, key: str, complaint: str) -> str:
+        return self._in_python(super().say(key, complaint))
+
+    def say_of(self, key: str, sentence: str) -> str:
+        return self._in_python(super().say_of(key, sentence))
+
+    def _in_python(self, text: str) -> str:
+        keys = "|".join(map(re.escape, self.arguments))
+        return re.sub(rf"(?<![\w.])({keys})(?!\w|\.\w)", lambda found: self.arguments[found[0]], text)
+
 
 def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
     """Read ``path`` and merge the overrides into it.

@@ -133,6 +133,11 @@ class Parallel(IgniteParallel):
         return self.backend is not None and dist.is_available() and dist.is_backend_available(self.backend)
 
 
+def is_launched() -> bool:
+    """Whether a launcher such as torchrun or SLURM has started this process as one rank of several."""
+    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
 # -- meeting the other ranks ------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ignite_engine
 from ignite_engine import schedules
-from ignite_engine.config import Config, ConfigError, ConfigWarning
+from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.sections import OptimizerSection, ScheduleSection
 from ignite_engine.data import Windows, loader
 from ignite_engine.errors import did_you_mean, shortened
@@ -172,14 +171,22 @@ def check_fit(config: Config, task: Task) -> None:
             "task", f"a set cannot be in val_sets and in test_sets: {', '.join(sorted(both))}; rename one."
         )
     if not task.val_sets and config.evaluation.model_fields_set - {"progressive"}:
-        place = config.place("evaluation")
-        warnings.warn(f"{place}: evaluation has no effect: the task has no val_sets.", ConfigWarning, stacklevel=3)
+        config.warn("evaluation", "evaluation has no effect: the task has no val_sets.")
     for unknown in set(config.ema.evaluate or ()) - {*task.val_sets, *task.test_sets}:
         near = did_you_mean(unknown, [*task.val_sets, *task.test_sets])
         raise config.error("ema.evaluate", f"got {unknown!r}, expected names of the task's sets{near}")
     sets = [*task.val_sets, *(["progressive"] if config.evaluation.progressive else [])]
     known = ["loss", *(f"{name}/{metric}" for name in sets for metric in task.metrics or ["loss"])]
-    _check_groups(config, task.parameter_groups)
+    if task.optimizer is None:
+        _check_groups(config, task.parameter_groups)
+    elif task.parameter_groups is not None:
+        raise config.error("task", "it gives parameter_groups and makes its own optimizer; give one of them.")
+    own = {
+        "optimizer": task.optimizer is not None and (config.optimizer != OptimizerSection() or bool(config.optimizers)),
+        "schedule": task.schedule is not None and config.schedule != ScheduleSection(),
+    }
+    for key in (key for key, has_no_effect in own.items() if has_no_effect):
+        config.warn(key, f"{key} has no effect: the task makes its own.")
     named = {
         "checkpoint.best": config.checkpoint.best,
         "early_stopping.metric": config.early_stopping.metric,
@@ -235,12 +242,16 @@ def data_loader(
 def make_optimizers(config: Config, task: Task, model: nn.Module) -> dict[str, Optimizer]:
     """The config's optimizers by name, each over the task's parameter groups of that name.
 
-    Without ``optimizers`` it is ``optimizer`` alone, over all the groups, or all parameters that require gradients.
+    Without ``optimizers`` it is ``optimizer`` alone, over all the groups, or all parameters that require gradients. A
+    task may make its own instead.
 
     Raises:
         ConfigError: an optimizer's options do not fit.
     """
     groups = task.parameter_groups
+    if task.optimizer is not None:
+        made = task.optimizer(model)
+        return dict(made) if isinstance(made, Mapping) else {"optimizer": made}
     if isinstance(groups, Mapping):
         return {
             name: _made(config, f"optimizers.{name}", section, groups[name])
@@ -255,6 +266,48 @@ def _made(config: Config, key: str, section: OptimizerSection, parameters: Itera
         return section.type(list(parameters), **section.options)
     except (ValueError, TypeError, RuntimeError) as error:
         raise config.error(key, f"{section.type.__name__} says: {' '.join(str(error).split())}") from error
+
+
+def make_schedules(
+    config: Config, task: Task, optimizers: Mapping[str, Optimizer], total: int | None
+) -> dict[str, Any]:
+    """A schedule for each optimizer, or the scheduler that the task makes for it."""
+    if task.schedule is None:
+        return {
+            name: make_schedule(config, *config.schedule_of(name), optimizer, total)
+            for name, optimizer in optimizers.items()
+        }
+    made = {name: task.schedule(optimizer) for name, optimizer in optimizers.items()}
+    for each in made.values():
+        if isinstance(each, Schedule) and not each.is_known and total is not None:
+            each.set_total(total)
+    return made
+
+
+def settings_of(
+    config: Config, task: Task, optimizers: Mapping[str, Optimizer], schedules: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The resolved config, with what the task has made in the place of a section."""
+    values = config.to_dict()
+    if task.optimizer is not None:
+        made = {name: _described(each) for name, each in optimizers.items()}
+        values |= made if set(made) == {"optimizer"} else {"optimizers": made}
+    if task.schedule is not None:
+        values["schedule"] = {"name": ", ".join(dict.fromkeys(_name_of(each) for each in schedules.values()))}
+    return values
+
+
+def _described(optimizer: Optimizer) -> dict[str, Any]:
+    options = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in getattr(optimizer, "defaults", {}).items()
+        if isinstance(value, bool | int | float | str | tuple | None)
+    }
+    return {"name": type(optimizer).__name__, **options}
+
+
+def _name_of(scheduler: Any) -> str:
+    return str(scheduler) if isinstance(scheduler, Schedule) else type(scheduler).__name__
 
 
 def make_schedule(

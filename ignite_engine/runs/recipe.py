@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from ignite_engine.config.sections import LoadSection, ScheduleSection
 from ignite_engine.data import Windows
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import TrainingEvents
-from ignite_engine.ranks import mesh
+from ignite_engine.ranks import agreement, mesh
 from ignite_engine.rng import seed_everything
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
 from ignite_engine.runs.components import (
@@ -30,8 +32,9 @@ from ignite_engine.runs.components import (
     check_ranks_agree,
     data_loader,
     make_optimizers,
-    make_schedule,
+    make_schedules,
     set_up_torch,
+    settings_of,
     total_updates,
     total_updates_of_windows,
 )
@@ -97,26 +100,38 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             global_micro_batches=config.update.global_micro_batches,
             max_read_errors=config.data.max_read_errors,
         )
-        schedules = {
-            name: make_schedule(config, *config.schedules[name], optimizer, total)
-            for name, optimizer in optimizers.items()
-        }
+        schedules = make_schedules(config, task, optimizers, total)
         directory = RunDirectory(config.directory)
         length = {"max_iters": config.run.max_iterations, "max_epochs": config.run.max_epochs}
         run = Run(
             trainer,
             train_loader,
             directory,
-            schedules,
+            {name: each for name, each in schedules.items() if isinstance(each, Schedule)},
             total,
             {key: value for key, value in length.items() if value is not None},
             lambda: _evaluations(config, task, model, {**task.val_sets, **task.test_sets}),
             startup,
-            config.to_dict(),
+            settings_of(config, task, optimizers, schedules),
             (config.checkpoint.best, config.checkpoint.mode) if config.checkpoint.best else None,
         )
-        _attach(config, task, run, _evaluations(config, task, model, task.val_sets, directory.evaluations))
+        _attach(config, task, run, schedules, _evaluations(config, task, model, task.val_sets, directory.evaluations))
     return run
+
+
+@contextmanager
+def logged(config: Config, *, console: bool = True) -> Iterator[None]:
+    """Write what is logged within it into the run's folder, and with ``console`` to stderr.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    above = next(each for each in (config.directory, *config.directory.absolute().parents) if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        problem = "may not be written to" if above.is_dir() else "is not a folder"
+        raise config.error("run.directory", f"got '{config.directory}', but {above} {problem}.")
+    with RunDirectory(config.directory).logging_to(agreement.rank(), console=console):
+        yield
 
 
 def _lr_schedule(section: ScheduleSection, schedule: Schedule, name: str) -> handlers.LRSchedule:
@@ -171,7 +186,13 @@ def _progressive(config: Config, task: Task, run: Run) -> handlers.Evaluation:
     )
 
 
-def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers.Evaluation]) -> None:
+def _attach(
+    config: Config,
+    task: Task,
+    run: Run,
+    schedules: Mapping[str, Any],
+    evaluations: Sequence[handlers.Evaluation],
+) -> None:
     trainer, evaluation, logging = run.trainer, config.evaluation, config.logging
 
     def is_fresh(engine: Engine, count: int) -> bool:
@@ -192,9 +213,12 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         return run.trained_nothing
 
     trainer.add_event_handler(Events.STARTED, run.log_length)
-    for name, schedule in run.schedules.items():
-        own_name = f"lr_schedule/{name}" if config.optimizers else "lr_schedule"
-        _lr_schedule(config.schedules[name][1], schedule, own_name).attach(trainer)
+    for name, schedule in schedules.items():
+        own_name = f"lr_schedule/{name}" if config.optimizers or set(schedules) != {"optimizer"} else "lr_schedule"
+        if task.schedule is not None:
+            handlers.LRSchedule(schedule, name=own_name).attach(trainer)
+        else:
+            _lr_schedule(config.schedule_of(name)[1], schedule, own_name).attach(trainer)
     if config.ema.decay is not None:
         handlers.EMA(config.ema.decay, warmup=config.ema.warmup, evaluate=config.ema.evaluate).attach(trainer)
     for each in evaluations:
@@ -240,7 +264,11 @@ def _attach(config: Config, task: Task, run: Run, evaluations: Sequence[handlers
         handlers.SaveEvery(minutes=minutes).attach(trainer)
     _attach_stops(config, run)
     for users_own in task.handlers:
-        users_own.attach(trainer)
+        handler, *events = users_own if isinstance(users_own, tuple) else (users_own,)
+        if hasattr(handler, "attach"):
+            handler.attach(trainer, *events)
+        else:
+            trainer.add_event_handler(*events, handler)
 
 
 def _loading(config: Config, run: Run) -> Callable[[], object]:

@@ -39,7 +39,7 @@ class Saves(Protocol):
     def load(self, path: Sequence[LoadSource]) -> LoadTable: ...
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """A trainer with everything attached, its data and its folder.
 
@@ -60,6 +60,7 @@ class Run:
         load: loads other weights where there is nothing to resume; None: the run starts fresh.
         always_load: also before a resume, because the run's own checkpoints are saved without some of them.
         start: ``fresh``, ``restart`` or ``fine-tune``, the same on all ranks; None before ``train``.
+        summary: what ``summary.json`` holds; empty before ``train``.
     """
 
     trainer: Trainer
@@ -79,8 +80,21 @@ class Run:
     always_load: bool = False
     ignore: Sequence[str] = ()
     start: str | None = None
+    summary: Mapping[str, Any] = field(default_factory=dict)
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
     _differences: Sequence[str] = ()
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The last value of everything that was measured, by name."""
+        metrics: Mapping[str, float] = self.summary.get("metrics", {})
+        return metrics
+
+    def __repr__(self) -> str:
+        if not self.summary:
+            return f"Run({self.directory.path}: not trained)"
+        values = "".join(f", {key} {value:g}" for key, value in self.metrics.items() if key == "loss" or "val/" in key)
+        return f"Run({self.directory.path}: {self.summary['status']} at iteration {self.summary['iteration']}{values})"
 
     def train(self) -> dict[str, Any]:
         """Resume if there is something to resume, run to the end, write the summary; a collective.
@@ -179,7 +193,7 @@ class Run:
         elif self.total is not None and end != self.total:
             for name, schedule in self.schedules.items():
                 key, section = self._schedule_section(name)
-                if section["total"] is not None or section["name"] in ("constant", "plateau"):
+                if section.get("total", "its own") is not None or section["name"] in ("constant", "plateau"):
                     continue
                 logger.warning(
                     "The run ends at iteration %d, its schedule at update %d (the LR is %s from there on): "
@@ -354,6 +368,7 @@ class Run:
             "wall_s": time.perf_counter() - self.startup.began,
             "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
+        self.summary = summary
         if agreement.rank() == 0:
             try:
                 if status != "running" and self.start and not self.directory.config.exists():

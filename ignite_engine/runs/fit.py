@@ -1,0 +1,284 @@
+"""``fit``: a run in one call, made of the parts that a config's run is made of."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+import torch.distributed as dist
+from ignite.metrics import Metric
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from ignite_engine.config import ConfigError
+from ignite_engine.config.load import validated
+from ignite_engine.config.yaml_file import Arguments
+from ignite_engine.data import Windows
+from ignite_engine.errors import Interrupted, check_type, did_you_mean
+from ignite_engine.ranks.launch import Parallel, is_launched
+from ignite_engine.runs import recipe
+from ignite_engine.runs.run import Run
+from ignite_engine.task import IN_PYTHON, LossFn, Task
+
+Data = Dataset[Any] | Windows | Sequence[Any]
+"""Map-style data, windows, a list of samples, or a tuple of tensors of equal length."""
+
+Values = Mapping[str, Any]
+
+
+class Sections(TypedDict, total=False):
+    """Further settings, by the sections of a config (``docs/configuration.md``)."""
+
+    run: Values
+    data: Values
+    update: Values
+    evaluation: Values
+    early_stopping: Values
+    ema: Values
+    checkpoint: Values
+    logging: Values
+    distributed: Values
+
+
+_ARGUMENTS = {
+    "run.directory": "directory",
+    "run.max_epochs": "max_epochs",
+    "run.max_iterations": "max_iters",
+    "run.seed": "seed",
+    "data.batch_size": "batch_size",
+    "data.num_workers": "num_workers",
+    "optimizer.name": "optimizer",
+    "optimizer.lr": "lr",
+    "schedule.name": "schedule",
+    "update.precision": "precision",
+    "update.accumulation_steps": "accumulation_steps",
+    "update.clip_norm": "clip_norm",
+    "checkpoint.best": "best",
+    "checkpoint.mode": "mode",
+    "max_iterations": "max_iters",
+    "null": "None",
+}
+"""The argument of :func:`fit` for each dotted key that has one; how other words of a config are written in Python."""
+
+_SMALLER_IS_BETTER = frozenset({"loss", "nll", "error", "perplexity", "ppl", "mae", "mse", "rmse"})
+_LARGER_IS_BETTER = frozenset(
+    {"accuracy", "acc", "top1", "top5", "f1", "precision", "recall", "auc", "roc_auc", "iou", "miou", "dice", "map"}
+    | {"bleu", "rouge", "psnr", "ssim", "r2", "reward"}
+)
+
+
+def fit(
+    model: nn.Module,
+    loss_fn: LossFn,
+    train_set: Data,
+    val_set: Data | Mapping[str, Data] | None = None,
+    *,
+    directory: str | Path,
+    max_epochs: int | None = None,
+    max_iters: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    optimizer: str | Values | Optimizer | Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]] | None = None,
+    schedule: str | Values | Callable[[Optimizer], Any] | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    predict: Callable[[nn.Module, Any], Any] | None = None,
+    best: str | None = None,
+    mode: str | None = None,
+    precision: str | None = None,
+    accumulation_steps: int | None = None,
+    clip_norm: float | None = None,
+    num_workers: int | None = None,
+    seed: int | None = None,
+    test_set: Data | Mapping[str, Data] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    weight_fn: Callable[[Any], int | float] | None = None,
+    tokens_fn: Callable[[Any], int] | None = None,
+    handlers: Sequence[Any] = (),
+    **sections: Unpack[Sections],
+) -> Run:
+    """Train, as ``ignite-engine train`` does with a config: same parts, same defaults, same files in the folder.
+
+    Called again with the same arguments it resumes, and a run that is at its end is only evaluated. Ctrl-C, SIGTERM and
+    SIGHUP stop it, saved. It evaluates each epoch, keeps the best checkpoint, logs, and writes ``report.html``.
+
+    Args:
+        model: moved to this process's device, and wrapped for several ranks.
+        loss_fn: ``loss_fn(model, batch)``, the mean over the batch; see :class:`~ignite_engine.Update`.
+        train_set: map-style, also a list of samples or a tuple of tensors; or :class:`~ignite_engine.Windows`.
+        val_set: evaluated each epoch and at the end, as ``val``; or several by name.
+        directory: of the run.
+        max_epochs: passes over the data; this or ``max_iters``.
+        max_iters: updates.
+        batch_size: per rank; default 32.
+        lr: default 0.001.
+        optimizer: of ``torch.optim``, by name; its options with their names, ``{"name": "SGD", "momentum": 0.9}``; an
+            optimizer; or a function that makes it, or several by name, of the model on its device. Default AdamW.
+        schedule: by name (``constant``, ``linear``, ``cosine``, ``wsd``, ...); its options with their names,
+            ``{"name": "cosine", "warmup": 0.1}``; or a function of the optimizer that makes any scheduler that
+            ``LRSchedule`` takes. It steps with the optimizer. Default: constant.
+        metrics: Ignite's, by name; without them the loss is evaluated.
+        predict: ``predict(model, batch)``, what the metrics take. Default, for batches ``(inputs, targets)``:
+            ``(model(inputs), targets)``.
+        best: a metric such as ``val/accuracy``, of which the best checkpoint is kept.
+        mode: whether a smaller (``min``) or larger (``max``) value is better; needed if the name does not tell.
+        precision: ``fp32``, ``bf16`` or ``fp16``; default ``fp32``.
+        accumulation_steps: batches of one update.
+        clip_norm: largest norm of the gradients.
+        num_workers: processes that load data; default 0.
+        seed: of order, augmentation and dropout, default 0; the model has been made already, see ``seed_everything``.
+        test_set: evaluated by ``run.evaluate()`` only.
+        collate_fn, weight_fn, tokens_fn: see :class:`~ignite_engine.Task`.
+        handlers: attached last; objects with ``attach(trainer)``, or pairs of one, or of a function, with its event.
+        sections: any other setting, by the section of a config that has it, such as ``logging={"every": 10}``.
+
+    Returns:
+        The run: ``run.trainer``, ``run.checkpoint``, ``run.metrics`` (the last values), ``run.summary``, and
+        ``run.evaluate()``, which loads the best checkpoint into the model and returns its metrics on all sets.
+
+    Raises:
+        ConfigError: a value is wrong; one line that names the argument.
+        TypeError: an argument has another type.
+        Interrupted: a signal stopped the run. In an interactive session Ctrl-C returns the run instead.
+
+    Under torchrun or SLURM every process calls it and they train together; in a ``Parallel`` it is called by each rank.
+    """
+    task = Task(
+        model,
+        loss_fn,
+        _data("train_set", train_set),
+        _sets("val", "val_set", val_set),
+        predict=predict or (_predict_pair if metrics else None),
+        metrics=metrics or {},
+        weight_fn=weight_fn,
+        collate_fn=collate_fn,
+        tokens_fn=tokens_fn,
+        test_sets=_sets("test", "test_set", test_set),
+        handlers=handlers,
+    )
+    if metrics and val_set is None and test_set is None:
+        raise ConfigError("fit(): metrics: got some, but no val_set to measure them on.")
+    values = _values(sections)
+    given: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(directory), "max_epochs": max_epochs, "max_iterations": max_iters, "seed": seed},
+        "data": {"batch_size": batch_size, "num_workers": num_workers},
+        "optimizer": {"lr": lr},
+        "schedule": {},
+        "update": {"precision": precision, "accumulation_steps": accumulation_steps, "clip_norm": clip_norm},
+        "checkpoint": {"best": best, "mode": _mode(best, mode)},
+    }
+    if isinstance(optimizer, str | Mapping):
+        given["optimizer"] |= {"name": optimizer} if isinstance(optimizer, str) else _plain(optimizer)
+    elif optimizer is not None:
+        if lr is not None:
+            raise ConfigError("fit(): lr: got a value with an optimizer that has its own; give it to the optimizer.")
+        task.optimizer = _made_of_model(optimizer)
+    if isinstance(schedule, str | Mapping):
+        given["schedule"] |= {"name": schedule} if isinstance(schedule, str) else _plain(schedule)
+    elif schedule is not None:
+        check_type("schedule", schedule, callable(schedule), "a name, options, or a function of the optimizer")
+        task.schedule = schedule
+    for section, arguments in given.items():
+        _merge(section, values.setdefault(section, {}), arguments)
+    values["run"].setdefault("name", Path(directory).name or "run")
+    config = validated(Arguments(values, function="fit", arguments=_ARGUMENTS))
+    runs: list[Run] = []
+
+    def train(local_rank: int = 0) -> None:
+        # a program that has set up its own logging shows these lines by it
+        with recipe.logged(config, console=not logging.getLogger().hasHandlers()):
+            runs.append(recipe.build_run(config, task))
+            runs[0].train()
+
+    try:
+        if is_launched() and not dist.is_initialized():
+            backend = config.distributed.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+            with Parallel(backend, heartbeat_timeout=config.distributed.heartbeat_timeout) as parallel:
+                parallel.run(train)
+        else:
+            train()
+    except Interrupted as stop:
+        if stop.signal != signal.SIGINT or not hasattr(sys, "ps1") or not runs:
+            raise  # else a session, with all that is in it, would end
+    return runs[0]
+
+
+def _predict_pair(model: nn.Module, batch: Any) -> Any:
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        raise TypeError(
+            f"metrics take predictions and targets, and a batch is a {type(batch).__name__} here, not (inputs, "
+            "targets): give fit() predict, a function predict(model, batch) that returns what they take."
+        )
+    return model(batch[0]), batch[1]
+
+
+def _data(name: str, given: Any) -> Any:
+    if isinstance(given, DataLoader):
+        raise TypeError(
+            f"{name} must be a dataset, got a DataLoader: give its dataset, and batch_size, num_workers and collate_fn "
+            "to fit()."
+        )
+    if isinstance(given, tuple) and given and all(isinstance(each, Tensor) for each in given):
+        return TensorDataset(*given)
+    return given
+
+
+def _sets(default: str, name: str, given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    named = given if isinstance(given, Mapping) else {default: given}
+    return {key: _data(f"{name}[{key!r}]" if isinstance(given, Mapping) else name, each) for key, each in named.items()}
+
+
+def _mode(best: str | None, mode: str | None) -> str | None:
+    if best is None or mode is not None:
+        return mode
+    words = {best.rpartition("/")[2].lower(), *best.lower().replace("/", "_").split("_")}
+    smaller, larger = bool(words & _SMALLER_IS_BETTER), bool(words & _LARGER_IS_BETTER)
+    if smaller == larger:
+        raise ConfigError(f"fit(): mode: got nothing for best={best!r}, expected 'min' or 'max': which one is better.")
+    return "min" if smaller else "max"
+
+
+def _made_of_model(optimizer: Any) -> Callable[[nn.Module], Any]:
+    if hasattr(optimizer, "param_groups"):
+        return lambda model: optimizer
+    expected = "a name, options, an optimizer, or a function that makes it of the model"
+    check_type("optimizer", optimizer, callable(optimizer), expected)
+    return optimizer  # type: ignore[no-any-return]  # the user's
+
+
+def _values(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections as plain values, with a task that no config can name."""
+    arguments = [*fit.__annotations__, *Sections.__annotations__]
+    for name, section in sections.items():
+        if name not in Sections.__annotations__:
+            raise TypeError(f"fit() got {name}, which it does not take{did_you_mean(name, arguments, limit=40)}")
+        check_type(name, section, isinstance(section, Mapping), "a mapping of settings")
+    values: dict[str, Any] = {name: _plain(section) for name, section in sections.items()}
+    return values | {"task": IN_PYTHON}
+
+
+def _merge(section: str, values: dict[str, Any], arguments: Mapping[str, Any]) -> None:
+    for key, value in arguments.items():
+        if value is None:
+            continue
+        if key in values:
+            name = _ARGUMENTS[f"{section}.{key}"]
+            raise TypeError(f"fit() got {name} twice, as {name} and in {section}: give one of them.")
+        values[key] = value
+
+
+def _plain(value: Any) -> Any:
+    """Nested values as a config has them: dicts, lists and text."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, os.PathLike) else value

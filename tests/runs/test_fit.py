@@ -1,0 +1,275 @@
+"""``fit``: the run of a config from Python values, with errors that name its arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from ignite.engine import Events
+from ignite.metrics import Accuracy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ignite_engine
+from ignite_engine import Interrupted, Task, Trainer, fit, seed_everything
+from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
+from ignite_engine.handlers import LRSchedule, warmup_cosine
+from ignite_engine.runs import recipe
+from ignite_engine.runs.run import Run
+from ignite_engine.task import IN_PYTHON
+from tests.builders import on_two_ranks
+
+QUIET: dict[str, Any] = {
+    "logging": dict.fromkeys(("clearml", "progress", "report", "console", "memory", "throughput"), False)
+}
+GENERATOR = torch.Generator().manual_seed(5)
+INPUTS = torch.randn(60, 4, generator=GENERATOR)
+TARGETS = torch.randint(3, (60,), generator=GENERATOR)
+TRAIN, VAL = (INPUTS[:48], TARGETS[:48]), (INPUTS[48:], TARGETS[48:])
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def net() -> nn.Module:
+    seed_everything(7)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def fitted(directory: Path, **arguments: Any) -> Run:
+    return fit(
+        net(), loss_fn, TRAIN, VAL, directory=directory, **{"max_epochs": 3, "batch_size": 8, **QUIET, **arguments}
+    )
+
+
+@pytest.fixture
+def signals_come_back() -> Iterator[None]:
+    """After ``Interrupted`` they stay ignored, as the process is about to end."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def at(iteration: int, act: Callable[[Trainer], None]) -> tuple[Callable[[Trainer], None], Any]:
+    return act, Events.ITERATION_COMPLETED(once=iteration)
+
+
+def press_ctrl_c(trainer: Trainer) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_run_is_that_of_a_config_with_the_same_values(tmp_path: Path) -> None:
+    run = fitted(tmp_path / "fit", schedule={"name": "cosine", "warmup": 2}, lr=1e-2, clip_norm=1.0, seed=3)
+    values = {
+        "task": IN_PYTHON,
+        "run": {"directory": str(tmp_path / "config"), "max_epochs": 3, "seed": 3},
+        "data": {"batch_size": 8},
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"name": "cosine", "warmup": 2},
+        "update": {"clip_norm": 1.0},
+        **QUIET,
+    }
+    of_config = recipe.build_run(
+        config_from_dict(values),
+        Task(net(), loss_fn, TensorDataset(*TRAIN), val_sets={"val": TensorDataset(*VAL)}),
+    )
+
+    assert of_config.train()["weights_sha256"] == run.summary["weights_sha256"]
+    assert run.metrics == of_config.metrics and set(run.metrics) == {"grad_norm", "loss", "lr", "val/loss"}
+    written = yaml.safe_load((tmp_path / "fit" / "config.yaml").read_text())
+    assert written["run"].pop("name") == "fit" and written["run"].pop("directory") == str(tmp_path / "fit")
+    theirs = of_config.config
+    assert {**written, "run": None} == {**theirs, "run": None}
+    assert re.fullmatch(rf"Run\({tmp_path}/fit: completed at iteration 18, loss \S+, val/loss \S+\)", repr(run))
+
+
+def test_from_nothing_to_a_run_in_twelve_lines_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    page = Path(ignite_engine.__file__).parents[1].joinpath("README.md").read_text()
+    script = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "fit(" in block)
+    assert len([line for line in script.splitlines() if line.strip()]) <= 12
+    monkeypatch.chdir(tmp_path)
+    first: dict[str, Any] = {}
+    exec(script, first)
+    again: dict[str, Any] = {}
+    exec(script, again)
+    run, folder = first["run"], tmp_path / "runs" / "first"
+
+    assert run.summary["status"] == "completed" and run.summary["iteration"] == 48
+    assert "val/accuracy" in run.metrics
+    assert (folder / "report.html").exists() and (folder / "metrics.jsonl").exists()
+    assert (folder / "checkpoints" / "iteration_00000048").is_dir()
+    assert "it is only evaluated" in caplog.text
+    assert again["run"].summary["weights_sha256"] == run.summary["weights_sha256"]
+    assert Path(run.evaluate()["checkpoint"]).parent == folder / "checkpoints"
+
+
+OWN: dict[str, Any] = {
+    "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "schedule": lambda optimizer: warmup_cosine(optimizer, warmup=0.1),
+    "metrics": {"accuracy": Accuracy()},
+    "best": "val/accuracy",
+}
+
+
+def test_ctrl_c_stops_it_saved_and_the_same_call_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals_come_back: None
+) -> None:
+    whole = fitted(tmp_path / "whole", **OWN)
+    with pytest.raises(Interrupted) as stop:
+        fitted(tmp_path / "stopped", handlers=[at(4, press_ctrl_c)], **OWN)
+    assert stop.value.code == 130
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    stopped = fitted(tmp_path / "stopped", handlers=[at(11, press_ctrl_c)], **OWN)
+
+    assert stopped.trainer.state.status == "interrupted" and stopped.summary["iteration"] == 11
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed = fitted(tmp_path / "stopped", **OWN)
+    assert resumed.summary["resumed_from"] == "iteration_00000011"
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert resumed.metrics == whole.metrics
+    assert resumed.config["optimizer"]["name"] == "SGD" and resumed.config["optimizer"]["momentum"] == 0.9
+    assert resumed.config["schedule"] == {"name": "warmup_cosine(warmup=0.1, total=None, min_ratio=0.0)"}
+
+
+def test_optimizer_may_be_made_already_and_handlers_have_events(tmp_path: Path) -> None:
+    model, seen = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = LRSchedule(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), name="per_epoch")
+    fit(
+        model,
+        loss_fn,
+        list(TensorDataset(*TRAIN)),
+        directory=tmp_path,
+        max_iters=12,
+        batch_size=8,
+        optimizer=optimizer,
+        schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 6, 0.5),
+        handlers=[(lambda trainer: seen.append(optimizer.param_groups[0]["lr"]), Events.ITERATION_STARTED)],
+        **QUIET,
+    )
+
+    assert seen == [0.1] * 6 + [0.05] * 6
+    with pytest.raises(ValueError, match="is not one of the trainer's"):
+        fitted(tmp_path / "other", handlers=[(steps, Events.EPOCH_COMPLETED)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_epochs": None}, r"^fit\(\): run: expected one of max_iters and max_epochs, got neither\.$"),
+        ({"max_iters": 3}, r"^fit\(\): run: expected one of max_iters and max_epochs, got both; set the other to None"),
+        ({"batch_size": 0}, r"^fit\(\): batch_size: got 0, expected at least 1\.$"),
+        ({"lr": "fast"}, r"^fit\(\): lr: got 'fast', expected a number\.$"),
+        (
+            {"precision": "bf32"},
+            r"^fit\(\): precision: got 'bf32', expected 'fp32', 'bf16' or 'fp16'; did you mean 'fp32'\?$",
+        ),
+        ({"optimizer": "Adamm"}, r"^fit\(\): optimizer: got 'Adamm', .*did you mean 'Adam"),
+        ({"optimizer": {"name": "SGD", "momentun": 0.9}}, r"^fit\(\): optimizer\.momentun: .*did you mean 'momentum'"),
+        ({"schedule": "cosin"}, r"^fit\(\): schedule: got 'cosin', .*did you mean 'cosine'\?$"),
+        ({"best": "val/acuracy", "mode": "max"}, r"^fit\(\): best: got 'val/acuracy', expected a metric of this run"),
+        ({"best": "val/score"}, r"^fit\(\): mode: got nothing for best='val/score', expected 'min' or 'max'"),
+        ({"checkpoint": {"keep_lst": 3}}, r"^fit\(\): checkpoint\.keep_lst: got 3 for a key .*mean 'keep_last'\?$"),
+        (
+            {"accumulation_steps": 2, "update": {"global_micro_batches": 2}},
+            r"^fit\(\): update\.global_micro_batches: got 2 with accumulation_steps 2;",
+        ),
+        ({"lr": 0.1, "optimizer": OWN["optimizer"]}, r"^fit\(\): lr: got a value with an optimizer that has its own"),
+        ({"max_epochs": None, "max_iters": 0}, r"^fit\(\): max_iters: got 0, expected at least 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_value_is_one_line_that_names_the_argument(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        fitted(tmp_path / "run", **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"epochs": 3}, r"^fit\(\) got epochs, which it does not take; did you mean 'max_epochs'\?$"),
+        ({"max_epochs": 3, "run": {"max_epochs": 4}}, r"^fit\(\) got max_epochs twice, as max_epochs and in run"),
+        ({"checkpoint": 5}, r"^checkpoint must be a mapping of settings, got 5\.$"),
+        ({"schedule": 5}, r"^schedule must be a name, options, or a function of the optimizer, got 5\.$"),
+        ({"optimizer": 5}, r"^optimizer must be a name, options, an optimizer, or a function"),
+    ],
+)
+def test_wrong_argument_is_one_sentence(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        fitted(tmp_path, **arguments)
+
+
+def test_loader_in_the_place_of_a_dataset_and_batches_without_targets_are_told_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="train_set must be a dataset, got a DataLoader: give its dataset, and batch_s"):
+        fit(net(), loss_fn, DataLoader(TensorDataset(*TRAIN)), directory=tmp_path, max_epochs=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"give fit\(\) predict, a function predict\(model, batch\)"):
+        fit(
+            net(),
+            lambda model, batch: model(batch).mean(),
+            list(INPUTS),
+            list(INPUTS),
+            directory=tmp_path,
+            max_epochs=1,
+            metrics={"accuracy": Accuracy()},
+            **QUIET,
+        )
+
+
+def test_setting_without_effect_is_a_warning_about_the_argument(tmp_path: Path) -> None:
+    with pytest.warns(ConfigWarning, match=r"^fit\(\): mode has no effect: best names no metric\.$"):
+        fitted(tmp_path, mode="max", max_epochs=None, max_iters=1)
+
+
+@pytest.mark.parametrize(
+    ("best", "mode"), [("val/accuracy", "max"), ("val/loss", "min"), ("val/top1_accuracy", "max"), ("val/mae", "min")]
+)
+def test_name_of_the_best_metric_tells_which_value_is_better(tmp_path: Path, best: str, mode: str) -> None:
+    metrics = {best.partition("/")[2]: Accuracy()}
+    assert fitted(tmp_path, best=best, metrics=metrics, max_epochs=1).config["checkpoint"]["mode"] == mode
+
+
+SCRIPT = """
+import sys
+from tests.runs.test_fit import fitted
+print(fitted(sys.argv[1], max_epochs=2).summary["weights_sha256"])
+"""
+
+
+@pytest.mark.distributed
+def test_torchrun_of_a_plain_script_and_ranks_of_ones_own_train_together(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    root = str(Path(ignite_engine.__file__).parents[1])
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py", "launched"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+
+    def case(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        run = fitted(tmp_path / "forked", max_epochs=2)
+        return {"sha": run.summary["weights_sha256"], "size": run.summary["world_size"]}
+
+    answers = on_two_ranks(case, tmp_path / "meeting")
+    assert answers["size"] == [2, 2]
+    assert set(done.stdout.split()) == set(answers["sha"]) and len(done.stdout.split()) == 2
