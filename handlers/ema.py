@@ -114,6 +114,10 @@ class EMA:
                 average.copy_(saved[name])
         self.updates = state["updates"]
 
+    def is_evaluated(self, name: str) -> bool:
+        """Whether the evaluation of that name uses the average."""
+        return self.evaluate is None or name in self.evaluate
+
     def _start(self, trainer: Trainer) -> None:
         if not self._averages or trainer.starts_fresh(self.name):
             self._reset()
@@ -135,7 +139,7 @@ class EMA:
         evaluation = trainer.state.evaluating
         if not self._averages or evaluation is None:
             return
-        if self.evaluate is not None and evaluation.name not in self.evaluate:
+        if not self.is_evaluated(evaluation.name):
             return
         registered = trainer.registry.objects.get("model")
         state = registered if isinstance(registered, ModelState) else None  # a user's update may save it by itself

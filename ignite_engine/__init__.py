@@ -8,7 +8,7 @@ from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.ranks.mesh import data_rank, data_size, use_mesh
 from ignite_engine.rng import seed_everything
-from ignite_engine.runs.load_model import load_model
+from ignite_engine.runs.load_model import load_model, load_weights
 from ignite_engine.sparse.ids import IdRows, hash_ids
 from ignite_engine.sparse.rowwise_adagrad import RowwiseAdagrad
 from ignite_engine.state import Start, TrainingState
@@ -45,6 +45,7 @@ __all__ = [
     "hash_ids",
     "gradient_sync",
     "load_model",
+    "load_weights",
     "loader",
     "seed_everything",
     "use_mesh",

@@ -12,15 +12,20 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing import (
+    BestCheckpoint,
     CheckpointError,
+    CheckpointInfo,
     CheckpointStore,
     LoadPlan,
     LoadSource,
     LoadTable,
     SaveOptions,
+    StateMismatch,
+    read_manifest,
     require_exact,
 )
-from ignite_engine.checkpointing.load.sources import load_sources
+from ignite_engine.checkpointing.load.sources import Found, load_sources
+from ignite_engine.checkpointing.retention import of_one_run, ranked
 from ignite_engine.checkpointing.save_options import SaveKeywords
 from ignite_engine.errors import check_type
 from ignite_engine.handlers.checkpoint.saver import Saver
@@ -50,6 +55,8 @@ class Checkpoint:
         self._saver = Saver(directory, self.options)
         best = self.options.best
         self._followed = None if best is None else FollowedMetric(best, f"{type(self).__name__}(best={best!r})")
+        self.announces_best = True
+        """Log the best one when a run has ended; False: whoever runs it does."""
         self._trainer: Trainer | None = None
         self._due = self._must = False
         self._best: float | None = None
@@ -81,6 +88,62 @@ class Checkpoint:
     def store(self) -> CheckpointStore:
         """The checkpoints on disk."""
         return self._saver.store
+
+    @property
+    def best(self) -> BestCheckpoint | None:
+        """The committed checkpoint of this run with the best value, as the manifests on disk say; None: there is none.
+
+        Before a run has started it is that of the run that saved in the folder last.
+        """
+        metric = self.options.best
+        if metric is None:
+            return None
+        first = next(iter(ranked(self._of_this_run(), metric, self.options.mode)), None)
+        return None if first is None else BestCheckpoint.of(first, metric)
+
+    def restore_best(self) -> BestCheckpoint:
+        """Load the weights of the best checkpoint into the model; a collective, at a step boundary or after ``run()``.
+
+        These are the ones that were evaluated: with an ``EMA`` that the evaluation used, its average. Optimizers,
+        counters and data stay as they are. A save in the background is waited for.
+
+        Raises:
+            CheckpointError: no checkpoint is the best; the same on all ranks, as the others are.
+            StateMismatch: the model is another one than was saved.
+            RuntimeError: it is not attached to a trainer yet.
+        """
+        trainer, saver = self._trainer, self._saver
+        if trainer is None:
+            raise RuntimeError("Checkpoint.restore_best() needs a trainer: call attach(trainer, event) before.")
+        if saver.busy:
+            saver.finish(trainer)
+        best = agreement.on_rank_0(self._valid_best)
+        weights = agreement.on_rank_0(lambda: read_manifest(best.path).weights_of(best.metric))
+        source = agreement.together(lambda: trainer.registry.read(Found.of(best.path)))
+        outcome = trainer.registry.load_again(LoadPlan.fine_tune(weights=weights), source, {}, {})
+        if isinstance(outcome, str):
+            raise StateMismatch(outcome)
+        if agreement.rank() == 0:
+            logger.warning("Restored the weights of the best %s.", best)
+        return best
+
+    def _valid_best(self) -> BestCheckpoint:
+        metric = self.options.best
+        if metric is None:
+            raise CheckpointError(
+                f"{self.name!r} follows no metric, so no checkpoint is the best: give it one, such as "
+                "Checkpoint(..., best='val/loss', mode='min')."
+            )
+        best = self.store.best(metric, self.options.mode, among=self._of_this_run())
+        if best is None:
+            raise CheckpointError(
+                f"{self.store.directory} holds no valid checkpoint of this run with {metric}, so none is the best."
+            )
+        return BestCheckpoint.of(best, metric)
+
+    def _of_this_run(self) -> list[CheckpointInfo]:
+        saver, found = self._saver, self.store.checkpoints()
+        return [each for each in found if each.manifest.run_id == saver.run_id] if saver.has_run else of_one_run(found)
 
     @property
     def error(self) -> CheckpointError | None:
@@ -181,6 +244,8 @@ class Checkpoint:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
         if self.options.when_busy == "skip" and not self.options.background:
             logger.warning("when_busy='skip' has no effect without background=True: no save is ever busy.")
+        if trainer.starts_fresh(self.name):
+            self._best = None  # an earlier run's in this process
         if self._followed is not None:
             self._followed.begin(trainer)
         mine = trainer.reproducibility(self._saver.filter)
@@ -241,6 +306,8 @@ class Checkpoint:
                 with trainer.progress.before_the_failure(trainer.update) as restartable:
                     if restartable and not self._saver.has_saved(trainer):
                         self._saver.save(trainer, reasons=["saved after an exception, random numbers as it left them"])
+            if self.announces_best and agreement.rank() == 0 and (best := self.best) is not None:
+                logger.warning("Best %s.", best)
         finally:
             self._saver.release()
 

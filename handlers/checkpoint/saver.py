@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -27,7 +28,7 @@ from ignite_engine.checkpointing import (
 )
 from ignite_engine.checkpointing.background import ChangedWhileCopied
 from ignite_engine.checkpointing.changed_rows import ChangedRows
-from ignite_engine.checkpointing.manifest import Facts
+from ignite_engine.checkpointing.manifest import Facts, read_manifest
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
 from ignite_engine.checkpointing.rows import Tables
 from ignite_engine.checkpointing.save_filter import check_patterns
@@ -63,6 +64,10 @@ class Saver:
         """Why the last save failed; None: it did not."""
         self.parent: str | None = None
         """Name of the checkpoint that the run was resumed from, or saved last."""
+        self.run_id: str | None = None
+        """Of the run that is under way; None: none was, or one that a release without it began."""
+        self.has_run = False
+        """A run was resumed or started: :attr:`run_id` is its own."""
         self._saving: BackgroundSave[Path] | None = None
         self._before_step: RemovableEventHandle | None = None
         self._changed_rows = ChangedRows(self.store.directory, options.delta_rows)
@@ -85,6 +90,7 @@ class Saver:
     def resumed(self, trainer: Trainer, path: Path) -> None:
         """The run was resumed from ``path``."""
         self._saved_at, self.parent = _boundary_of(trainer), path.name
+        self.run_id, self.has_run = read_manifest(path).run_id, True
 
     def start(self, trainer: Trainer) -> None:
         """A run starts: check what it saves, take the folder, handle what is in it; a collective.
@@ -95,6 +101,8 @@ class Saver:
         """
         if trainer.state.start is Start.FRESH:
             self._saved_at = None
+        if trainer.state.start is Start.FRESH or not self.has_run:
+            self.run_id, self.has_run = agreement.on_rank_0(lambda: secrets.token_hex(8)), True
         if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
             group = agreement.cpu_group(f"checkpoints in {self.store.directory}")
             self.store = CheckpointStore(self.store.directory, group)
@@ -203,6 +211,8 @@ class Saver:
             "left_out": left_out | own,
             "kinds": dict(kinds),
             "parent": self.parent,
+            "run_id": self.run_id,
+            "evaluated_with": trainer.registry.evaluated_with(),
         }
         if not (background or self.options.delta_rows):
             return shared, local, None, Tables(), facts

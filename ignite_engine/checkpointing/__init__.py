@@ -8,18 +8,20 @@ from ignite_engine.checkpointing.load.prepare import prepare
 from ignite_engine.checkpointing.load.sources import LoadSource
 from ignite_engine.checkpointing.load.table import LoadTable
 from ignite_engine.checkpointing.manifest import FORMAT_VERSION, Manifest, read_manifest
+from ignite_engine.checkpointing.naming import find_directory, find_source
 from ignite_engine.checkpointing.part_file import all_finite
-from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
+from ignite_engine.checkpointing.retention import BestCheckpoint, CheckpointInfo, Retention
 from ignite_engine.checkpointing.save_filter import SaveFilter
 from ignite_engine.checkpointing.save_options import SaveOptions
 from ignite_engine.checkpointing.snapshot import Snapshot
 from ignite_engine.checkpointing.store import CheckpointStore, Loaded, Newest
-from ignite_engine.checkpointing.weights_source import Source, find_directory, find_source, read_source
+from ignite_engine.checkpointing.weights_source import Source, read_source
 from ignite_engine.errors import CheckpointError, NotExact, StateMismatch, require_exact
 
 __all__ = [
     "FORMAT_VERSION",
     "BackgroundSave",
+    "BestCheckpoint",
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointStore",

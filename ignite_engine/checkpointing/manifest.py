@@ -39,6 +39,8 @@ class Facts(TypedDict, total=False):
     left_out: Mapping[str, Sequence[str]]
     kinds: Mapping[str, str]
     best: Mapping[str, str] | None
+    evaluated_with: Mapping[str, str]
+    run_id: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,10 @@ class Manifest:
     """What each part is, as ``register(kind=...)`` said; a part that is not in it is guessed from its state."""
     best: dict[str, str] | None = None
     """The ``metric`` by which the run keeps its best ones, and its ``mode``, ``min`` or ``max``; None: by none."""
+    evaluated_with: dict[str, str] = field(default_factory=dict)
+    """The part of the average that took the place of the weights, by the name of the evaluation; others have none."""
+    run_id: str | None = None
+    """The same for all checkpoints of a run, however often it was resumed; another one for each fresh start."""
     sharding: list[str] = field(default_factory=list)
     """How tensors were sharded over the ranks: meshes and placements; empty: none was."""
     needs: dict[str, FileRecord] = field(default_factory=dict)
@@ -90,6 +96,10 @@ class Manifest:
     def needed(self) -> list[str]:
         """Names of the checkpoints beside it that it needs, the oldest first."""
         return list(dict.fromkeys(name.partition("/")[0] for name in self.needs))
+
+    def weights_of(self, metric: str) -> str:
+        """Of which weights a metric was measured: ``raw``, or the part of an average."""
+        return self.evaluated_with.get(metric.rpartition("/")[0], "raw")
 
     @property
     def exact(self) -> bool:

@@ -25,13 +25,31 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True)
+class BestCheckpoint:
+    """The checkpoint of a run with the best value of the metric that the run follows."""
+
+    path: Path
+    value: float
+    iteration: int
+    metric: str
+
+    @classmethod
+    def of(cls, checkpoint: CheckpointInfo, metric: str) -> BestCheckpoint:
+        return cls(checkpoint.path, checkpoint.manifest.metrics[metric], checkpoint.iteration, metric)
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.5g} at iteration {self.iteration}, {self.path}"
+
+
+@dataclass(frozen=True)
 class Retention:
     """The union of the last few, the best few, every n-th and what is pinned.
 
     Args:
         keep_last: how many of the newest; at least 1.
         keep_best: how many of the best by ``best``; a checkpoint without that metric, or where it is not finite, or
-            with non-finite weights, is never among them. Of equal scores the earlier one is better.
+            with non-finite weights, or of an earlier run in the same folder, is never among them. Of equal scores the
+            earlier one is better.
         best: key in the manifest's metrics; None: no best ones.
         mode: whether a small or a large score is good.
         keep_every: those whose iteration is a multiple of it; None: none.
@@ -78,7 +96,7 @@ class Retention:
         return [each for each in checkpoints if each.path in stay]
 
     def _best(self, healthy: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-        return [] if self.best is None else ranked(healthy, self.best, self.mode)[: self.keep_best]
+        return [] if self.best is None else ranked(of_one_run(healthy), self.best, self.mode)[: self.keep_best]
 
     def _is_nth(self, checkpoint: CheckpointInfo) -> bool:
         return self.keep_every is not None and checkpoint.iteration % self.keep_every == 0
@@ -89,6 +107,11 @@ def ranked(checkpoints: Iterable[CheckpointInfo], metric: str, mode: str) -> lis
     scores = [(each.manifest.metrics.get(metric, math.nan), each) for each in checkpoints if each.manifest.healthy]
     sign = 1 if mode == "min" else -1
     return [each for _, each in sorted((one for one in scores if math.isfinite(one[0])), key=lambda one: sign * one[0])]
+
+
+def of_one_run(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those of the run that saved the last of ``checkpoints``, without those that an earlier one left in the folder."""
+    return [each for each in checkpoints if each.manifest.run_id == checkpoints[-1].manifest.run_id]
 
 
 def superseded(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Facts, Manifest,
 from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.checkpointing.part_file import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
-from ignite_engine.checkpointing.retention import CheckpointInfo, Retention, ranked
+from ignite_engine.checkpointing.retention import CheckpointInfo, Retention, of_one_run, ranked
 from ignite_engine.checkpointing.rows import RowFiles, Tables
 from ignite_engine.checkpointing.shard_files import ShardFiles
 from ignite_engine.checkpointing.shards import Shards
@@ -147,14 +147,15 @@ class CheckpointStore:
             logger.warning("Checkpoint %s is skipped: %s.", path, reason.rstrip("."))
         return Newest(found, skipped)
 
-    def best(self, metric: str, mode: str) -> CheckpointInfo | None:
+    def best(self, metric: str, mode: str, *, among: Sequence[CheckpointInfo] | None = None) -> CheckpointInfo | None:
         """The best valid checkpoint; one that is damaged is skipped with a warning. Not collective: ask on one rank.
 
         Args:
             metric: of the manifest; without a finite value of it, or with non-finite weights, none is the best.
             mode: ``min`` or ``max``: whether a small or a large value is good.
+            among: these; None: those of the run that saved the newest one.
         """
-        for each in ranked(self.checkpoints(), metric, mode):
+        for each in ranked(of_one_run(self.checkpoints()) if among is None else among, metric, mode):
             if not (problems := self.verify(each.path)):
                 return each
             logger.warning("Checkpoint %s is skipped: %s.", each.path, "; ".join(problems).rstrip("."))

@@ -1,4 +1,4 @@
-"""The one reader of everything that weights can come from: a checkpoint, a folder of them, or a file of weights."""
+"""The one reader of everything that weights can come from: a checkpoint or a file of weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from ignite_engine.checkpointing import layout as names
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest
+from ignite_engine.checkpointing.manifest import Manifest
+from ignite_engine.checkpointing.naming import Which, find_source, rule_of, split_name
 from ignite_engine.checkpointing.part_file import load_plain
 from ignite_engine.checkpointing.store import CheckpointStore
 from ignite_engine.errors import CheckpointError, one_line
-
-_RUNS_FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -33,45 +31,6 @@ class Source:
     def kinds(self) -> Mapping[str, str]:
         """What each part is, as far as it is known."""
         return self.manifest.kinds if self.manifest else {"model": "model"}
-
-
-def find_directory(path: str | Path) -> Path:
-    """The folder of checkpoints that a path means: itself, or that of a run.
-
-    Raises:
-        CheckpointError: one line; there is none.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; expected a run's folder or a folder of checkpoints.")
-    for candidate in (path, path / _RUNS_FOLDER):
-        if any(names.scan(candidate)):
-            return candidate
-    raise CheckpointError(f"{path} holds no checkpoint; expected a run's folder or a folder of checkpoints.")
-
-
-def is_there(path: str | Path) -> bool:
-    """Whether there is anything that :func:`find_source` could mean, valid or not."""
-    path = Path(path)
-    if path.is_dir() and not (path / MANIFEST_NAME).exists() and names.named_iteration(path) is None:
-        return any(map(any, map(names.scan, (path, path / _RUNS_FOLDER))))
-    return path.exists()
-
-
-def find_source(path: str | Path) -> Path:
-    """The checkpoint or file that a path means; of a folder of checkpoints, or a run's, the newest valid one.
-
-    Raises:
-        CheckpointError: one line; there is none, or none that is valid.
-    """
-    path = Path(path)
-    if path.is_file() or (path / MANIFEST_NAME).exists() or (path.exists() and names.named_iteration(path) is not None):
-        return path
-    newest = CheckpointStore(find_directory(path)).latest()
-    if newest.checkpoint is None:
-        reasons = "; ".join(f"{each.name}: {reason.rstrip('.')}" for each, reason in newest.skipped)
-        raise CheckpointError(f"{path} holds no valid checkpoint ({reasons}).")
-    return newest.checkpoint.path
 
 
 def read_source(path: Path, rank: int = 0, *, mmap: bool = False, whole: bool = True) -> Source:
@@ -96,6 +55,36 @@ def read_source(path: Path, rank: int = 0, *, mmap: bool = False, whole: bool = 
         local = store.load(path, 0, mmap=mmap, whole=whole).local
         local = {name: part for name, part in local.items() if name != "rng"}
     return Source(path, {**loaded.shared, **local}, loaded.manifest.left_out, loaded.manifest)
+
+
+def read_named(
+    path: str | Path,
+    which: Which = "last",
+    *,
+    metric: str | None = None,
+    mode: str | None = None,
+    weights: str | None = None,
+) -> tuple[Source, str]:
+    """Read what :func:`find_source` finds, and choose its weights.
+
+    Args:
+        path, which, metric, mode: see :func:`find_source`.
+        weights: ``raw``, or the part of an average; None: of the best those that its metric was measured of, otherwise
+            ``raw``.
+
+    Returns:
+        The source, sharded tensors without their values, and its weights in these words.
+
+    Raises:
+        CheckpointError, ValueError: see :func:`find_source`.
+    """
+    is_best = split_name(path, which)[1] == "best"
+    source = read_source(find_source(path, which, metric=metric, mode=mode), whole=False)
+    if weights is None and is_best and source.manifest is not None:
+        rule = rule_of(source.manifest)
+        followed = metric or (rule and rule[0])
+        weights = source.manifest.weights_of(followed) if followed else None
+    return source, weights or "raw"
 
 
 def safetensors_torch() -> Any:

@@ -82,7 +82,7 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
     descriptions = {
         "train": "start a run, or resume one that was interrupted: the command is the same",
-        "evaluate": "print the metrics of the best, or newest, checkpoint as one line of JSON",
+        "evaluate": "print the metrics of the best, or last, checkpoint as one line of JSON",
         "describe": "print the schedule, the learning rates and the bus, without running",
         "verify-resume": "kill the run, resume it, and compare every piece of state with the run that was not killed",
     }
@@ -109,8 +109,8 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
         if name == "evaluate":
             command.add_argument(
                 "--checkpoint",
-                metavar="PATH|best|newest",
-                help="the checkpoint's directory, or which one; default: the best, or the newest if none is the best",
+                metavar="PATH|best|last",
+                help="a checkpoint, RUN/best or RUN/last, or which of this run; default: the best, or else the last",
             )
     pages.add_parsers(subparsers)
     checkpoints.add_parser(subparsers)

@@ -22,12 +22,16 @@ from ignite_engine.checkpointing.comparison import compare
 from ignite_engine.checkpointing.export import Format, weights_of, write_weights
 from ignite_engine.checkpointing.layout import named_iteration, scan
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
+from ignite_engine.checkpointing.naming import NAMES, followed, rule_of, scored_by, split_name
+from ignite_engine.checkpointing.retention import of_one_run, ranked
+from ignite_engine.checkpointing.weights_source import read_named
 from ignite_engine.errors import shortened
 from ignite_engine.run_directory import config_differences
 from ignite_engine.text import in_columns
 
 _NOT_RESULTS = ("lr", "memory", "throughput", "time")
 _WHERE = "a run's folder, or one of checkpoints"
+_ONE = f"a checkpoint, {_WHERE} (its last valid one), or RUN/best"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,20 +46,22 @@ def add_parser(subparsers: Any) -> None:
 
     action("list", "one line per checkpoint").add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
     verify = action("verify", "read every byte; code 1 if anything is damaged, with the file's name")
-    verify.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=f"{_WHERE}, or one checkpoint")
+    verify.add_argument(
+        "where", type=Path, metavar="RUN_OR_DIR", help=f"{_WHERE}, or one checkpoint, RUN/best, RUN/last"
+    )
     diff = action("diff", "what differs between two checkpoints; code 1 if anything does")
     for name in ("first", "second"):
-        diff.add_argument(
-            name, type=Path, metavar=name.upper(), help=f"a checkpoint, or {_WHERE}: its newest valid one"
-        )
+        diff.add_argument(name, type=Path, metavar=name.upper(), help=_ONE)
     export = action("export", "write only the weights, for other programs")
-    export.add_argument("where", type=Path, metavar="PATH", help=f"a checkpoint, or {_WHERE}: its newest valid one")
+    export.add_argument("where", type=Path, metavar="PATH", help=_ONE)
     export.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="replaced if it is there")
     export.add_argument(
         "--format", choices=["safetensors", "state_dict"], help="default: by the file's ending; else state_dict"
     )
     export.add_argument(
-        "--weights", default="raw", metavar="raw|ema", help="the trained weights, or their average (the part's name)"
+        "--weights",
+        metavar="raw|ema",
+        help="the trained weights, or their average (the part's name); default: of RUN/best those that were evaluated",
     )
     prune = action("prune", "delete what is not asked to be kept; pinned ones and the last valid one always stay")
     prune.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
@@ -78,19 +84,25 @@ def checkpoints(options: argparse.Namespace) -> int:
 def _list(options: argparse.Namespace) -> int:
     directory = find_directory(options.where)
     readable, unreadable = scan(directory)
+    rule = followed(readable)
+    best = ranked(of_one_run(readable), *rule)[:1] if rule else []
     heads = ("checkpoint", "epoch", "metrics", "size", "labels", "state")
-    print(*in_columns([heads, *(_row(each) for each in readable)]), sep="\n")
+    rows = []
+    for each in readable:
+        names = [f"best ({', '.join(rule)})"] if rule and each in best else []
+        rows.append(_row(each, [*names, "last"] if each is readable[-1] else names))
+    print(*in_columns([heads, *rows]), sep="\n")
     for path, reason in unreadable:
         print(f"{path.name}  cannot be read: {reason}")
     return 0
 
 
-def _row(checkpoint: CheckpointInfo) -> tuple[str, ...]:
+def _row(checkpoint: CheckpointInfo, names: list[str]) -> tuple[str, ...]:
     manifest = checkpoint.manifest
     results = [
         f"{key} {value:.5g}" for key, value in manifest.metrics.items() if key.partition("/")[0] not in _NOT_RESULTS
     ]
-    state = ["pinned"] if manifest.pinned else []
+    state = [*names, "pinned"] if manifest.pinned else names
     state += [f"needs {shortened(manifest.needed[::-1], 1)}"] if manifest.needs else []
     state += [] if manifest.healthy else ["weights not finite"]
     state.append("exact" if manifest.exact else f"not exact: {shortened(manifest.reproducibility, 1)}")
@@ -102,6 +114,8 @@ def _verify(options: argparse.Namespace) -> int:
     where: Path = options.where
     if (where / MANIFEST_NAME).exists() or named_iteration(where) is not None:
         found = {where: CheckpointStore(where.parent).verify(where)}
+    elif where.name in NAMES and not where.exists():
+        found = _verified(*split_name(where))
     else:
         directory = find_directory(where)
         readable, unreadable = scan(directory)
@@ -111,6 +125,22 @@ def _verify(options: argparse.Namespace) -> int:
     for path, problems in sorted(found.items()):
         print(f"{path.name}  {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
     return int(any(found.values()))
+
+
+def _verified(where: Path, which: str) -> dict[Path, list[str]]:
+    """What is wrong with the one that a name means, and with those that should have been it."""
+    store = CheckpointStore(find_directory(where))
+    if which != "best":
+        newest = store.latest()
+        found = {path: [reason] for path, reason in newest.skipped}
+        return found | ({newest.checkpoint.path: []} if newest.checkpoint else {})
+    metric, mode = scored_by(store)
+    found = {}
+    for each in ranked(of_one_run(store.checkpoints()), metric, mode):
+        found[each.path] = store.verify(each.path)
+        if not found[each.path]:
+            break
+    return found
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -136,13 +166,13 @@ def _title(which: str, source: Source) -> str:
 
 def _export(options: argparse.Namespace) -> int:
     output: Path = options.output
-    source = read_source(find_source(options.where), whole=False)
-    weights = weights_of(source, options.weights)
+    source, chosen = read_named(options.where, weights=options.weights)
+    weights = weights_of(source, chosen)
     kind: Format = options.format or ("safetensors" if output.suffix == ".safetensors" else "state_dict")
-    about = {"source": str(source.path), "weights": options.weights}
+    about = {"source": str(source.path), "weights": chosen}
     write_weights(output, weights, kind, about=about)
     count = sum(value.numel() for value in weights.values() if hasattr(value, "numel"))
-    print(f"{output}: {len(weights)} names, {count:,} numbers, {kind}, {options.weights} weights of {source.path}")
+    print(f"{output}: {len(weights)} names, {count:,} numbers, {kind}, {chosen} weights of {source.path}")
     if names := source.left_out.get("model"):
         print(f"It lacks {len(names)} names that {source.path.name} was saved without: {shortened(names)}")
     return 0
@@ -177,14 +207,8 @@ def _mode(options: argparse.Namespace, checkpoints: Sequence[CheckpointInfo]) ->
     """Whether a small or a large score is better: as asked for, or as the newest manifest that knows it says."""
     if options.mode is not None:
         return options.mode
-    for manifest in (each.manifest for each in reversed(checkpoints)):
-        section = (manifest.config or {}).get("checkpoint")  # all that format version 1 says of it
-        of_config = (section.get("best"), section.get("mode")) if isinstance(section, dict) else ()
-        of_run = (manifest.best["metric"], manifest.best["mode"]) if manifest.best else ()
-        for known in (of_run, of_config):
-            if known in ((options.keep_best, "min"), (options.keep_best, "max")):
-                return known[1]
-    return "min"
+    rules = [rule_of(each.manifest) for each in reversed(checkpoints)]
+    return next((rule[1] for rule in rules if rule and rule[0] == options.keep_best), "min")
 
 
 def _size(manifest: Manifest) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from ignite_engine.checkpointing import CheckpointError, NotExact
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, NotExact
+from ignite_engine.checkpointing.naming import followed
 from ignite_engine.cli import checkpoints, pages
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
@@ -156,7 +157,8 @@ def _train(config: Config, options: argparse.Namespace) -> None:
 
 
 def _evaluate(config: Config, options: argparse.Namespace) -> None:
-    if options.checkpoint == "best" and config.checkpoint.best is None:
+    saved = RunDirectory(config.directory).checkpoints
+    if options.checkpoint == "best" and not (config.checkpoint.best or followed(CheckpointStore(saved).checkpoints())):
         raise config.error(
             "checkpoint.best", "got nothing, so no checkpoint is the best; name a metric, such as val/loss."
         )

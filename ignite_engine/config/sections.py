@@ -260,8 +260,8 @@ class EmaSection(Section):
 class LoadSection(Section):
     """What a run starts from if its own folder has no checkpoint to resume."""
 
-    path: Annotated[str, Field(min_length=1)] | None = None  # a run's folder, a checkpoint, or a file of weights
-    which: Literal["newest", "best"] = "newest"  # valid checkpoint of a folder
+    path: Annotated[str, Field(min_length=1)] | None = None  # a run's folder, RUN/best, a checkpoint, or a file
+    which: Literal["last", "best", "newest"] = "last"  # valid checkpoint of a folder; newest is the last
     metric: Annotated[str, Field(min_length=1)] | None = None  # of the best; default: as the run that saved it says
     mode: Literal["min", "max"] | None = None  # with metric: whether a smaller or a larger value is better
     optional: bool = False  # it may be missing; one that is there must be valid

@@ -1,4 +1,4 @@
-"""A model from its checkpoint alone, built by the task that the checkpoint's config names."""
+"""Weights of a checkpoint into a model, also one that is built by the task that the checkpoint's config names."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ import torch
 from torch import nn
 
 from ignite_engine import rng
-from ignite_engine.checkpointing import CheckpointError, LoadPlan, find_source, prepare, read_source
-from ignite_engine.states.model_and_optimizer import ModelState
+from ignite_engine.checkpointing import CheckpointError, LoadPlan, Source, prepare
+from ignite_engine.checkpointing.naming import Which
+from ignite_engine.checkpointing.weights_source import read_named
+from ignite_engine.errors import StateMismatch, check_type
+from ignite_engine.states.model_and_optimizer import ModelState, clean_name, unwrap
 from ignite_engine.task import Task, TaskError, build_task, find_task
 
 
 def load_model(
     checkpoint: str | Path,
+    which: Which = "last",
     *,
-    ema: bool | str = False,
+    ema: bool | str | None = None,
+    metric: str | None = None,
+    mode: str | None = None,
     import_task: bool = False,
     task: Callable[[Mapping[str, Any]], Task] | None = None,
     strict: bool = True,
@@ -27,8 +33,11 @@ def load_model(
     """Rebuild a checkpoint's model and load its weights.
 
     Args:
-        checkpoint: its directory, or a folder of checkpoints or of a run (the newest valid one).
-        ema: load the average; a name if it is not ``ema``.
+        checkpoint: its directory, or a folder of checkpoints or of a run, perhaps with a name: ``runs/x/best``.
+        which: of a folder the ``last`` valid one or the ``best``.
+        ema: load the average; a name if it is not ``ema``. None: of the best the weights that were evaluated,
+            otherwise the trained ones.
+        metric, mode: by which it is the best; None: as the run says.
         import_task: import and run the task file that the checkpoint's config names: only if you trust it.
         task: the function that makes the task, instead of the named one. It gets the config's ``task_options``; the
             random number generators of this process are left unchanged.
@@ -44,8 +53,8 @@ def load_model(
         TaskError: ``import_task`` is False, or the task cannot be found or built.
         StateMismatch: the weights do not fit the model that the task builds.
     """
-    path = find_source(checkpoint)
-    source = read_source(path, whole=False)
+    source, weights = read_named(checkpoint, which, metric=metric, mode=mode, weights=_part_of(ema))
+    path = source.path
     config = source.manifest.config if source.manifest is not None else None
     if config is None and task is None:
         raise CheckpointError(f"{path} holds no config, so how its model is built is unknown: give task=.")
@@ -54,23 +63,79 @@ def load_model(
     with rng.isolated():
         rng.seed_host(config.get("run", {}).get("seed", 0))  # what was left out is initialized as in the run
         model = build_task(build, config.get("task_options", {})).model
-    name = "ema" if ema is True else ema
-    plan = LoadPlan.fine_tune(weights=name or "raw", strict=strict)
-    states, table = prepare(
-        plan,
-        source.parts,
-        {"model": ModelState(model)},
-        source=str(path),
-        left_out=source.left_out,
-        kinds=source.kinds,
-    )
-    if strict and table["model"].left_out:
-        raise CheckpointError(
-            f"{path} was saved without some of its model ({table['model']}): use strict=False to keep these as "
-            "they are built."
-        )
-    ModelState(model).load_state_dict(states["model"])
+    _load(source, weights, model, strict=strict)
     return model.to(device).eval()
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: str | Path,
+    which: Which = "last",
+    *,
+    ema: bool | str | None = None,
+    metric: str | None = None,
+    mode: str | None = None,
+    strict: bool = True,
+) -> Path:
+    """Load the weights of a checkpoint into a model, in place: ``load_weights(model, "runs/x", "best")``.
+
+    The model may be in DDP, ``torch.compile`` or FSDP2, also if it was not when it was saved, and the other way round.
+    Not a collective: each rank reads for itself.
+
+    Args:
+        model: its device and mode stay.
+        checkpoint: its directory, a folder of checkpoints or of a run, perhaps with a name (``runs/x/best``), or a file
+            of weights (safetensors, or a state_dict of ``torch.save``).
+        which: of a folder the ``last`` valid one or the ``best``.
+        ema: load the average; a name if it is not ``ema``. None: of the best the weights that were evaluated,
+            otherwise the trained ones.
+        metric, mode: by which it is the best; None: as the run says.
+        strict: refuse if names are missing on either side, or shapes differ; otherwise these stay as they are.
+
+    Returns:
+        The checkpoint or file that was loaded.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or it holds no model or no such average.
+        StateMismatch: the weights do not fit the model.
+    """
+    check_type("model", model, isinstance(model, nn.Module), "a module")
+    source, weights = read_named(checkpoint, which, metric=metric, mode=mode, weights=_part_of(ema))
+    _load(source, weights, model, strict=strict)
+    return source.path
+
+
+def _part_of(ema: bool | str | None) -> str | None:
+    return ("ema" if ema else "raw") if isinstance(ema, bool) else ema
+
+
+def _load(source: Source, weights: str, model: nn.Module, *, strict: bool) -> None:
+    path, state = source.path, ModelState(model)
+    plan = LoadPlan.fine_tune(weights=weights, strict=False)
+    parts = source.parts if source.manifest is not None else {"model": _unwrapped(source.parts["model"], state)}
+    if "model" not in parts:
+        raise CheckpointError(f"{path} holds no model; its parts: {', '.join(sorted(parts)) or 'none'}.")
+    states, table = prepare(
+        plan, parts, {"model": state}, source=str(path), left_out=source.left_out, kinds=source.kinds
+    )
+    row = table["model"]
+    if row.differences and (strict or not row.loaded):
+        raise StateMismatch(
+            f"The model is not that of {path} ({row.differences}): build it as it was saved, or use strict=False to "
+            "leave these as they are."
+        )
+    if strict and row.left_out:
+        raise CheckpointError(
+            f"{path} was saved without some of its model ({row}): use strict=False to keep these as they are built."
+        )
+    state.load_state_dict(states["model"])
+
+
+def _unwrapped(weights: Mapping[str, Any], state: ModelState) -> dict[str, Any]:
+    """Weights from elsewhere under the names of the model inside DDP and torch.compile."""
+    clean = {clean_name(name): value for name, value in weights.items()}
+    inside = all(name.startswith("module.") for name in clean) and not hasattr(unwrap(state.model), "module")
+    return {name.removeprefix("module.") if inside else name: value for name, value in clean.items()}
 
 
 def _named_task(path: Path, config: Mapping[str, Any], import_task: bool) -> Callable[[Mapping[str, Any]], Task]:

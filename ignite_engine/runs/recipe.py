@@ -252,6 +252,7 @@ def _attach(
     given = {each.name: getattr(section, each.name, None) for each in fields(SaveOptions)}
     options = {name: value for name, value in given.items() if value is not None}
     run.checkpoint = handlers.Checkpoint(run.directory.checkpoints, config=run.config, **options)
+    run.checkpoint.announces_best = False  # the run's last line does
     run.ignore = section.ignore or ()
     if section.sources:
         run.load, run.always_load = _loading(config, run), bool(section.exclude)

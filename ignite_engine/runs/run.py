@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ignite_engine.checkpointing import CheckpointStore, Loaded, LoadSource, LoadTable
+from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded, LoadSource, LoadTable
+from ignite_engine.checkpointing.naming import NAMES, find_source, followed, scored_by
 from ignite_engine.checkpointing.shards import is_sharded
 from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.ranks import agreement
@@ -33,6 +34,9 @@ class Saves(Protocol):
 
     @property
     def store(self) -> CheckpointStore: ...
+
+    @property
+    def best(self) -> BestCheckpoint | None: ...
 
     def resume(self, ignore: Iterable[str] = ()) -> Path | None: ...
 
@@ -148,15 +152,14 @@ class Run:
                     "The run failed: %s: %s", type(error).__name__, error, extra={"console": False}, exc_info=True
                 )
             summary = self._write_summary(status, resumed)
-            self._write_report()
+            report = self._write_report()
             if status == "interrupted":
-                self._log_outcome(summary)
+                self._log_outcome(summary, report)
             if error is not raised:
                 raise error from raised
             raise
         summary = self._write_summary(trainer.state.status, resumed)
-        self._write_report()
-        self._log_outcome(summary)
+        self._log_outcome(summary, self._write_report())
         return summary
 
     @contextlib.contextmanager
@@ -219,21 +222,17 @@ class Run:
         """Metrics of every validation and test set with the weights of a checkpoint; a collective, nothing is written.
 
         Args:
-            checkpoint: its directory, ``best`` (by the config's metric) or ``newest``; None: the best, or the newest
-                where there is no best one.
+            checkpoint: its directory, or that of a run, perhaps with a name (``runs/x/best``); or of this run ``best``
+                (by the config's metric, or that which the run followed) or ``last``; None: the best, or the last where
+                there is no best one.
 
         Raises:
             CheckpointError: it is damaged, or no checkpoint.
-            FileNotFoundError: there is none.
+            FileNotFoundError: this run has none.
         """
         assert self.checkpoint is not None
         store = self.checkpoint.store
         path = agreement.on_rank_0(lambda: self._chosen(store, checkpoint))
-        if path is None:
-            scored = f" with {self.best[0]}" if checkpoint == "best" and self.best else ""
-            raise FileNotFoundError(
-                f"{store.directory} holds no valid checkpoint{scored}; train first, or give --checkpoint."
-            )
         if self.load is not None and self.always_load:
             self.load()
         loaded = agreement.together(lambda: store.load(path, agreement.rank(), whole=False))
@@ -287,8 +286,8 @@ class Run:
             if not (said and line.startswith(("optimizer.", "optimizers."))):
                 logger.info("Config differs from the run's last start: %s", line)
 
-    def _log_outcome(self, summary: Mapping[str, Any]) -> None:
-        """One line: how the run ended, and for a stop where the same command resumes."""
+    def _log_outcome(self, summary: Mapping[str, Any], report: Path | None) -> None:
+        """How the run ended, for a stop where the same command resumes, and last the best checkpoint and the report."""
         if summary["status"] == "interrupted":
             saved = self.checkpoint.store.checkpoints() if self.checkpoint else ()
             resumes = f"resumes from {saved[-1].path.name}" if saved else "starts over: no checkpoint was saved"
@@ -302,14 +301,21 @@ class Run:
                 summary["wall_s"],
                 self.directory.path,
             )
+        if (best := summary["best"]) is not None:
+            path = self.directory.checkpoints / best["checkpoint"]
+            pages = "" if report is None else f"; report: {report}"
+            logger.info("Best %s%s.", BestCheckpoint(path, best["value"], best["iteration"], best["metric"]), pages)
+        elif report is not None:
+            logger.info("Report: %s.", report)
 
-    def _write_report(self) -> None:
+    def _write_report(self) -> Path | None:
         if agreement.rank() != 0 or not self.config["logging"]["report"]:
-            return
+            return None
         try:
-            write_report(self.directory.path)
+            return write_report(self.directory.path)
         except Exception as error:  # the outcome of the run does not depend on its report
             logger.warning("No report could be written: %s: %s.", type(error).__name__, error)
+            return None
 
     def _set_old_metrics_aside(self) -> None:
         """Log points of a run that left no checkpoint would appear twice."""
@@ -320,17 +326,30 @@ class Run:
                 "%s belonged to a run without a checkpoint: it is now %s.", self.directory.metrics, aside.name
             )
 
-    def _chosen(self, store: CheckpointStore, asked: Path | str | None) -> Path | None:
-        if asked not in (None, "best", "newest"):
-            return Path(asked)
-        if asked != "newest" and self.best is not None:
-            best = store.best(*self.best)
-            if best is not None:
-                return best.path
-        if asked == "best":
+    def _chosen(self, store: CheckpointStore, asked: Path | str | None) -> Path:
+        if asked is not None and str(asked) not in NAMES:
+            return find_source(asked)
+        rule = self.best or followed(store.checkpoints())
+        found = None
+        if asked == "best" or (asked is None and rule):
+            found = store.best(*(rule or scored_by(store)))  # which says how to set one
+        if found is None and asked != "best":
+            found = store.latest().checkpoint
+        if found is None:
+            scored = f" with {rule[0]}" if asked == "best" and rule else ""
+            raise FileNotFoundError(
+                f"{store.directory} holds no valid checkpoint{scored}; train first, or give --checkpoint."
+            )
+        return found.path
+
+    def _best(self) -> dict[str, Any] | None:
+        """Of ``summary.json``: the best checkpoint of the run so far."""
+        best = self.checkpoint.best if self.checkpoint and agreement.rank() == 0 and self.start else None
+        if best is None:
             return None
-        newest = store.latest().checkpoint
-        return newest.path if newest else None
+        mode = self.config["checkpoint"]["mode"]
+        at = {"iteration": best.iteration, "checkpoint": best.path.name}
+        return {"metric": best.metric, "mode": mode, "value": best.value, **at}
 
     def _write_failure(self, line: str) -> None:
         """A rank failed; this one writes it, whichever it is. The main thread may be blocked and never do so."""
@@ -359,6 +378,7 @@ class Run:
             "skipped_steps": state.skipped_steps,
             "read_errors": state.read_errors,
             "metrics": dict(sorted({**before, **state.metrics}.items())),
+            "best": self._best(),
             "weights_sha256": digest,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "world_size": agreement.world_size(),

@@ -332,6 +332,12 @@ class Registry:
         if isinstance(obj, MetricState):
             self._resume.metrics.append((obj, state))
 
+    def evaluated_with(self) -> dict[str, str]:
+        """The part of the average that takes the place of the weights, by the name of the evaluation; else none."""
+        sets = [name.removeprefix("evaluation/") for name in self.objects if name.startswith("evaluation/")]
+        averages = {name: obj for name, obj in self.objects.items() if hasattr(obj, "is_evaluated")}
+        return {each: name for name, average in averages.items() for each in sets if average.is_evaluated(each)}
+
     def check_all_claimed(self) -> None:
         """Refuse to continue while a loaded part has no object.
 

@@ -92,15 +92,38 @@ def test_list_has_a_line_for_each(run: Path, say: Say) -> None:
     assert code == 0 and len(lines) == 4
     assert lines[0].split() == ["checkpoint", "epoch", "metrics", "size", "labels", "state"]
     assert re.fullmatch(r"iteration_00000004  1 +val/loss 0\.5  \d+\.\d KiB  first, kept  pinned; exact", lines[1])
-    assert re.fullmatch(r"iteration_00000008  1 +val/loss 1 +\d+\.\d KiB +exact", lines[2])
+    assert re.fullmatch(r"iteration_00000008  1 +val/loss 1 +\d+\.\d KiB +last; exact", lines[2])
     assert lines[3].startswith("iteration_00000012  cannot be read: ") and "is not JSON" in lines[3]
+
+
+def test_best_and_last_by_name(tmp_path: Path, say: Say) -> None:
+    """Of a run whose loss gets worse the first checkpoint is the best, of which the average was evaluated."""
+    run = tmp_path / "run"
+    trained(run, best="val/loss")
+    store = CheckpointStore(run / "checkpoints")
+    lines = say("list", run)[1]
+    assert lines[1].split("  ")[-1] == "best (val/loss, min); exact" and lines[3].split("  ")[-1] == "last; exact"
+    assert say("verify", run / "best") == (0, ["iteration_00000004  valid"])
+    assert say("verify", run / "last") == (0, ["iteration_00000012  valid"])
+    assert say("diff", run / "best", store.checkpoints()[0].path)[0] == 0 and say("diff", run / "best", run)[0] == 1
+    code, lines = say("export", run / "best", "-o", tmp_path / "best.pt")
+    assert code == 0 and lines[0].endswith(f"raw weights of {store.checkpoints()[0].path}")
+
+    flip(store.checkpoints()[0].path / "shared.pt")
+    code, lines = say("verify", run / "best")
+    assert code == 1 and "iteration_00000004  damaged" in lines[0] and lines[1] == "iteration_00000008  valid"
+    code, lines = say("export", tmp_path / "none" / "best", "-o", tmp_path / "x.pt")
+    assert code == 2 and "does not exist; expected a run's folder" in lines[-1]
+    trained(tmp_path / "other")
+    code, lines = say("export", tmp_path / "other" / "best", "-o", tmp_path / "x.pt")
+    assert code == 2 and len(lines) == 1 and "no metric was followed, so none is the best; train with" in lines[0]
 
 
 def test_list_tells_what_is_unhealthy_or_not_exact(tmp_path: Path, say: Say) -> None:
     store = CheckpointStore(tmp_path)
     store.save({}, {}, iteration=1, epoch=0, healthy=False, reproducibility=["one reason", "another"])
 
-    assert say("list", tmp_path)[1][1].endswith("weights not finite; not exact: one reason and 1 more")
+    assert say("list", tmp_path)[1][1].endswith("last; weights not finite; not exact: one reason and 1 more")
 
 
 def test_verify_names_the_damaged_file_and_ends_with_1(run: Path, say: Say) -> None:
@@ -125,7 +148,7 @@ def test_a_chain_of_rows_is_listed_verified_compared_exported_and_pruned(tmp_pat
     assert [line.split("  ")[-1].strip() for line in say("list", tmp_path / "chain")[1][1:]] == [
         "exact",
         "needs iteration_00000003; exact",
-        "needs iteration_00000004 and 1 more; exact",
+        "last; needs iteration_00000004 and 1 more; exact",
     ]
     newest = tmp_path / "chain" / "iteration_00000005"
     assert say("diff", newest, tmp_path / "full")[0] == 0

@@ -149,7 +149,10 @@ WRONG = [
     ),
     (["describe", "my_config.yaml", "--plto", "x.svg"], "is not an option of describe; did you mean '--plot'?"),
     (["train", "my_config.yaml", "--plot"], "got '--plot', which is not an option of train; known: "),
-    (["evaluate", "my_config.yaml", "--checkpoint", "x"], "x has no manifest.json: it is not a committed checkpoint"),
+    (
+        ["evaluate", "my_config.yaml", "--checkpoint", "x"],
+        "x does not exist; expected a run's folder or",
+    ),
 ]
 
 
@@ -276,6 +279,14 @@ def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.
     assert set(evaluated) == {"checkpoint", "iteration", "val/loss"}
     scores = [json.loads(line)["val/loss"] for line in metrics.splitlines() if "val/loss" in line]
     assert evaluated["val/loss"] == min(scores)
+    best, at = first["best"], evaluated["iteration"]
+    path = f"run/checkpoints/iteration_{at:08d}"
+    assert (best["metric"], best["value"], best["iteration"]) == ("val/loss", min(scores), at) and again["best"] == best
+    last = logged.splitlines()[-1]
+    assert last.endswith(f": Best val/loss {best['value']:.5g} at iteration {at}, {path}; report: run/report.html.")
+    for asked, iteration in (("best", at), ("run/best", at), ("last", 12), ("newest", 12), ("run", 12), (path, at)):
+        assert main(["evaluate", "my_config.yaml", "--checkpoint", asked, "checkpoint.best=null"]) == 0
+        assert json.loads(capsys.readouterr().out)["iteration"] == iteration
 
 
 def test_any_other_failure_is_code_1_with_its_traceback(folder: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_run_begins_with_several_sources(build: Build, pretrained: Path, tmp_p
     [
         ([{"path": "a"}, {"optional": True}], "checkpoint.load.1.path: this is missing, expected what to load"),
         ([{"path": "a", "pth": 1}], r"checkpoint.load.0.pth: got 1 for a key that is not known; did you mean 'path'\?"),
-        ([{"path": "a", "which": "last"}], "checkpoint.load.0.which: got 'last', expected 'newest' or 'best'"),
+        ([{"path": "a", "which": "lats"}], "checkpoint.load.0.which: got 'lats', expected 'last', 'best' or 'newest'"),
         ([{"path": "a", "metric": "loss"}], "checkpoint.load.0: metric and mode say together"),
         ({"path": "a", "optional": 1}, "checkpoint.load.optional: got 1, expected true or false"),
         ("a", "checkpoint.load: got 'a', expected a mapping of settings"),

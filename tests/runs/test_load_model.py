@@ -122,7 +122,7 @@ def test_function_of_the_callers_own_takes_the_place_of_the_task(folder: Path) -
 
 
 def test_weights_that_do_not_fit_are_one_line(folder: Path) -> None:
-    with pytest.raises(StateMismatch, match=r"iteration_00000008 and this run differ \(model: 3 of another shape: "):
+    with pytest.raises(StateMismatch, match=r"iteration_00000008 \(3 of another shape: "):
         load_model(folder / "runs/one", task=lambda options: other_build({"width": 7}))
 
 

@@ -15,9 +15,18 @@ from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.filesystem import Signature, hash_file, open_regular, signature
 from ignite_engine.checkpointing.load.plan import LoadPlan
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
-from ignite_engine.checkpointing.retention import CheckpointInfo, ranked
+from ignite_engine.checkpointing.naming import (
+    Which,
+    check_which,
+    find_directory,
+    find_source,
+    is_there,
+    scored_by,
+    split_name,
+)
+from ignite_engine.checkpointing.retention import CheckpointInfo, of_one_run, ranked
 from ignite_engine.checkpointing.store import CheckpointStore
-from ignite_engine.checkpointing.weights_source import Source, find_directory, find_source, is_there, read_source
+from ignite_engine.checkpointing.weights_source import Source, read_source
 from ignite_engine.errors import CheckpointError, check_type, one_line
 
 logger = logging.getLogger(__name__)
@@ -74,9 +83,9 @@ class LoadSource:
 
     Args:
         path: a checkpoint, a folder of checkpoints or of a run, or a file of weights (safetensors, or a state_dict of
-            ``torch.save``).
+            ``torch.save``). A folder may be followed by a name: ``runs/x/best``.
         plan: what is taken from it, and under which names: by default the model.
-        which: of a folder the ``newest`` valid checkpoint or the ``best`` one.
+        which: of a folder the ``last`` (or ``newest``) valid checkpoint or the ``best`` one.
         metric, mode: by which it is the best, and whether ``min`` or ``max`` is good; None: as the run that saved them
             says.
         optional: it may be missing; one that is there must be valid.
@@ -89,7 +98,7 @@ class LoadSource:
 
     path: str | Path
     plan: LoadPlan = field(default_factory=LoadPlan.fine_tune)
-    which: Literal["newest", "best"] = "newest"
+    which: Which = "last"
     metric: str | None = None
     mode: Literal["min", "max"] | None = None
     optional: bool = False
@@ -100,11 +109,10 @@ class LoadSource:
         check_type("plan", self.plan, isinstance(self.plan, LoadPlan), "a LoadPlan")
         for name in ("optional", "dynamic"):
             check_type(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
-        if self.which not in ("newest", "best"):
-            raise ValueError(f"which must be 'newest' or 'best', got {self.which!r}.")
+        check_which(self.which)
         if self.mode not in (None, "min", "max"):
             raise ValueError(f"mode must be 'min', 'max' or None, got {self.mode!r}.")
-        if (self.metric is None) != (self.mode is None) or (self.metric is not None and self.which != "best"):
+        if (self.metric is None) != (self.mode is None) or (self.metric is not None and self.named[1] != "best"):
             raise ValueError(
                 f"metric and mode say together which checkpoint is the best, got metric={self.metric!r}, "
                 f"mode={self.mode!r} and which={self.which!r}."
@@ -115,21 +123,27 @@ class LoadSource:
                 f"{'all parts' if self.plan.parts is None else list(self.plan.parts)}."
             )
 
+    @property
+    def named(self) -> tuple[Path, Which]:
+        """The path without a name at its end, and which checkpoint is meant of a folder."""
+        return split_name(self.path, self.which)
+
     def find(self) -> Found | None:
         """What is meant now, verified; None: it is optional and there is none.
 
         Raises:
             CheckpointError: one line; there is none, or none that is valid.
         """
-        if self.optional and not is_there(self.path):
+        place, which = self.named
+        if self.optional and not is_there(place):
             return None
-        if self.which == "newest":
-            return Found.of(find_source(self.path))
-        store = CheckpointStore(find_directory(self.path))
+        if which != "best":
+            return Found.of(find_source(place))
+        store = CheckpointStore(find_directory(place))
         metric, mode = self.scored_by(store)
         best = store.best(metric, mode)
         if best is None and not self.optional:
-            raise CheckpointError(f"{self.path} holds no valid checkpoint with {metric}.")
+            raise CheckpointError(f"{place} holds no valid checkpoint with {metric}.")
         return Found.of(best.path, metric) if best else None
 
     def scored_by(self, store: CheckpointStore) -> tuple[str, str]:
@@ -138,15 +152,7 @@ class LoadSource:
         Raises:
             CheckpointError: neither this nor any checkpoint says it.
         """
-        if self.metric is not None and self.mode is not None:
-            return self.metric, self.mode
-        said = next((each.manifest.best for each in reversed(store.checkpoints()) if each.manifest.best), None)
-        if said is None:
-            raise CheckpointError(
-                f"{self.path}: no checkpoint says by what it is the best; give metric and mode, such as 'val/loss' and "
-                "'min'."
-            )
-        return said["metric"], said["mode"]
+        return scored_by(store, self.metric, self.mode)
 
 
 class SourceWatch:
@@ -164,7 +170,7 @@ class SourceWatch:
         Of a folder that is one that was saved later, or has a better score. A checkpoint or a file that is given by its
         own path need only have changed. Where it is the very one that was refused as :meth:`unfit`, it is no other.
         """
-        path = Path(self.source.path)
+        path, which = self.source.named
         try:
             if path.is_file():
                 found = Found(path, self._unless_known(path, [path.resolve()], lambda: _hash(path)))
@@ -176,7 +182,7 @@ class SourceWatch:
                 return self._valid(store, [info], lambda found: self._is_other(found, than))
             if not is_there(path):
                 return None
-            return self._in_folder(CheckpointStore(find_directory(path)), than)
+            return self._in_folder(CheckpointStore(find_directory(path)), which, than)
         except (CheckpointError, OSError) as error:
             self.refuse(path, one_line(error))
             return None
@@ -191,12 +197,12 @@ class SourceWatch:
         """It does not fit what is trained, and will not until it changes."""
         self._unfit.add(found.digest)
 
-    def _in_folder(self, store: CheckpointStore, than: Found | None) -> Found | None:
+    def _in_folder(self, store: CheckpointStore, which: Which, than: Found | None) -> Found | None:
         readable, unreadable = names.scan(store.directory)
         for path, reason in unreadable:
             if than is None or (names.named_iteration(path) or 0) > (than.iteration or 0):
                 self.refuse(path, reason)
-        if self.source.which == "newest":
+        if which != "best":
             return self._valid(
                 store, reversed(readable), lambda found: self._is_other(found, than) and _is_later(found, than)
             )
@@ -208,7 +214,7 @@ class SourceWatch:
                 return self._is_other(found, than)
             return self._is_other(found, than) and sign * found.score < sign * than.score
 
-        return self._valid(store, ranked(readable, metric, mode), is_better, metric)
+        return self._valid(store, ranked(of_one_run(readable), metric, mode), is_better, metric)
 
     def _valid(
         self,

@@ -229,7 +229,7 @@ def test_of_a_folder_the_best_is_the_best_valid_one(tmp_path: Path, caplog: pyte
     assert LoadSource(tmp_path / "a", which="best", metric="val/loss", mode="min", optional=True).find() is None
     for iteration, loss in ((4, 0.5), (8, 0.7)):
         store.annotate(tmp_path / "a" / f"iteration_0000000{iteration}", metrics={"val/loss": loss, "accuracy": loss})
-    with pytest.raises(CheckpointError, match="no checkpoint says by what it is the best; give metric and mode"):
+    with pytest.raises(CheckpointError, match="no metric was followed, so none is the best; train with Checkpoint"):
         LoadSource(tmp_path / "a", which="best").find()
     assert path_of(source) == tmp_path / "a" / "iteration_00000004"
     manifest = tmp_path / "a" / "iteration_00000008" / "manifest.json"
@@ -256,7 +256,7 @@ def test_the_best_is_by_what_the_run_kept_its_best(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"which": "last"}, "which must be 'newest' or 'best', got 'last'"),
+        ({"which": "lats"}, "which must be 'best' or 'last', got 'lats'"),
         ({"metric": "loss"}, "metric and mode say together"),
         ({"metric": "loss", "mode": "min"}, "metric and mode say together"),
         ({"which": "best", "mode": "less"}, "mode must be 'min', 'max' or None, got 'less'"),

@@ -1,0 +1,94 @@
+"""One resolver: a path, ``best`` or ``last``, wherever a checkpoint is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadSource, Retention, find_source
+from ignite_engine.checkpointing.naming import is_there, split_name
+from ignite_engine.checkpointing.weights_source import read_named
+from tests.checkpointing.states import save
+
+LOSS = {"metric": "val/loss", "mode": "min"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Of three checkpoints the second is the best."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    for iteration, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
+        save(store, iteration, metrics={"val/loss": loss, "accuracy": loss}, best=LOSS, run_id="a")
+    return tmp_path / "run"
+
+
+def test_best_and_last_by_name_and_by_argument(run: Path) -> None:
+    best, last = (run / "checkpoints" / f"iteration_0000000{iteration}" for iteration in (2, 3))
+    for folder in (run, run / "checkpoints"):
+        assert find_source(folder) == find_source(folder, "last") == find_source(folder, "newest") == last
+        assert find_source(folder / "last") == find_source(folder / "newest") == last
+        assert (
+            find_source(folder, "best") == find_source(folder / "best") == find_source(folder / "best", "best") == best
+        )
+    assert find_source(run, "best", metric="accuracy", mode="max") == last
+    assert find_source(run / "best", metric="accuracy", mode="max") == last
+
+    for source in (LoadSource(run / "best"), LoadSource(run, which="best")):
+        found = source.find()
+        assert found is not None and found.path == best and found.score == 0.1
+    assert LoadSource(run / "best", metric="accuracy", mode="max").find().path == last  # type: ignore[union-attr]
+    (best / "shared.pt").write_bytes(b"damaged")  # the next best one that is valid
+    assert find_source(run / "best").name == "iteration_00000001"
+
+
+def test_what_is_there_under_that_name_is_meant(run: Path, tmp_path: Path) -> None:
+    """A run may be called best."""
+    (tmp_path / "run").rename(tmp_path / "best")
+    assert split_name(tmp_path / "best") == (tmp_path / "best", "last")
+    assert find_source(tmp_path / "best").name == "iteration_00000003"
+    assert find_source(tmp_path / "best" / "best").name == "iteration_00000002"
+    assert is_there(tmp_path / "best" / "best") and not is_there(tmp_path / "other" / "best")
+
+
+def test_what_cannot_be_found_is_one_line(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    save(CheckpointStore(other), 1)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (other / "best", {}, r"other: no metric was followed, so none is the best; train with Checkpoint\(best="),
+        (run / "best", {"metric": "f1", "mode": "max"}, "run holds no valid checkpoint with f1"),
+        (
+            run / "checkpoints" / "iteration_00000001",
+            {"which": "best"},
+            "is one checkpoint: give the folder of its run",
+        ),
+        (tmp_path / "none" / "best", {}, "none does not exist; expected a run's folder"),
+    ]
+    for path, options, line in cases:
+        with pytest.raises(CheckpointError, match=line) as caught:
+            find_source(path, **options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="which must be 'best' or 'last', got 'bset'"):
+        find_source(run, "bset")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="metric and mode say together which one is the best"):
+        find_source(run, "best", metric="f1")
+
+
+def test_another_run_in_the_same_folder_has_its_own_best(run: Path) -> None:
+    """A fresh start deletes what an earlier run has left: its best one is no better than those of this run."""
+    store = CheckpointStore(run / "checkpoints")
+    for iteration, loss in ((4, 0.6), (5, 0.7), (6, 0.8)):
+        save(store, iteration, metrics={"val/loss": loss}, best=LOSS, run_id="b")
+    assert find_source(run / "best").name == "iteration_00000004"
+    store.apply(Retention(keep_last=1, best="val/loss"))
+    assert [each.iteration for each in store.checkpoints()] == [4, 6]
+
+
+def test_of_the_best_the_weights_that_were_evaluated(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1, metrics={"val/loss": 0.5, "train/loss": 1.0}, best=LOSS, evaluated_with={"val": "ema"})
+    assert read_named(tmp_path / "best")[1] == read_named(tmp_path, "best")[1] == "ema"
+    assert read_named(tmp_path)[1] == read_named(tmp_path / "last")[1] == "raw"
+    assert read_named(tmp_path, "best", metric="train/loss", mode="min")[1] == "raw"
+    assert read_named(tmp_path, "best", weights="raw")[1] == "raw" and read_named(tmp_path, weights="ema")[1] == "ema"

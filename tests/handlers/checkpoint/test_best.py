@@ -1,0 +1,149 @@
+"""The best checkpoint: known, restored as it was evaluated, and said when the run has ended."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Loss
+from torch import nn
+
+from ignite_engine import Trainer, Update, create_evaluator, load_weights
+from ignite_engine.checkpointing import CheckpointError, StateMismatch
+from ignite_engine.handlers import EMA, Checkpoint, Evaluation
+from tests.builders import linear, mse, numbers_loader, one, trainer_of, weights
+
+
+def run_of(
+    folder: Path, model: nn.Module | None = None, ema: EMA | None = None, **options: Any
+) -> tuple[Trainer, Checkpoint]:
+    """A run that is evaluated in each of its iterations, and gets worse from some iteration on."""
+    model = linear() if model is None else model
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.95), mse))
+    if ema is not None:
+        ema.attach(trainer)
+    Evaluation(evaluator_of(model), numbers_loader(6)).attach(trainer, Events.ITERATION_COMPLETED)
+    checkpoint = Checkpoint(folder, **{"best": "val/loss", "keep_last": 1, **options})
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=5))
+    return trainer, checkpoint
+
+
+def evaluator_of(model: nn.Module) -> Any:
+    def predict(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0]), batch[1]
+
+    return create_evaluator(model, predict, {"loss": Loss(nn.functional.mse_loss)})
+
+
+def loss_of(model: nn.Module) -> float:
+    return float(evaluator_of(model).run(numbers_loader(6)).metrics["loss"])
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("average", [None, "all", "val", "other"])
+def test_the_weights_that_were_evaluated_come_back(tmp_path: Path, average: str | None, background: bool) -> None:
+    """Evaluated again, they have the best value, bit for bit; so they have in a model of their own."""
+    sets = {"all": None, "val": ["val"], "other": ["other"]}
+    ema = EMA(0.9, warmup=False, evaluate=sets[average]) if average else None
+    trainer, checkpoint = run_of(tmp_path, ema=ema, background=background)
+    assert checkpoint.best is None
+    scores: dict[int, float] = {}
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: scores.update({trainer.state.iteration: trainer.state.metrics["val/loss"]})
+    )
+    trainer.run(numbers_loader(), max_iters=20)
+    at = min(scores, key=lambda iteration: scores[iteration])
+    best = checkpoint.best
+
+    assert best is not None and (best.value, best.iteration, best.metric) == (scores[at], at, "val/loss")
+    assert best.path == tmp_path / f"iteration_{at:08d}" and 0 < at < 20
+    steps, before = trainer.state.optimizer_steps, weights(trainer)
+    assert checkpoint.restore_best() == best
+    model: Any = trainer.update.model  # type: ignore[attr-defined]
+    assert loss_of(model) == best.value and not torch.equal(weights(trainer), before)
+    assert trainer.state.optimizer_steps == steps and trainer.state.iteration == 20
+
+    own = linear()
+    assert load_weights(own, tmp_path, "best") == best.path and torch.equal(one(own), weights(trainer))
+    load_weights(own, tmp_path / "best", ema=False)
+    assert torch.equal(one(own), weights(trainer)) == (average in (None, "other"))
+
+
+def test_a_run_goes_on_with_what_was_restored(tmp_path: Path) -> None:
+    """Within a run too: what is saved next are the restored weights, at the same iteration."""
+    trainer, checkpoint = run_of(tmp_path, background=True)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=20), lambda: checkpoint.restore_best())
+    trainer.run(numbers_loader(), max_iters=20)
+    model = linear()
+    assert load_weights(model, tmp_path, "last").name == "iteration_00000020"
+    assert torch.equal(one(model), weights(trainer)) and loss_of(model) == checkpoint.best.value  # type: ignore[union-attr]
+
+
+def test_best_is_that_of_this_run(tmp_path: Path) -> None:
+    """Known before a run, over a resume, and never one that an earlier run has left in the folder."""
+    trainer, checkpoint = run_of(tmp_path)
+    trainer.run(numbers_loader(), max_iters=12)
+    first = checkpoint.best
+    assert first is not None and Checkpoint(tmp_path, best="val/loss").best == first
+
+    resumed, its = run_of(tmp_path)
+    its.resume()
+    resumed.run(numbers_loader(), max_iters=20)
+    assert its.best == first
+
+    worse = linear()
+    with torch.no_grad():
+        for parameter in worse.parameters():
+            parameter.add_(50.0)
+    again, other = run_of(tmp_path, worse)
+    seen: list[Any] = []
+    again.add_event_handler(Events.STARTED, lambda: seen.append(other.best))
+    again.run(numbers_loader(), max_iters=1)
+    assert seen == [None] and other.best is not None and other.best.value > 10 * first.value
+    assert sorted(each.name for each in tmp_path.glob("iter*")) == ["iteration_00000001"]
+    seen.clear()
+    again.run(numbers_loader(), max_iters=1)  # fresh again, in this process
+    assert seen == [None] and other.best is not None
+
+
+def test_without_a_best_one_line_says_why(tmp_path: Path) -> None:
+    for options, line in (
+        ({"best": None}, "follows no metric, so no checkpoint is the best"),
+        ({}, "no valid checkpoint of"),
+    ):
+        _, checkpoint = run_of(tmp_path, **options)
+        with pytest.raises(CheckpointError, match=line) as caught:
+            checkpoint.restore_best()
+        assert "\n" not in str(caught.value) and checkpoint.best is None
+    with pytest.raises(RuntimeError, match="needs a trainer"):
+        Checkpoint(tmp_path, best="val/loss").restore_best()
+
+
+def test_a_damaged_best_one_is_skipped_and_another_model_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, checkpoint = run_of(tmp_path, keep_best=2)
+    trainer.run(numbers_loader(), max_iters=12)
+    best = checkpoint.best
+    assert best is not None
+    (best.path / "shared.pt").write_bytes(b"damaged")
+    second = checkpoint.restore_best()
+    assert second.path != best.path and second.value > best.value and "is skipped: shared.pt" in caplog.text
+    other, its = trainer_of(linear(features=3, dtype=torch.float32)), Checkpoint(tmp_path, best="val/loss")
+    other.update.model.add_module("more", nn.Linear(1, 1))  # type: ignore[attr-defined]
+    its.attach(other)
+    with pytest.raises(StateMismatch, match=r"2 missing: more\.weight, more\.bias"):
+        its.restore_best()
+
+
+def test_the_last_line_names_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, checkpoint = run_of(tmp_path)
+    trainer.run(numbers_loader(), max_iters=12)
+    best = checkpoint.best
+    assert best is not None
+    line = f"Best val/loss {best.value:.5g} at iteration {best.iteration}, {best.path}."
+    assert caplog.records[-1].getMessage() == line and caplog.records[-1].levelno == logging.WARNING

@@ -1,0 +1,103 @@
+"""Weights of a run into a model of the user's own, and into a program that does not have this library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+
+from ignite_engine import load_weights
+from ignite_engine.checkpointing import CheckpointError
+from ignite_engine.cli import main
+from ignite_engine.errors import StateMismatch
+from ignite_engine.handlers import EMA, Checkpoint
+from tests.builders import linear, numbers_loader, one, trainer_of, weights
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, torch.Tensor]]:
+    """A run of which iteration 4 is the best, and the weights of each iteration."""
+    folder, seen = tmp_path_factory.mktemp("run"), dict[int, torch.Tensor]()
+    trainer = trainer_of()
+    EMA(0.5).attach(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def score() -> None:
+        seen[trainer.state.iteration] = weights(trainer)
+        trainer.state.metrics["score"] = -abs(trainer.state.iteration - 4)
+
+    checkpoint = Checkpoint(folder / "checkpoints", best="score", mode="max", keep_last=1)
+    checkpoint.attach(trainer, Events.COMPLETED)
+    trainer.run(numbers_loader(), max_iters=6)
+    return folder, seen
+
+
+def test_by_name_into_any_model(run: tuple[Path, dict[int, torch.Tensor]]) -> None:
+    folder, seen = run
+    for arguments, iteration in (((folder,), 6), ((folder, "last"), 6), ((folder, "best"), 4), ((folder / "best",), 4)):
+        model = linear().eval()
+        assert load_weights(model, *arguments).name == f"iteration_{iteration:08d}"
+        assert torch.equal(one(model), seen[iteration]) and not model.training
+    averaged = linear()
+    load_weights(averaged, folder, "best", ema=True)
+    assert not torch.equal(one(averaged), seen[4])
+    load_weights(averaged, folder, "best", metric="score", mode="min")
+    assert torch.equal(one(averaged), seen[6])
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))])
+def test_wrapping_makes_no_difference(run: tuple[Path, dict[int, torch.Tensor]], wrap: Any, tmp_path: Path) -> None:
+    """Neither that of the model, nor that of a model whose state_dict was saved elsewhere."""
+    model = linear()
+    load_weights(wrap(model), run[0], "best")
+    assert torch.equal(one(model), run[1][4])
+    torch.save(wrap(model).state_dict(), tmp_path / "weights.pt")
+    for other in (linear(), wrap(linear())):
+        with torch.no_grad():
+            next(other.parameters()).zero_()
+        load_weights(other, tmp_path / "weights.pt")
+        assert torch.equal(one(other), run[1][4])
+
+
+def test_what_does_not_fit_is_one_sentence(run: tuple[Path, dict[int, torch.Tensor]], tmp_path: Path) -> None:
+    folder, seen = run
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Linear(2, 1))
+    with pytest.raises(StateMismatch) as caught:
+        load_weights(model, folder, "best")
+    assert str(caught.value) == (
+        f"The model is not that of {folder}/checkpoints/iteration_00000004 (2 missing: 3.weight, 3.bias; 2 of another "
+        "shape: 2.weight (saved (1, 4), here (2, 4)), 2.bias (saved (1,), here (2,))): build it as it was saved, or "
+        "use strict=False to leave these as they are."
+    )
+    assert not torch.equal(model[0].weight, seen[4][:12].view(4, 3))  # nothing was loaded
+    load_weights(model, folder, "best", strict=False)
+    assert torch.equal(model[0].weight, seen[4][:12].view(4, 3))
+    with pytest.raises(StateMismatch, match=r"2 missing: .*4 unexpected: "):
+        load_weights(nn.Linear(3, 4), folder, strict=False)  # no name fits
+    with pytest.raises(TypeError, match="model"):
+        load_weights(folder, model)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_weights(model, tmp_path / "nowhere")
+
+
+def test_exported_weights_need_one_line_of_torch(run: tuple[Path, dict[int, torch.Tensor]], tmp_path: Path) -> None:
+    """The line of docs/checkpoints.md, where this library cannot be imported."""
+    folder, seen = run
+    assert main(["checkpoints", "export", str(folder / "best"), "-o", str(tmp_path / "best.pt")]) == 0
+    line = 'model.load_state_dict(torch.load("best.pt", weights_only=True))'
+    assert line in (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    program = f"""
+import sys, torch
+sys.modules["ignite_engine"] = sys.modules["ignite"] = None
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+{line}
+torch.save(torch.cat([each.detach().reshape(-1) for each in model.parameters()]), "loaded.pt")
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    assert torch.equal(torch.load(tmp_path / "loaded.pt"), seen[4])
