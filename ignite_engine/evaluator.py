@@ -13,6 +13,7 @@ from torch import nn
 
 from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.data.source import generators_of
+from ignite_engine.engine import bus
 from ignite_engine.errors import check_type
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import data_parallel, own_buffers
@@ -42,6 +43,10 @@ class _Evaluator(Engine):
             raise
         finally:
             self.metrics_reduce.close()
+
+    def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
+        """Without the line that Ignite formats for its log at each event of each batch."""
+        bus.fire(self, event_name, *event_args, **event_kwargs)
 
 
 def create_evaluator(

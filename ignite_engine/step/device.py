@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of the first parameter, else of the first buffer; the CPU for a model with neither."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in chain(model.parameters(), model.buffers()):
         return tensor.device
     return torch.device("cpu")
 
