@@ -13,7 +13,7 @@ from ignite_engine.handlers.memory import MemoryLogger
 from ignite_engine.handlers.metric_logger import MetricLogger
 from ignite_engine.handlers.model_bank import ModelBank
 from ignite_engine.handlers.progress import Progress
-from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink
+from ignite_engine.handlers.sinks import ConsoleSink, CSVSink, JSONLSink
 from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
 from ignite_engine.handlers.throughput import Throughput
 from ignite_engine.handlers.weight_drift import WeightDrift
@@ -30,6 +30,7 @@ from ignite_engine.schedules import (
 
 __all__ = [
     "EMA",
+    "CSVSink",
     "Checkpoint",
     "ClearMLLogger",
     "ConsoleSink",

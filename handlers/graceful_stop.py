@@ -28,10 +28,12 @@ class GracefulStop:
 
     Args:
         exit: ``run()`` then raises ``Interrupted`` (exit code 130 for SIGINT, 143 for SIGTERM and SIGHUP); False: it
-            returns, with ``state.status == "interrupted"``.
+            returns, with ``state.status == "interrupted"``. None: False in a notebook and at Python's prompt, which
+            ``Interrupted`` would end or clutter, otherwise True.
 
     A signal only sets a flag and logs one line; on one process it also interrupts a wait for the loader. A second
-    signal 0.5 s or more after the first ends the run at once, without a save. What the parent of a spawned rank
+    signal 0.5 s or more after the first ends the run at once, without a save, by ``Interrupted``, in an
+    interactive session by KeyboardInterrupt. What the parent of a spawned rank
     forwards is never a second signal: Ctrl-C reaches the rank itself, too. SIGTERM after the last checkpoint is
     ignored: launchers send it to processes that are still exiting. SIGHUP stays ignored under ``nohup``.
 
@@ -44,8 +46,8 @@ class GracefulStop:
 
     phase = Phase.PREPARE  # an evaluation at STARTED can be stopped too
 
-    def __init__(self, *, exit: bool = True) -> None:
-        self.exit = exit
+    def __init__(self, *, exit: bool | None = None) -> None:
+        self.exit = not _is_interactive() if exit is None else exit
         self._trainer: Trainer | None = None
         self._received: int | None = None
         """The first signal of this run that stops it."""
@@ -112,7 +114,7 @@ class GracefulStop:
             and not (self._saved and signals.treated_as(signalled) == signal.SIGTERM)
         ):
             self._forced = True
-            raise Interrupted(signals.treated_as(signalled))
+            raise KeyboardInterrupt if _is_interactive() else Interrupted(signals.treated_as(signalled))
 
     def _is_another(self, number: int) -> bool:
         """Count a signal; whether it is not just the other way by which one arrives: directly, and forwarded."""
@@ -130,7 +132,7 @@ class GracefulStop:
 
     def _restore(self, trainer: Trainer) -> None:
         stopped = trainer.state.status == "interrupted"
-        exits = stopped and self.exit and not hasattr(sys, "ps1")  # an interactive session outlives Interrupted
+        exits = stopped and self.exit and not _is_interactive()
         before, self._before, self._trainer = self._before, {}, None
         for number, handler in before.items():
             if exits and signals.origin(number) in signals.STOPS:
@@ -149,6 +151,11 @@ class GracefulStop:
                 if self.exit and trainer.state.stopping and not self._forced:
                     agreement.wait_for_all()  # as run() does before it raises Interrupted: the peers wait for this rank
                 raise
+
+
+def _is_interactive() -> bool:
+    """Python's prompt, IPython or a notebook: it outlives what a script exits with."""
+    return hasattr(sys, "ps1")
 
 
 def _log_lines(lines: _Lines) -> None:

@@ -26,7 +26,7 @@ class MetricLogger:
     Args:
         directory: gets a ``metrics.jsonl``; None: no file.
         sinks: further ones; an error in a sink is a warning, and training continues.
-        console: print a line at each log point.
+        console: print a line at each log point; a list: with these columns (:class:`ConsoleSink`).
         name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
 
     Between log points it keeps references to detached scalars: no host sync, no collective. At a log point they are
@@ -43,15 +43,15 @@ class MetricLogger:
         directory: str | Path | None = None,
         *,
         sinks: Sequence[Sink] = (),
-        console: bool = True,
+        console: bool | Sequence[str] = True,
         name: str = "metric_logger",
     ) -> None:
         self.name = name
         self.sinks: list[Sink] = [*sinks]
         if directory is not None:
             self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))
-        if console:
-            self.sinks.append(ConsoleSink())
+        if console is not False:
+            self.sinks.append(ConsoleSink(keys=None if console is True else console))
         self._interval: list[tuple[int, Row]] = []
         self._not_finite_at: int | None = None
         """The first iteration whose loss was not finite."""

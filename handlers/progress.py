@@ -1,105 +1,177 @@
-"""Progress and time left of a run: one redrawn line on a terminal, a few plain lines elsewhere."""
+"""Progress and time left of a run: a redrawn line on a terminal, a bar in a notebook, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
+from collections.abc import Sequence
+from html import escape
 from time import perf_counter
-from typing import Any
 
 import ignite.distributed as idist
 from ignite.engine import Engine, Events
 
+from ignite_engine import Trainer
 from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.handlers.columns import Columns, head_of, short
+from ignite_engine.text import Html, in_notebook
 
 REDRAW_S = 0.1
+REDRAW_HTML_S = 0.5
 LINE_S = 30.0
 LINE_SHARE = 0.1
+LINES_APART_S = 10.0
 BAR_CELLS = 24
+NARROW_BAR_CELLS = 10
+WIDE_COLUMNS = 100
 
 
 class Progress:
-    """Prints epoch, iteration and total, the time left, and the last ``loss`` in ``state.metrics``, on stderr.
+    """Shows epoch, iteration and total, the time left, and the values that the console shows, on stderr.
 
-    On a terminal one line is redrawn, at most ten times a second, and cleared before the loggers print. Elsewhere a
-    line is printed after each tenth of the run, and after 30 s without one. Rank 0 only; it reads nothing from the
-    device, and between its lines costs a clock read and two comparisons. The time left is computed from the mean speed
-    of this process, evaluations and checkpoints included.
+    On a terminal one line is redrawn, at most ten times a second, as wide as the terminal; it is cleared before
+    loggers print. In a notebook it is a bar in HTML. Elsewhere a line is printed after each tenth of the run, at least
+    10 s apart, after 30 s without a log point or a line, and at the end. Rank 0 only; it reads nothing from the device,
+    and between its lines costs a clock read and two comparisons. The time left is computed from the mean speed of this
+    process, evaluations and checkpoints included.
+
+    Args:
+        keys: of ``state.metrics``, as :class:`~ignite_engine.handlers.ConsoleSink` takes them; plain lines show
+            ``loss`` alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Sequence[str] | None = None) -> None:
+        self.columns = Columns(keys)
         self._drawn = False
-        self._next_time = self._next_iteration = 0.0
+        self._html: Html | None = None
+        self._next_time = self._next_iteration = self._not_before = 0.0
         self._started_at, self._first_iteration, self._printed_iteration = 0.0, 0, -1
 
-    def attach(self, trainer: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
+    def attach(self, trainer: Trainer, event: object = Events.ITERATION_COMPLETED) -> None:
         if idist.get_rank() != 0:
             return
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
-        trainer.add_event_handler(TrainingEvents.METRICS_READY, self._clear)
+        trainer.add_event_handler(TrainingEvents.METRICS_READY, self._make_room)
         trainer.add_event_handler(Events.COMPLETED, self._finish)
 
-    def __call__(self, trainer: Engine) -> None:
+    def __call__(self, trainer: Trainer) -> None:
         now = perf_counter()
-        if now >= self._next_time or trainer.state.iteration >= self._next_iteration:
+        if now >= self._next_time or (trainer.state.iteration >= self._next_iteration and now >= self._not_before):
             self._print(trainer, now)
 
-    def _start(self, trainer: Engine) -> None:
+    def _start(self, trainer: Trainer) -> None:
+        self._html = Html() if in_notebook() else None
         self._started_at, self._first_iteration, self._printed_iteration = perf_counter(), trainer.state.iteration, -1
         self._schedule(trainer, self._started_at)
+        if self._html is None and sys.stderr.isatty():
+            # of the handlers, not of a logger: those of a logger do not see what comes from its children
+            every = (*logging.getLogger().handlers, logging.lastResort)
+            handlers = [each for each in every if isinstance(each, logging.StreamHandler)]
+            for handler in handlers:
+                handler.addFilter(self._clear_before)
 
-    def _schedule(self, trainer: Engine, now: float) -> None:
-        terminal, total = sys.stderr.isatty(), total_iterations(trainer)
-        self._next_time = now + (REDRAW_S if terminal else LINE_S)
-        self._next_iteration = math.inf
-        if total is not None and not terminal:
+            def end(trainer: Trainer) -> None:
+                for handler in handlers:
+                    handler.removeFilter(self._clear_before)
+                self._leave()
+
+            trainer.call_at_end(end)
+
+    def _schedule(self, trainer: Trainer, now: float) -> None:
+        redrawn, total = self._html is not None or sys.stderr.isatty(), total_iterations(trainer)
+        self._next_time = now + (REDRAW_HTML_S if self._html is not None else REDRAW_S if redrawn else LINE_S)
+        self._next_iteration, self._not_before = math.inf, now + LINES_APART_S
+        if total is not None and not redrawn:
             tenth = total * LINE_SHARE
             self._next_iteration = (math.floor(trainer.state.iteration / tenth + 1e-9) + 1) * tenth
 
-    def _print(self, trainer: Engine, now: float) -> None:
+    def _print(self, trainer: Trainer, now: float) -> None:
         self._schedule(trainer, now)
         self._printed_iteration = trainer.state.iteration
-        line = self._line(trainer, now)
-        if sys.stderr.isatty():
+        if self._html is not None:
+            self._html.show(self._bar(trainer, now))
+        elif sys.stderr.isatty():
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            sys.stderr.write(f"\r{line[: columns - 1]}\x1b[K")
+            sys.stderr.write(f"\r{self._line(trainer, now, columns)[: columns - 1]}\x1b[K")
             self._drawn = True
         else:
-            sys.stderr.write(f"{line}\n")
+            sys.stderr.write(f"{self._plain_line(trainer, now)}\n")
         sys.stderr.flush()
 
-    def _line(self, trainer: Engine, now: float) -> str:
-        state, total = trainer.state, total_iterations(trainer)
-        epochs = f"/{state.max_epochs}" if state.max_epochs else ""
-        elapsed, done = now - self._started_at, state.iteration - self._first_iteration
-        parts = [f"epoch {state.epoch}{epochs}"]
-        if total is None:
-            parts.append(f"iteration {state.iteration}")
-        else:
-            share = min(state.iteration / total, 1.0)
-            filled = int(share * BAR_CELLS)
-            bar = f" [{'#' * filled}{'.' * (BAR_CELLS - filled)}]" if sys.stderr.isatty() else ""
-            parts.append(f"iteration {state.iteration}/{total}{bar} {share:.0%}")
-        parts.append(f"elapsed {_clock(elapsed)}")
-        if total is not None and done > 0:
-            parts.append(f"ETA {_clock(elapsed / done * max(total - state.iteration, 0))}")
-        if "loss" in state.metrics:
-            parts.append(f"loss {state.metrics['loss']:.4g}")
-        return "  ".join(parts)
+    def _line(self, trainer: Trainer, now: float, columns: int) -> str:
+        """With the values that fit into ``columns``."""
+        where, share, times = self._position(trainer, now)
+        if share is not None:
+            cells = BAR_CELLS if columns >= WIDE_COLUMNS else NARROW_BAR_CELLS
+            filled = int(share * cells)
+            where += f" [{'#' * filled}{'.' * (cells - filled)}] {share:.0%}"
+        line = "  ".join([where, *times[-1:]])
+        for value in self._values(trainer):
+            if len(line) + 2 + len(value) >= columns:
+                break
+            line += f"  {value}"
+        return line
 
-    def _clear(self, trainer: Engine) -> None:
+    def _plain_line(self, trainer: Trainer, now: float) -> str:
+        where, share, times = self._position(trainer, now)
+        loss = trainer.state.metrics.get("loss")
+        parts = [where if share is None else f"{where} {share:.0%}", *times]
+        return "  ".join(parts if loss is None else [*parts, f"loss {short(loss)}"])
+
+    def _bar(self, trainer: Trainer, now: float) -> str:
+        where, share, times = self._position(trainer, now)
+        bar = (
+            "" if share is None else f'<progress value="{share:.4f}" max="1" style="width:16em"></progress> {share:.0%}'
+        )
+        return (
+            f"<div>{bar} {escape('  '.join([where, *times, *self._values(trainer)])).replace('  ', ' &middot; ')}</div>"
+        )
+
+    def _position(self, trainer: Trainer, now: float) -> tuple[str, float | None, list[str]]:
+        """Where the run is in words, the share of it that is done if that is known, and its times."""
+        state, total = trainer.state, total_iterations(trainer)
+        elapsed, done = now - self._started_at, state.iteration - self._first_iteration
+        epochs = f"/{state.max_epochs}" if state.max_epochs else ""
+        where, times = f"epoch {state.epoch}{epochs}  iter {state.iteration}", [f"elapsed {_clock(elapsed)}"]
+        if total is None:
+            return where, None, times
+        if done > 0:
+            times.append(f"ETA {_clock(elapsed / done * max(total - state.iteration, 0))}")
+        return f"{where}/{total}", min(state.iteration / total, 1.0), times
+
+    def _values(self, trainer: Trainer) -> list[str]:
+        metrics = trainer.state.metrics
+        self.columns.add(metrics)
+        return [f"{head_of(key)} {short(metrics[key], key)}" for key in self.columns.chosen() if key in metrics]
+
+    def _make_room(self, trainer: Trainer) -> None:
+        """Before the loggers print at a log point, which is a sign of life as well."""
+        self._clear()
+        if self._html is None and not sys.stderr.isatty():
+            self._next_time = perf_counter() + LINE_S
+
+    _make_room.phase = Phase.MEASURE  # type: ignore[attr-defined]  # before the loggers; read by the Trainer
+
+    def _clear_before(self, record: logging.LogRecord) -> bool:
+        self._clear()
+        return True
+
+    def _clear(self) -> None:
         if self._drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
             self._drawn = False
 
-    _clear.phase = Phase.MEASURE  # type: ignore[attr-defined]  # before the loggers; read by the Trainer
-
-    def _finish(self, trainer: Engine) -> None:
-        if sys.stderr.isatty() or self._printed_iteration != trainer.state.iteration:
+    def _finish(self, trainer: Trainer) -> None:
+        if self._html is not None or sys.stderr.isatty() or self._printed_iteration != trainer.state.iteration:
             self._print(trainer, perf_counter())
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave the line that is drawn as it is."""
         if self._drawn:
             sys.stderr.write("\n")
             sys.stderr.flush()

@@ -6,23 +6,31 @@ never stops the training.
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import errno
 import fcntl
+import io
 import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import IO, Any, Protocol
 
 import ignite.distributed as idist
 
 from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine.checkpointing.filesystem import replace_file
 from ignite_engine.checkpointing.manifest import json_number
+from ignite_engine.handlers.columns import Columns, head_of, short, width_of
 
 Values = Mapping[str, Any]
+LINES_OF_A_TABLE = 40
+_START = "{:>7}  {:>5}"
 logger = logging.getLogger(__name__)
 
 
@@ -62,8 +70,10 @@ class GuardedSink:
             trainer.register(name, SinkState(self))
 
     def __call__(self, trainer: Trainer) -> None:
-        iteration, values = trainer.state.iteration, {"epoch": trainer.state.epoch, **trainer.state.metrics.fresh}
-        self.guard(self.sink.write)(iteration, values)
+        state, started = trainer.state, perf_counter()
+        self.guard(self.sink.write)(state.iteration, {"epoch": state.epoch, **state.metrics.fresh})
+        name = str(getattr(self.sink, "name", type(self.sink).__name__)).rpartition("/")[2]
+        state.sink_seconds[name] = state.sink_seconds.get(name, 0.0) + perf_counter() - started
 
     def guard(self, action: Callable[..., Any]) -> Callable[..., Any]:
         """``action``, except that an error is logged (the first one only) and None is returned."""
@@ -124,6 +134,105 @@ class FileInUse(RuntimeError):
         super().__init__(f"{path} is being written by another process")
 
 
+class LogFile:
+    """Lines of text, one per iteration, of which the newest may be written again; for a sink.
+
+    A file that is deleted or replaced while the run writes it is started again, with a warning. While it is open, no
+    other process writes it.
+
+    Args:
+        iteration_of: a line's iteration; infinity if it is none of ours. Lines are in the order of their iterations.
+    """
+
+    def __init__(self, path: Path, iteration_of: Callable[[bytes], float]) -> None:
+        self.path, self.iteration_of = path, iteration_of
+        self.start = 0
+        """Offset of the newest line in bytes."""
+        self._file: IO[bytes] | None = None
+        self._complete = True
+        self._in_use = False
+
+    def is_gone(self, iteration: int) -> bool:
+        """Whether another file, or none, is at the path since it was opened; it is then closed, with a warning."""
+        if self._file is None:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path)):
+                return False
+        logger.warning(
+            "%s was deleted or replaced while the run was writing it: it continues in a new file, without the "
+            "lines before iteration %d.",
+            self.path,
+            iteration,
+        )
+        self.close()
+        self.start = 0
+        return True
+
+    def open(self) -> IO[bytes]:
+        """The file, which is made if there is none.
+
+        Raises:
+            FileInUse: another process writes it; from then on, this one never does.
+        """
+        if self._in_use:
+            raise FileInUse(self.path)
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
+            file = self.path.open("r+b")
+            try:
+                # the process's own lock: with flock a loader worker that outlives a killed run would still hold it
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                file.close()
+                self._in_use = True
+                raise FileInUse(self.path) from None
+            except OSError:
+                pass  # a file system without locks
+            self._file = file
+        return self._file
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
+    def drop_from(self, iteration: float) -> None:
+        """Remove the lines from ``iteration`` on, which this run writes again, and an incomplete last line."""
+        file = self.open()
+        kept = file.seek(0)
+        for line in file:
+            if not line.endswith(b"\n") or self.iteration_of(line) >= iteration:
+                break
+            kept += len(line)
+        file.truncate(kept)
+
+    def begin_line(self) -> None:
+        """The next :meth:`write` adds a line; one that a failed write has torn is replaced by it."""
+        if self._complete:
+            self.start = self.open().seek(0, os.SEEK_END)
+
+    def write(self, line: bytes) -> None:
+        """Write the newest line, again if it is there."""
+        file = self.open()
+        self._complete = False
+        file.seek(self.start)
+        file.write(line)
+        file.truncate()
+        file.flush()
+        self._complete = True
+
+    def sync(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
 class JSONLSink:
     """One JSON object per iteration, floats in full precision.
 
@@ -143,126 +252,163 @@ class JSONLSink:
 
     def __init__(self, path: str | Path, *, name: str = "jsonl") -> None:
         self.path, self.name = Path(path), name
-        self._file: IO[bytes] | None = None
+        self._file = LogFile(self.path, _iteration_of)
         self._line: dict[str, Any] = {}
-        self._line_start = 0
-        self._line_complete = True
-        self._in_use = False
 
     def write(self, iteration: int, values: Values) -> None:
         """Write a line, or add to the newest one if it has the same iteration; rank 0 only."""
         if idist.get_rank() != 0:
             return
-        if self._file is not None and not self._is_still(self._file):
-            logger.warning(
-                "%s was deleted or replaced while the run was writing it: it continues in a new file, without the "
-                "lines before iteration %d.",
-                self.path,
-                iteration,
-            )
-            self.close()
-            self._line, self._line_start = {}, 0
-        first_write = self._file is None and not self._line
-        file = self._open()
-        if first_write or iteration < self._line.get("iteration", 0):
-            _truncate_from(file, iteration)
+        file = self._file
+        if file.is_gone(iteration):
+            self._line = {}
+        if (not file.is_open and not self._line) or iteration < self._line.get("iteration", 0):
+            file.drop_from(iteration)
             self._line = {}
         if self._line.get("iteration") != iteration:
-            if self._line_complete:  # else the new line replaces the torn one
-                self._line_start = file.seek(0, os.SEEK_END)
+            file.begin_line()
             self._line = {"iteration": iteration}
         self._line |= {name: _json_value(value) for name, value in values.items()}
-        self._write_line(file)
+        file.write(self._encoded())
 
     def state_dict(self) -> dict[str, Any]:
         """The newest line and its offset in bytes; all lines before it are on disk."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        return {"start": self._line_start, "line": dict(self._line)}
+        self._file.sync()
+        return {"start": self._file.start, "line": dict(self._line)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remove what was written after the checkpoint."""
         if idist.get_rank() != 0:
             return
-        self._line, self._line_start = dict(state["line"]), state["start"]
+        self._line, self._file.start = dict(state["line"]), state["start"]
         if self._line:
-            file = self._open()
-            self._line_start = min(self._line_start, file.seek(0, os.SEEK_END))  # a shorter file: leave no hole
-            self._write_line(file)
+            end = self._file.open().seek(0, os.SEEK_END)
+            self._file.start = min(self._file.start, end)  # a shorter file: leave no hole
+            self._file.write(self._encoded())
         elif self.path.exists():
-            self._open().truncate(self._line_start)
+            self._file.open().truncate(self._file.start)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
-    def _open(self) -> IO[bytes]:
-        if self._in_use:
-            raise FileInUse(self.path)
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.touch()
-            file = self.path.open("r+b")
-            try:
-                # the process's own lock: with flock a loader worker that outlives a killed run would still hold it
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                file.close()
-                self._in_use = True
-                raise FileInUse(self.path) from None
-            except OSError:
-                pass  # a file system without locks
-            self._file = file
-        return self._file
-
-    def _is_still(self, file: IO[bytes]) -> bool:
-        """Whether ``file`` is what is at the path."""
-        try:
-            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
-        except FileNotFoundError:
-            return False
-
-    def _write_line(self, file: IO[bytes]) -> None:
+    def _encoded(self) -> bytes:
         ordered: dict[str, Any] = {key: self._line[key] for key in ("iteration", "epoch") if key in self._line}
         ordered |= {key: self._line[key] for key in sorted(self._line) if key not in ordered}
-        self._line_complete = False
-        file.seek(self._line_start)
-        file.write(json.dumps(ordered).encode() + b"\n")
-        file.truncate()
-        file.flush()
-        self._line_complete = True
+        return json.dumps(ordered).encode() + b"\n"
+
+
+class CSVSink:
+    """One row per iteration and one column per value, for spreadsheets; floats in full precision.
+
+    A value that is first written later adds its column at the end, for which the file is written again, whole; until
+    then its cells are empty. Resumes, failures and other processes are as for :class:`JSONLSink`.
+
+    Args:
+        path: the file; its folder is created.
+        name: in checkpoints.
+    """
+
+    def __init__(self, path: str | Path, *, name: str = "csv") -> None:
+        self.path, self.name = Path(path), name
+        self._file = LogFile(self.path, _iteration_of_row)
+        self._columns: list[str] = []
+        self._row: dict[str, Any] = {}
+
+    def write(self, iteration: int, values: Values) -> None:
+        """Write a row, or add to the newest one if it has the same iteration; rank 0 only."""
+        if idist.get_rank() != 0:
+            return
+        file = self._file
+        if file.is_gone(iteration):
+            self._row, self._columns = {}, []
+        if (not file.is_open and not self._row) or iteration < self._row.get("iteration", 0):
+            self._drop_from(iteration)
+        if self._row.get("iteration") != iteration:
+            file.begin_line()
+            self._row = {"iteration": iteration}
+        self._row |= {name: _json_value(value) for name, value in values.items()}
+        if new := [name for name in self._row if name not in self._columns]:
+            self._add_columns(new)
+        file.write(_csv_line(self._row.get(name, "") for name in self._columns))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The newest row; all rows before it are on disk."""
+        self._file.sync()
+        return {"row": dict(self._row)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remove what was written after the checkpoint."""
+        row = dict(state["row"])
+        if idist.get_rank() == 0 and (row or self.path.exists()):
+            self._drop_from(row.get("iteration", 0))
+            if row:
+                self.write(row["iteration"], row)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _drop_from(self, iteration: int) -> None:
+        self._file.drop_from(iteration)
+        file = self._file.open()
+        file.seek(0)
+        heading = file.readline().decode()
+        self._columns, self._row = next(csv.reader([heading])) if heading else [], {}
+
+    def _add_columns(self, new: Sequence[str]) -> None:
+        """Replace the file by one with further columns; the newest row is written after that."""
+        file = self._file.open()
+        file.seek(0)
+        _, _, rows = file.read(self._file.start).partition(b"\n")
+        columns = [*self._columns, *new]
+        text = _csv_line(columns) + rows.replace(b"\n", b"," * len(new) + b"\n")
+        replace_file(self.path, lambda whole: whole.write(text))
+        self._file.close()
+        self._file.start, self._columns = len(text), columns
 
 
 class ConsoleSink:
-    """One readable line per log point on rank 0's standard output; names without a ``/`` come first.
+    """A table on rank 0's standard output: one aligned line per log point, as wide as the terminal, elsewhere 80.
+
+    A heading is printed first, again when the columns change (the first evaluation adds its metrics), and after 40
+    lines. ``-`` is a value that was not written at this log point; a log point with none of the columns prints nothing.
 
     Args:
         stream: None: ``sys.stdout`` at the time of writing.
+        keys: which values of ``state.metrics``, in which order, after iteration and epoch; patterns (``val/*``) too,
+            and ``rate`` for the throughput. None: ``loss``, the update's other values, metrics of evaluations, ``lr``
+            and the throughput, of these as many as fit.
     """
 
-    def __init__(self, stream: IO[str] | None = None) -> None:
-        self.stream = stream
+    name = "console"
+
+    def __init__(self, stream: IO[str] | None = None, *, keys: Sequence[str] | None = None) -> None:
+        self.stream, self.columns = stream, Columns(keys)
+        self._heading, self._lines = "", 0
 
     def write(self, iteration: int, values: Values) -> None:
         if idist.get_rank() != 0:
             return
-        words = [
-            f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in sorted(values.items(), key=_is_grouped)
-        ]
-        print(f"iteration {iteration}", *words, sep="  ", file=self.stream or sys.stdout, flush=True)
+        stream = self.stream or sys.stdout
+        self.columns.add(values)
+        keys = self.columns.fitting(_columns_of(stream) - len(_START.format("", "")))
+        if not any(key in values for key in keys):
+            return
+        heading = _START.format("iter", "epoch") + "".join(f"  {head_of(key):>{width_of(key)}}" for key in keys)
+        if heading != self._heading or self._lines >= LINES_OF_A_TABLE:
+            self._heading, self._lines = heading, 0
+            print(heading, file=stream)
+        self._lines += 1
+        cells = (short(values[key], key) if key in values else "-" for key in keys)
+        line = "".join(f"  {cell:>{width_of(key)}}" for key, cell in zip(keys, cells, strict=True))
+        print(_START.format(iteration, values.get("epoch", "-")) + line, file=stream, flush=True)
 
 
-def _truncate_from(file: IO[bytes], iteration: int) -> None:
-    """Remove the lines from ``iteration`` on, which this run writes again, and an incomplete last line."""
-    kept = file.seek(0)
-    for line in file:
-        if not line.endswith(b"\n") or _iteration_of(line) >= iteration:
-            break
-        kept += len(line)
-    file.truncate(kept)
+def _columns_of(stream: IO[str]) -> int:
+    """Characters in a line of the terminal behind ``stream``; 80 if there is none."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError, AttributeError):  # no terminal, no file, closed
+        return 80
 
 
 def _iteration_of(line: bytes) -> float:
@@ -273,8 +419,19 @@ def _iteration_of(line: bytes) -> float:
         return math.inf
 
 
-def _is_grouped(item: tuple[str, Any]) -> bool:
-    return "/" in item[0]
+def _iteration_of_row(line: bytes) -> float:
+    """The iteration of a CSV row; -1 for the heading, infinity if the row is not one of ours."""
+    first = line.partition(b",")[0].strip()
+    try:
+        return -1.0 if first == b"iteration" else float(int(first))
+    except ValueError:
+        return math.inf
+
+
+def _csv_line(cells: Iterable[Any]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().replace("\n", " ")[:-1].encode() + b"\n"  # a row stays a line, whatever a text holds
 
 
 def number_of(value: Any) -> float | None:

@@ -30,7 +30,9 @@ class Throughput:
     - ``throughput/data_wait_share``: the share of the time spent waiting for the loader, 0 to 1;
     - ``time/step_ms``, ``time/data_wait_ms``, and if the update fires the optimizer's events
       ``time/forward_backward_ms`` (to OPTIMIZER_STEP_STARTED) and ``time/optimizer_ms`` (clip and step): means per
-      iteration and over ranks. On CUDA these are the times to queue the work, not to execute it.
+      iteration and over ranks. On CUDA these are the times to queue the work, not to execute it;
+    - ``time/handlers_ms``: between iterations, without evaluations: handlers, saves and sinks; and of it
+      ``time/sink/<name>_ms``, what each sink of this rank took to write. Means per iteration, too.
 
     One collective at the event, none between. No state is saved.
     """
@@ -44,7 +46,8 @@ class Throughput:
         self.samples_fn = samples_fn if samples_fn is not None else _samples
         self._reset()
         self._started: float | None = None
-        self._batch_ready = self._step_started = 0.0
+        self._batch_ready = self._step_started = self._since = self._evaluation_started = 0.0
+        self._sinks_before: dict[str, float] = {}
 
     def attach(self, trainer: Engine, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
         trainer.add_event_handler(Events.STARTED, self._forget_iteration)
@@ -54,15 +57,20 @@ class Throughput:
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self._end_step)
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_SKIPPED, self._end_step)
         # whichever is first: an evaluation runs before the other handlers of ITERATION_COMPLETED
-        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._end_iteration)
+        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
+        trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, self._end_evaluation)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._end_iteration)
         trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Engine) -> None:
+        now, of_sinks = perf_counter(), getattr(trainer.state, "sink_seconds", {})
+        outside_s = now - self._since - self._total_s - self._evaluation_s
         sums = (self._steps, self._total_s, self._wait_s, self._compute_s, self._step_s, self._samples, self._tokens)
-        rows = by_data_rank(gather_floats([float(value) for value in sums]))
+        rows = by_data_rank(gather_floats([float(value) for value in (*sums, outside_s)]))
+        own_steps = self._steps
         self._reset()
-        steps, total, wait, compute, step, samples, tokens = (sum(column) for column in zip(*rows))
+        self._since = now
+        steps, total, wait, compute, step, samples, tokens, outside = (sum(column) for column in zip(*rows))
         slowest = max(row[1] for row in rows)
         if not steps or not slowest:
             return
@@ -78,13 +86,24 @@ class Throughput:
         if compute:
             metrics["time/forward_backward_ms"] = 1e3 * compute / steps
             metrics["time/optimizer_ms"] = 1e3 * step / steps
+        metrics["time/handlers_ms"] = 1e3 * outside / steps
+        for name, seconds in of_sinks.items():
+            metrics[f"time/sink/{name}_ms"] = 1e3 * (seconds - self._sinks_before.get(name, 0.0)) / (own_steps or 1)
+        self._sinks_before = dict(of_sinks)
 
     def _reset(self) -> None:
         self._steps = self._samples = self._tokens = 0
-        self._total_s = self._wait_s = self._compute_s = self._step_s = 0.0
+        self._total_s = self._wait_s = self._compute_s = self._step_s = self._evaluation_s = 0.0
 
     def _forget_iteration(self, trainer: Engine) -> None:
-        self._started = None
+        self._started, self._since = None, perf_counter()
+
+    def _start_evaluation(self, trainer: Engine) -> None:
+        self._end_iteration(trainer)
+        self._evaluation_started = perf_counter()
+
+    def _end_evaluation(self, trainer: Engine) -> None:
+        self._evaluation_s += perf_counter() - self._evaluation_started
 
     def _start_wait(self, trainer: Engine) -> None:
         if self._started is None:  # fired again when an exhausted loader is restarted: still the same wait

@@ -1,8 +1,11 @@
-"""Text for people to read."""
+"""Text for people to read: tables, and HTML in a notebook."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
 
 
 def in_columns(rows: Iterable[Sequence[str]]) -> list[str]:
@@ -10,3 +13,34 @@ def in_columns(rows: Iterable[Sequence[str]]) -> list[str]:
     cells = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook; IPython is not imported for that."""
+    ipython: Any = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+class Html:
+    """A piece of HTML below the cell that runs now; it can be replaced."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, html: str) -> None:
+        from IPython.display import HTML, display
+
+        if self._handle is None:
+            self._handle = display(HTML(html), display_id=True)
+        else:
+            self._handle.update(HTML(html))
+
+
+def show_page(page: str, height: int = 800) -> None:
+    """Show a whole page of its own below the cell that runs now.
+
+    Args:
+        height: in pixels.
+    """
+    frame = f'<iframe srcdoc="{escape(page)}" style="width:100%;height:{height}px;border:0"></iframe>'
+    Html().show(f"<div>{frame}</div>")  # a bare frame is a warning of IPython's

@@ -33,11 +33,19 @@ def _as_steps_or_fraction(value: object) -> object:
     return value
 
 
+def _as_switch_or_keys(value: object) -> object:
+    is_list = isinstance(value, list) and value and all(isinstance(each, str) and each for each in value)
+    if not isinstance(value, bool) and not is_list:
+        raise ValueError(f"got {display(value)}, expected true, false or a list of metrics' keys")
+    return value
+
+
 Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 StepsOrFraction = Annotated[int | float, BeforeValidator(_as_steps_or_fraction)]
+SwitchOrKeys = Annotated[bool | list[str], BeforeValidator(_as_switch_or_keys)]
 
 
 class Section(BaseModel):
@@ -331,13 +339,14 @@ class LoggingSection(Section):
     """What is logged while training."""
 
     every: Every = Every(iterations=50)  # of loss, LR, throughput and memory
-    console: bool = True  # one line per log point on rank 0
+    console: SwitchOrKeys = True  # one line per log point on rank 0; a list: of these metrics
     progress: bool = True  # a bar with the time left
     memory: bool = True
     throughput: bool = True
     clearml: bool = True  # a ClearML task: in the run's folder, or on the server that the user has configured
     clearml_project: Annotated[str, Field(min_length=1)] = "ignite_engine"
     tensorboard: bool = False  # scalars in the run's folder
+    csv: bool = False  # a table of all values in the run's folder
     report: bool = True  # a page with the curves, when the run ends
 
 

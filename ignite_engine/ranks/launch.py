@@ -147,6 +147,11 @@ def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -
     Raises:
         LaunchError: it cannot be.
     """
+    for name in (
+        "auto_model",
+        "auto_dataloader",
+    ):  # Ignite gives a logger that is known no handler and level of its own
+        logging.getLogger(f"ignite.distributed.auto.{name}")
     if dist.is_initialized():
         raise LaunchError(
             "This process has a process group already, of another Parallel or of its own: call the function without "

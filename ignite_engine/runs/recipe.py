@@ -242,7 +242,7 @@ def _attach(
     if config.distributed.drift_every is not None:
         handlers.WeightDrift().attach(trainer, interval_event(config.distributed.drift_every))
     if logging.progress:
-        handlers.Progress().attach(trainer)
+        handlers.Progress(logging.console if isinstance(logging.console, list) else None).attach(trainer)
     stopping = config.early_stopping
     if stopping.metric is not None:
         handlers.EarlyStopping(
@@ -330,7 +330,9 @@ def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
         sinks.append(handlers.ClearMLLogger(path, project=project, task=task, config=run.config))
     if logging.tensorboard:
         sinks.append(handlers.TensorBoardSink(path))
-    run.log_states = frozenset({"clearml", "tensorboard"})
+    if logging.csv:
+        sinks.append(handlers.CSVSink(path / "metrics.csv"))
+    run.log_states = frozenset({"clearml", "csv", "tensorboard"})
     return handlers.MetricLogger(path, sinks=sinks, console=logging.console)
 
 

@@ -24,6 +24,7 @@ from ignite_engine.report.lr_curve import lr_svg, lr_text
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, weights_sha256
 from ignite_engine.schedules import Schedule
 from ignite_engine.states.model_and_optimizer import unwrap
+from ignite_engine.text import in_notebook, show_page
 from ignite_engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -312,7 +313,10 @@ class Run:
         if agreement.rank() != 0 or not self.config["logging"]["report"]:
             return None
         try:
-            return write_report(self.directory.path)
+            page = write_report(self.directory.path)
+            if in_notebook():
+                show_page(page.read_text(encoding="utf-8"))
+            return page
         except Exception as error:  # the outcome of the run does not depend on its report
             logger.warning("No report could be written: %s: %s.", type(error).__name__, error)
             return None

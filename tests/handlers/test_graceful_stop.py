@@ -41,7 +41,7 @@ def send(number: int) -> None:
     signal.raise_signal(number)
 
 
-def stoppable(directory: Path, *, exit: bool = True) -> Trainer:
+def stoppable(directory: Path, *, exit: bool | None = True) -> Trainer:
     trainer = trainer_of(accumulation_steps=2)
     Checkpoint(directory).attach(trainer, Events.ITERATION_COMPLETED(every=1000))
     GracefulStop(exit=exit).attach(trainer)
@@ -361,6 +361,27 @@ def test_interactive_session_can_be_interrupted_again(tmp_path: Path, monkeypatc
         trainer.run(numbers_loader(), max_epochs=3)
 
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_interactive_session_gets_the_state_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook would show SystemExit as an error, and Python's prompt would end with it."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    trainer = stoppable(tmp_path, exit=None)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGINT))
+    state = trainer.run(numbers_loader(), max_epochs=3)
+
+    assert (state.status, state.reason, state.iteration) == ("interrupted", "SIGINT", 2)
+
+
+def test_second_signal_in_an_interactive_session_is_a_keyboard_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(signals, "FORCE_AFTER_S", 0.0)
+    trainer = stoppable(tmp_path, exit=None)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: [send(signal.SIGINT), send(signal.SIGINT)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(numbers_loader(), max_epochs=3)
 
 
 # -- what is logged ---------------------------------------------------------------------------------------------------

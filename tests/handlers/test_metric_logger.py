@@ -185,9 +185,18 @@ def test_console_prints_a_line_at_each_log_point(capsys: pytest.CaptureFixture[s
     trainer.run(range(4))
 
     assert capsys.readouterr().out.splitlines() == [
-        "iteration 2  epoch 1  loss 1.5",
-        "iteration 4  epoch 1  loss 3.5",
+        "   iter  epoch       loss",
+        "      2      1        1.5",
+        "      4      1        3.5",
     ]
+
+
+def test_console_prints_the_columns_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = counting([{"loss": 1.0, "grad_norm": 2.0}])
+    MetricLogger(console=["grad_norm"]).attach(trainer)
+    trainer.run(range(1))
+
+    assert capsys.readouterr().out.splitlines() == ["   iter  epoch  grad_norm", "      1      1          2"]
 
 
 def test_further_sinks_get_what_is_new() -> None:

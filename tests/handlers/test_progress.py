@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import pty
 import re
@@ -24,6 +25,7 @@ from ignite_engine import Trainer
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers import progress as module
 from ignite_engine.handlers.progress import Progress
+from tests.test_text import notebook
 
 
 @contextmanager
@@ -64,7 +66,7 @@ def test_on_a_terminal_one_line_is_redrawn_at_most_ten_times_a_second() -> None:
     assert text.count("\n") == 1 and text.endswith("\n")  # one line, left standing at the end
     drawings = text.split("\r")[1:]
     assert 3 <= len(drawings) <= elapsed / 0.1 + 1
-    assert "epoch 2/2  iteration 40/40 [########################] 100%" in drawings[-1]
+    assert "epoch 2/2  iter 40/40 [########################] 100%" in drawings[-1]
     assert all(re.search(r"ETA \d+:\d\d", drawing) for drawing in drawings)
 
 
@@ -88,15 +90,19 @@ def test_on_a_terminal_the_line_is_cleared_before_the_loggers_print() -> None:
     with terminal(100) as drawn:
         trainer.run(range(3), max_epochs=1)
         rest = drawn()
-    assert "iteration 2/3" in printed[0] and printed[0].endswith("\r\x1b[K")
+    assert "iter 2/3" in printed[0] and printed[0].endswith("\r\x1b[K")
     assert "loss 0.1235" in rest
 
 
-def test_elsewhere_each_tenth_of_the_run_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_elsewhere_each_tenth_of_the_run_is_one_plain_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert module.LINES_APART_S == 10.0
+    monkeypatch.setattr(module, "LINES_APART_S", 0.0)
     trainer_of().run(range(125), max_epochs=2)
     lines = capsys.readouterr().err.splitlines()
-    assert [int(line.split("iteration ")[1].split("/")[0]) for line in lines] == list(range(25, 251, 25))
-    assert lines[-1].startswith("epoch 2/2  iteration 250/250 100%  elapsed 0:0")
+    assert [int(line.split("iter ")[1].split("/")[0]) for line in lines] == list(range(25, 251, 25))
+    assert lines[-1].startswith("epoch 2/2  iter 250/250 100%  elapsed 0:0")
     assert not any(sign in line for line in lines for sign in "\r\x1b#")
 
 
@@ -113,7 +119,7 @@ def test_elsewhere_a_line_comes_after_a_while_however_slow_the_run_is(
 
 def test_data_without_a_length_is_counted_without_a_total(capsys: pytest.CaptureFixture[str]) -> None:
     trainer_of().run(iter(range(7)), max_epochs=1)
-    assert re.fullmatch(r"epoch 1/1  iteration 7/7 100%  elapsed 0:00  ETA 0:00\n", capsys.readouterr().err)
+    assert re.fullmatch(r"epoch 1/1  iter 7/7 100%  elapsed 0:00  ETA 0:00\n", capsys.readouterr().err)
 
 
 def test_the_time_left_is_computed_from_the_speed_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +132,68 @@ def test_the_time_left_is_computed_from_the_speed_of_this_process(capsys: pytest
     assert "elapsed 0:40  ETA 1:06:00" in capsys.readouterr().err  # 990 iterations at 4 s
 
 
-def test_it_attaches_to_any_event(capsys: pytest.CaptureFixture[str]) -> None:
+def test_elsewhere_a_short_run_is_its_last_line_only(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer_of().run(range(125), max_epochs=2)
+    assert [line[:38] for line in capsys.readouterr().err.splitlines()] == ["epoch 2/2  iter 250/250 100%  elapsed "]
+
+
+def test_elsewhere_a_log_point_is_a_sign_of_life(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LINE_S", 0.2)
+    trainer = trainer_of(0.02)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(a=1.0))
+    trainer.run(range(25), max_epochs=1)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_on_a_terminal_it_shows_the_values_of_the_console_that_fit() -> None:
+    def drawing(columns: int, keys: list[str] | None = None) -> str:
+        trainer = Trainer(lambda engine, batch: None)
+        Progress(keys).attach(trainer)
+        values = {"memory/peak_mib": 1.0, "val/loss": 0.25, "loss": 0.123456, "throughput/samples_per_s": 4540.0}
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.update(values))
+        with terminal(columns) as drawn:
+            trainer.run(range(3), max_epochs=1)
+            return drawn().split("\r")[-2].removesuffix("\x1b[K").split("ETA 0:00")[1]
+
+    assert drawing(120) == "  loss 0.1235  val/loss 0.25  samples/s 4.54k"
+    assert drawing(80) == "  loss 0.1235  val/loss 0.25"
+    assert drawing(120, ["rate", "loss"]) == "  samples/s 4.54k  loss 0.1235"
+
+
+def test_on_a_terminal_a_logged_message_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where logging is not set up, and after the run the handlers are as before."""
+    logger = logging.getLogger("of.a.test")
+    for last in (False, True):
+        trainer = trainer_of(0.11)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: logger.warning("careful"))
+        with terminal(80) as drawn:
+            handler = logging.StreamHandler(sys.stderr)
+            with monkeypatch.context() as patch:
+                patch.setattr(logging.getLogger(), "handlers", [] if last else [handler])
+                trainer.run(range(3), max_epochs=1)
+            text = drawn().replace("\r\n", "\n")
+        assert "\r\x1b[Kcareful\n" in text and text.count("\n") == 2
+        assert handler.filters == [] and logging.lastResort is not None and logging.lastResort.filters == []
+
+
+def test_in_a_notebook_it_is_one_bar_that_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = notebook(monkeypatch)
+    monkeypatch.setattr(module, "REDRAW_HTML_S", 0.0)
+    trainer = trainer_of()
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.update({"loss": 0.5, "a<b": 2.0}))
+    trainer.run(range(2), max_epochs=2)
+
+    assert [len(versions) for versions in shown] == [5] and capsys.readouterr().err == ""
+    assert '<progress value="1.0000" max="1"' in shown[0][-1] and "a&lt;b 2" in shown[0][-1]
+    assert "epoch 2/2 &middot; iter 4/4" in shown[0][-1] and "loss 0.5" in shown[0][-1]
+
+
+def test_it_attaches_to_any_event(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINES_APART_S", 0.0)
     trainer = Trainer(lambda engine, batch: None)
     Progress().attach(trainer, Events.EPOCH_COMPLETED)
     trainer.run(range(5), max_epochs=3)
@@ -144,5 +211,5 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 @pytest.mark.distributed
 def test_only_rank_0_shows_it(tmp_path: Path) -> None:
     mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
-    assert "iteration 2/2" in (tmp_path / "0.txt").read_text()
+    assert "iter 2/2" in (tmp_path / "0.txt").read_text()
     assert (tmp_path / "1.txt").read_text() == ""

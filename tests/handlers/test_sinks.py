@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import fcntl
 import io
+import itertools
 import json
 import logging
+import os
+import pty
 import resource
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +25,8 @@ import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Trainer
-from ignite_engine.handlers import Checkpoint, ConsoleSink, JSONLSink, MetricLogger
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.handlers import Checkpoint, ConsoleSink, CSVSink, JSONLSink, MetricLogger, Throughput
 from tests.builders import numbers_loader, trainer_of
 
 
@@ -157,16 +164,161 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "metrics.jsonl").exists() and stream.getvalue() == ""
 
 
-def test_console_rounds_for_reading(capsys: pytest.CaptureFixture[str]) -> None:
-    ConsoleSink().write(7, {"epoch": 2, "loss": 0.123456789})
+def printed(*points: dict[str, Any], keys: list[str] | None = None) -> list[str]:
+    """What the console prints of values at iteration 1, 2, ..."""
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, keys=keys)
+    for iteration, values in enumerate(points, 1):
+        sink.write(iteration, {"epoch": 1, **values})
+    return stream.getvalue().splitlines()
 
-    assert capsys.readouterr().out == "iteration 7  epoch 2  loss 0.12346\n"
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0003, "0.0003"),
+        (0.0027238, "0.002724"),
+        (-0.0027238, "-0.002724"),
+        (1.2345e-5, "1.234e-05"),
+        (-1.2345e-5, "-1.23e-05"),
+        (0.123456789, "0.1235"),
+        (12345.6, "12346"),
+        (1234567.0, "1.235e+06"),
+        (3, "3"),
+        (123456789012, "1.23e+11"),
+        (float("nan"), "nan"),
+        (torch.tensor(0.5), "0.5"),
+    ],
+)
+def test_console_rounds_to_what_fits_a_column(value: object, text: str) -> None:
+    assert printed({"a": value})[1] == f"      1      1  {text:>9}"
 
 
-def test_console_shows_the_loss_before_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    ConsoleSink().write(7, {"epoch": 2, "memory/peak_mib": 3.0, "loss": 0.5, "val/loss": 1.0, "lr": 0.25})
+def test_console_shows_what_matters_in_aligned_columns_and_the_rest_not() -> None:
+    assert printed(
+        {
+            "memory/peak_mib": 3.0,
+            "loss": 0.5,
+            "grad_norm": 1.0,
+            "lr": 0.00025,
+            "lr/head": 0.1,
+            "throughput/samples_per_s": 12345.6,
+            "throughput/steps_per_s": 1.0,
+            "time/step_ms": 2.0,
+        },
+        {"val/loss": 0.75, "val/accuracy": 0.9},
+        {"memory/peak_mib": 3.0},
+        {"loss": 0.25, "val/accuracy": 0.95, "throughput/samples_per_s": 999.7},
+    ) == [
+        "   iter  epoch       loss         lr  samples/s",
+        "      1      1        0.5    0.00025      12.3k",
+        "   iter  epoch       loss   val/loss  val/accuracy         lr  samples/s",
+        "      2      1          -       0.75           0.9          -          -",
+        "      4      1       0.25          -          0.95          -      1.00k",
+    ]
 
-    assert capsys.readouterr().out == "iteration 7  epoch 2  loss 0.5  lr 0.25  memory/peak_mib 3  val/loss 1\n"
+
+def test_console_fits_its_columns_into_80_characters_and_keeps_those_that_matter() -> None:
+    values = {f"val/metric_{number}": 1.0 for number in range(9)} | {"loss": 1.0, "lr": 1.0}
+    lines = printed({**values, "throughput/tokens_per_s": 5.0})
+
+    assert lines[0].split() == ["iter", "epoch", "loss", "val/metric_0", "val/metric_1", "lr", "tokens/s"]
+    assert {len(line) for line in lines} == {75}  # a further column has 14
+
+
+def test_console_is_as_wide_as_its_terminal() -> None:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    with os.fdopen(slave, "w") as stream:
+        ConsoleSink(stream).write(1, {f"val/metric_{number}": 1.0 for number in range(9)})
+        heading = os.read(master, 1000).decode().splitlines()[0]
+    os.close(master)
+
+    assert heading.split()[-1] == "val/metric_6" and len(heading) == 14 + 7 * 14
+
+
+def test_console_prints_the_keys_it_is_given_in_their_order_however_many() -> None:
+    values = {"loss": 1.0, "val/a": 2.0, "val/b": 3.0, "grad_norm": 4.0, "throughput/steps_per_s": 0.5}
+    keys = ["rate", "grad_norm", "val/*", "never", "iter", *(f"key {number}" for number in range(9))]
+    heading, line = printed(values, keys=keys)
+
+    assert heading.split()[:7] == ["iter", "epoch", "steps/s", "grad_norm", "val/a", "val/b", "never"]
+    assert line.split()[:7] == ["1", "1", "0.500", "4", "2", "3", "-"] and heading.endswith("key 8")
+
+
+def test_console_repeats_its_heading_in_a_long_run() -> None:
+    lines = printed(*({"loss": 1.0} for _ in range(90)))
+
+    assert [number for number, line in enumerate(lines) if "iter" in line] == [0, 41, 82]
+
+
+# -- CSV --------------------------------------------------------------------------------------------------------------
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_a_row_per_iteration_and_a_column_per_value_also_of_one_that_comes_later(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.csv"
+    sink = CSVSink(path)
+    sink.write(1, {"epoch": 1, "loss": 0.1 + 0.2})
+    sink.write(2, {"epoch": 1, "loss": float("nan")})
+    sink.write(2, {"val/loss": 1.5, "word": 'a "b", c\nd'})
+    sink.write(3, {"epoch": 2, "loss": 4.0})
+
+    assert rows(path) == [
+        {"iteration": "1", "epoch": "1", "loss": "0.30000000000000004", "val/loss": "", "word": ""},
+        {"iteration": "2", "epoch": "1", "loss": "nan", "val/loss": "1.5", "word": 'a "b", c d'},
+        {"iteration": "3", "epoch": "2", "loss": "4.0", "val/loss": "", "word": ""},
+    ]
+
+
+@pytest.mark.parametrize("die_at", [1, 5, 8, 11])
+def test_csv_of_a_resumed_run_is_that_of_the_whole_one(die_at: int, tmp_path: Path) -> None:
+    """At 5 a new column had come after the checkpoint; at 1 there was none yet."""
+
+    def run(directory: Path, die_at: int | None = None) -> None:
+        trainer = trainer_of()
+        MetricLogger(sinks=[CSVSink(directory / "metrics.csv")], console=False).attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: trainer.state.metrics.update(late=1.0))
+        checkpoint = Checkpoint(directory / "checkpoints")
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+        if die_at is not None:
+            trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
+        checkpoint.resume()
+        trainer.run(numbers_loader(12, 2, shuffle=True), max_epochs=2)
+
+    run(tmp_path / "whole")
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "cut", die_at=die_at)
+    with (tmp_path / "cut" / "metrics.csv").open("a") as file:
+        file.write("13,2,0.")  # killed while writing
+    run(tmp_path / "cut")
+
+    assert [row["iteration"] for row in rows(tmp_path / "whole" / "metrics.csv")] == [str(n) for n in range(1, 13)]
+    assert rows(tmp_path / "cut" / "metrics.csv") == rows(tmp_path / "whole" / "metrics.csv")
+
+
+def test_csv_on_a_full_disk_tears_no_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.csv"
+    trainer = counting()
+    MetricLogger(sinks=[CSVSink(path)], console=False).attach(trainer)
+
+    @trainer.on(Events.ITERATION_STARTED(once=3))
+    def fill() -> None:
+        full = files_end_at(path.stat().st_size + 3)
+        full.__enter__()
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: full.__exit__(None, None, None))
+
+    trainer.run(range(6))
+
+    assert [row["iteration"] for row in rows(path)] == ["1", "2", "5", "6"]
+    assert len(warnings_of(caplog)) == 1
+
+
+# -- failing sinks ----------------------------------------------------------------------------------------------------
 
 
 class Broken:
@@ -377,3 +529,31 @@ def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     JSONLSink(path).write(2, {"a": 3.0})
 
     assert lines(path) == [{"iteration": 1, "a": 1.0}, {"iteration": 2, "a": 3.0}]
+
+
+# -- what they cost ---------------------------------------------------------------------------------------------------
+
+
+def test_time_of_each_sink_and_of_all_handlers_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own: each read is 1 s later, and a slow sink takes 100 s."""
+    now = itertools.count(1.0)
+    slow_by = [0.0]
+    for module in ("sinks", "throughput"):
+        monkeypatch.setattr(f"ignite_engine.handlers.{module}.perf_counter", lambda: next(now) + slow_by[0])
+
+    class Slow:
+        name = "of a test/slow"
+
+        def write(self, iteration: int, values: Any) -> None:
+            slow_by[0] += 100.0
+
+    trainer = counting()
+    Throughput().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    MetricLogger(sinks=[Slow()], console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    seen: list[dict[str, float]] = []
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: seen.append(dict(trainer.state.metrics.fresh)))
+    trainer.run(range(4))
+
+    assert "time/sink/slow_ms" not in seen[0], "it has not written anything yet"
+    assert seen[1]["time/sink/slow_ms"] == 1000 * 101 / 2  # one write in two iterations
+    assert seen[1]["time/handlers_ms"] >= seen[1]["time/sink/slow_ms"] > 1000 * seen[0]["time/handlers_ms"] / 100

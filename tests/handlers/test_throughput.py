@@ -144,7 +144,8 @@ def test_without_tokens_and_without_arrays_these_rates_are_left_out() -> None:
     Throughput().attach(trainer, Events.EPOCH_COMPLETED)
     trainer.run(["a", "b"], max_epochs=1)
     assert set(seen[0]) == {
-        "throughput/steps_per_s", "throughput/data_wait_share", "time/step_ms", "time/data_wait_ms"
+        "throughput/steps_per_s", "throughput/data_wait_share", "time/step_ms", "time/data_wait_ms",
+        "time/handlers_ms",
     }  # fmt: skip
 
 

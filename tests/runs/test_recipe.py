@@ -24,6 +24,7 @@ from ignite.metrics import MeanAbsoluteError
 from ignite_engine import Task, TrainingEvents, create_evaluator, seed_everything
 from ignite_engine.checkpointing import StateMismatch
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
+from ignite_engine.engine.bus import name_of
 from ignite_engine.errors import Interrupted
 from ignite_engine.ranks import signals, watch
 from ignite_engine.ranks.heartbeats import Failure
@@ -31,6 +32,7 @@ from ignite_engine.run_directory import RunDirectory, config_differences, weight
 from ignite_engine.runs import recipe
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
+from tests.test_text import notebook
 
 LOGGING = {"progress": False, "clearml": False}
 SAMPLES = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
@@ -589,7 +591,7 @@ def test_logs_are_those_that_are_asked_for_and_a_resumed_run_does_without(
     for name in [name for name in os.environ if name.startswith("CLEARML_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
-    build({"logging": {"clearml": True, "clearml_project": "mine", "tensorboard": True}}).train()
+    build({"logging": {"clearml": True, "clearml_project": "mine", "tensorboard": True, "csv": True}}).train()
     run = build({"run": {"max_iterations": 11}})
     summary = run.train()
 
@@ -600,6 +602,8 @@ def test_logs_are_those_that_are_asked_for_and_a_resumed_run_does_without(
     assert task["hyperparams"]["run"]["max_iterations"]["value"] == "8"
     assert task["hyperparams"]["properties"]["status"]["value"] == "completed"
     assert len(list((run.directory.path / "tensorboard").iterdir())) == 1
+    table = (run.directory.path / "metrics.csv").read_text().splitlines()
+    assert table[0].startswith("iteration,epoch,") and table[-1].startswith("8,")
     assert (summary["status"], summary["iteration"]) == ("completed", 11)
 
 
@@ -621,6 +625,24 @@ def test_report_is_made_however_the_run_ends(build: Callable[..., Run]) -> None:
         (failed, "<b>failed</b> at iteration 3: ZeroDivisionError: division by zero."),
     ):
         assert said in (run.directory.path / "report.html").read_text()
+
+
+def test_report_is_shown_in_a_notebook(build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = notebook(monkeypatch)
+    build().train()
+
+    assert len(shown) == 1 and "<iframe srcdoc=" in shown[0][0] and "&lt;b&gt;completed&lt;/b&gt;" in shown[0][0]
+
+
+def test_console_and_bar_show_what_the_config_lists(
+    build: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = build({"logging": {"console": ["rate", "loss"], "progress": True, "every": 2}})
+    run.train()
+    bars = [each for each in run.trainer._event_handlers[Events.COMPLETED] if "Progress" in name_of(each[0])]
+
+    assert capsys.readouterr().out.split()[:4] == ["iter", "epoch", "samples/s", "loss"]
+    assert [each[0].__self__.columns.keys for each in bars] == [["rate", "loss"]]
 
 
 def test_report_that_cannot_be_made_fails_no_run(

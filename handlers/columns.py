@@ -1,0 +1,99 @@
+"""What a person watches of a run, in one line: which values, in which order, rounded for reading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+RATES = ("throughput/tokens_per_s", "throughput/samples_per_s", "throughput/steps_per_s")
+_MACHINE = ("memory", "throughput", "time", "lr", "ids")
+WIDEST = 9
+"""Characters of a number as :func:`short` writes it."""
+
+
+class Columns:
+    """Chooses what is shown of ``state.metrics``, of all that has been written so far.
+
+    Args:
+        keys: in this order, exact or as patterns (``val/*``); ``rate`` is the throughput: tokens, samples or steps per
+            second, the first of them that is written. None: ``loss``, the update's other values, evaluations, ``lr``
+            and ``rate``; neither ``grad_norm`` nor memory, times and the rates of further parameter groups.
+    """
+
+    def __init__(self, keys: Sequence[str] | None = None) -> None:
+        self.keys = None if keys is None else [key for key in keys if key not in ("iter", "iteration", "epoch")]
+        self._written: dict[str, None] = {}
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Note which values there are."""
+        self._written |= dict.fromkeys(values)
+
+    def chosen(self) -> list[str]:
+        """The keys to show, in their order."""
+        rate = [key for key in RATES if key in self._written][:1]
+        if self.keys is None:
+            results = [key for key in self._written if _is_result(key)]
+            return [*_known(self._written, "loss"), *results, *_known(self._written, "lr"), *rate]
+        chosen: list[str] = []
+        for key in self.keys:
+            if key == "rate":
+                chosen += rate or ["rate"]
+            elif any(sign in key for sign in "*?["):
+                chosen += [each for each in self._written if fnmatchcase(each, key)]
+            else:
+                chosen.append(key)
+        return list(dict.fromkeys(chosen))
+
+    def fitting(self, room: int, gap: int = 2) -> list[str]:
+        """Those of :meth:`chosen` that fit into ``room`` characters as columns; what the user chose is always shown."""
+        chosen = self.chosen()
+        if self.keys is not None:
+            return chosen
+        first = [key for key in chosen if not _is_result(key)]
+        kept: set[str] = set()
+        for key in [*first, *(key for key in chosen if key not in first)]:
+            room -= gap + width_of(key)
+            if room >= 0:
+                kept.add(key)
+        return [key for key in chosen if key in kept]
+
+
+def head_of(key: str) -> str:
+    """The name of a column: ``samples/s`` for a throughput, else the key."""
+    return key.removeprefix("throughput/").replace("_per_s", "/s") if key in RATES else key
+
+
+def width_of(key: str) -> int:
+    return max(len(head_of(key)), WIDEST)
+
+
+def short(value: Any, key: str = "") -> str:
+    """A value in at most 9 characters if it is a number: ``0.0003``, ``1.234e-05``, ``12346``; rates as ``12.3k``."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if key in RATES:
+        return _thousands(value)
+    whole = isinstance(value, int) or 1000 <= abs(value) < 1e6
+    text = f"{value:.0f}" if whole else f"{value:.4g}"
+    return text if len(text) <= WIDEST else f"{value:.3g}"
+
+
+def _thousands(value: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 999.5 or unit == "G":
+            break
+        value /= 1000
+    return f"{value:#.3g}".rstrip(".") + unit
+
+
+def _known(written: Mapping[str, None], key: str) -> list[str]:
+    return [key] if key in written else []
+
+
+def _is_result(key: str) -> bool:
+    """Whether it is an evaluation's, or an own value of the update."""
+    group, slash, _ = key.partition("/")
+    return key not in ("epoch", "loss", "lr", "grad_norm") and not (slash and group in _MACHINE)
