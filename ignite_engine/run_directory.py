@@ -49,6 +49,11 @@ class RunDirectory:
         self.evaluations = self.path / "evaluations"
         self.logs = self.path / "logs"
 
+    def files_of_a_run(self) -> list[str]:
+        """What a run has left in the folder, by name; its log and other files do not count."""
+        known = (self.config, self.metrics, self.summary, self.checkpoints)
+        return [each.name for each in known if each.exists()]
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Create the folder and keep other processes from training in it.

@@ -41,6 +41,7 @@ class Checkpoint:
     Args:
         directory: of all checkpoints of the run, shared by the ranks.
         name: of the handler's own state in a checkpoint.
+        must_be_new: refuse a directory that holds checkpoints when the run starts or resumes; nothing is changed.
         options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`: ``keep_last``, ``best``,
             ``keep_best``, ``mode``, ``keep_every``, ``config``, ``labels``, ``exclude``, ``keep_fn``, ``delta_rows``,
             ``background``, ``when_busy``, ``writers``, ``on_exception``, ``strict``.
@@ -49,9 +50,18 @@ class Checkpoint:
     background both events come at the first step boundary after the save has ended, the same one on all ranks.
     """
 
-    def __init__(self, directory: str | Path, *, name: str = "checkpoint", **options: Unpack[SaveKeywords]) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        name: str = "checkpoint",
+        must_be_new: bool = False,
+        **options: Unpack[SaveKeywords],
+    ) -> None:
         check_type("directory", directory, bool(directory) and isinstance(directory, str | PathLike), "a path")
+        check_type("must_be_new", must_be_new, isinstance(must_be_new, bool), "True or False")
         self.name, self.options = name, SaveOptions(**options)
+        self._must_be_new = must_be_new
         self._saver = Saver(directory, self.options)
         best = self.options.best
         self._followed = None if best is None else FollowedMetric(best, f"{type(self).__name__}(best={best!r})")
@@ -59,6 +69,8 @@ class Checkpoint:
         """Log the best one when a run has ended; False: whoever runs it does."""
         self._trainer: Trainer | None = None
         self._due = self._must = False
+        self._elsewhere: list[str | Path] = []
+        """Folders into which the next step boundary is saved, too."""
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
         self._replaced = self._evaluated = 0  # `registry.times_replaced`, at the last boundary and evaluation
@@ -154,6 +166,60 @@ class Checkpoint:
         """Mark a save as due; it happens at the RESUME_POINT of this iteration."""
         self._due = True
 
+    def save(self, directory: str | Path | None = None) -> Path | None:
+        """Save now, before or after a run; within one, at the step boundary that follows. A collective.
+
+        Args:
+            directory: another folder of checkpoints, in which nothing is pruned: ``Checkpoint(directory).resume()``
+                resumes from there, and all that names a checkpoint takes it. None: this handler's own.
+
+        Returns:
+            The checkpoint; None within a run.
+
+        Raises:
+            CheckpointError: it was not saved: another process saves in the folder; outside of a run also the disk, a
+                run that failed within an iteration, or one that was resumed and has not been run. Within a run a full
+                disk fires ``CHECKPOINT_FAILED``.
+            RuntimeError: it is not attached to a trainer yet.
+        """
+        trainer = self._trainer
+        if trainer is None:
+            raise RuntimeError("Checkpoint.save() needs a trainer: call attach(trainer, event) before.")
+        is_path = directory is None or (bool(directory) and isinstance(directory, str | PathLike))
+        check_type("directory", directory, is_path, "a path or None")
+        if trainer.state.status == "running":
+            if directory is None:
+                self._due = self._must = True
+            else:
+                self._elsewhere.append(directory)
+            return None
+        if trainer.resume_state.counters:
+            raise CheckpointError(
+                f"{trainer.resume_state.source} was resumed, and its place in the data is known when run() is called: "
+                "save from then on."
+            )
+        failed = trainer.state.status == "failed"
+        with trainer.progress.before_the_failure(trainer.update) as restartable:
+            if not restartable:
+                raise CheckpointError("The run has failed within an iteration: its weights are those of no iteration.")
+            saver = self._save_in(trainer, directory, reasons=[_AFTER_EXCEPTION] if failed else [])
+        if saver.error is not None:
+            raise saver.error
+        return trainer.state.checkpoint_path
+
+    def _save_in(self, trainer: Trainer, directory: str | Path | None, reasons: Iterable[str] = ()) -> Saver:
+        """In the foreground, by a saver that says whether it failed."""
+        if self._saver.busy:
+            self._saver.finish(trainer)
+        saver = self._saver if directory is None else self._saver.elsewhere(directory)
+        with saver.taken(trainer):
+            saver.save(trainer, metrics=self._metrics_of(trainer), reasons=reasons)
+        return saver
+
+    def _metrics_of(self, trainer: Trainer) -> dict[str, float] | None:
+        measured_at, values = self._measured
+        return values if measured_at == trainer.state.iteration else None
+
     def resume(self, ignore: Iterable[str] = ()) -> Path | None:
         """Load the newest valid checkpoint into all that is registered, and what will be; a collective.
 
@@ -164,7 +230,8 @@ class Checkpoint:
             The checkpoint, the same on all ranks; None if there is none: the run starts fresh.
 
         Raises:
-            CheckpointError: it is valid but a rank cannot read it; raised on all of them.
+            CheckpointError: it is valid but a rank cannot read it, or it is not to be there (``must_be_new``); raised
+                on all of them.
             NotExact: with ``strict``, it says that it is not exact, or was saved in another environment: number of
                 ranks or threads, torch, devices.
             RuntimeError: it is not attached to a trainer yet.
@@ -173,6 +240,7 @@ class Checkpoint:
             raise RuntimeError("Checkpoint.resume() needs a trainer: call attach(trainer, event) before.")
         if isinstance(ignore, str):
             raise ValueError(f"ignore is a list, got {ignore!r}: write [{ignore!r}].")
+        self._refuse_old()
         path = self._trainer.registry.resume(self.store, ignore=ignore, strict=self.options.strict)
         if path is not None:
             self._saver.resumed(self._trainer, path)
@@ -180,6 +248,18 @@ class Checkpoint:
             level = logging.WARNING if agreement.rank() == 0 else logging.INFO
             logger.log(level, "Resumed from %s at iteration %d.", path, self._trainer.state.iteration)
         return path
+
+    def _refuse_old(self) -> None:
+        if self._must_be_new:
+            agreement.agreed(self._check_new)
+            self._must_be_new = False  # from here on the checkpoints are its own
+
+    def _check_new(self) -> None:
+        if agreement.rank() == 0 and (others := self.store.checkpoints()):
+            raise CheckpointError(
+                f"{self.store.directory} holds {others[-1].path.name}, but must_be_new was given: give another "
+                "directory, or leave must_be_new out to resume."
+            )
 
     def _load_healthy(self) -> Path | None:
         """Within a run, go back to the newest checkpoint whose weights are finite; a collective."""
@@ -239,6 +319,7 @@ class Checkpoint:
         self._best, followed.seen_at = state["best"], state["measured_at"]
 
     def _start(self, trainer: Trainer) -> None:
+        self._refuse_old()
         self._due = self._must = False
         if self.options.on_exception and agreement.world_size() > 1:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
@@ -288,6 +369,8 @@ class Checkpoint:
         self._due = self._must = False
         if saver.busy and (state.background_done or state.last):
             saver.finish(trainer)
+        while self._elsewhere:
+            self._save_in(trainer, self._elsewhere.pop(0))
         if not due or saver.has_saved(trainer):
             return
         if saver.busy:
@@ -295,9 +378,8 @@ class Checkpoint:
                 logger.info("No checkpoint at iteration %d: the one before is still being written.", state.iteration)
                 return
             saver.finish(trainer)
-        measured_at, values = self._measured
-        metrics = values if measured_at == state.iteration else None
-        saver.save(trainer, background=self.options.background and not state.last, metrics=metrics)
+        background = self.options.background and not state.last
+        saver.save(trainer, background=background, metrics=self._metrics_of(trainer))
 
     def _end(self, trainer: Trainer) -> None:
         try:
@@ -305,11 +387,15 @@ class Checkpoint:
             if trainer.state.status == "failed" and agreement.world_size() == 1 and self.options.on_exception:
                 with trainer.progress.before_the_failure(trainer.update) as restartable:
                     if restartable and not self._saver.has_saved(trainer):
-                        self._saver.save(trainer, reasons=["saved after an exception, random numbers as it left them"])
+                        self._saver.save(trainer, reasons=[_AFTER_EXCEPTION])
             if self.announces_best and agreement.rank() == 0 and (best := self.best) is not None:
                 logger.warning("Best %s.", best)
         finally:
+            self._elsewhere.clear()
             self._saver.release()
+
+
+_AFTER_EXCEPTION = "saved after an exception, random numbers as it left them"
 
 
 def _is_number(value: Any) -> bool:

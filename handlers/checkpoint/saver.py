@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -117,19 +118,43 @@ class Saver:
     def _take_folder(self, trainer: Trainer) -> None:
         """Keep other processes from saving there until the end of the run; log what a fresh run replaces."""
         directory = self.store.directory
-        try:
-            self._lock.enter_context(filesystem.held(directory))
-        except filesystem.DirectoryInUse as holder:
-            raise CheckpointError(
-                f"{directory} is in use by {holder}, which saves its checkpoints there: wait until it has ended, or "
-                "give this run another directory."
-            ) from None
+        self._hold(self._lock)
         if trainer.state.start is Start.FRESH and (others := self.store.checkpoints()):
             logger.warning(
                 "%s holds %d checkpoints of an earlier run, which are deleted as this one saves its own; to continue "
                 "from %s, call checkpoint.resume() before run().",
                 *(directory, len(others), others[-1].path.name),
             )
+
+    def _hold(self, lock: contextlib.ExitStack) -> None:
+        try:
+            lock.enter_context(filesystem.held(self.store.directory))
+        except filesystem.DirectoryInUse as holder:
+            raise CheckpointError(
+                f"{self.store.directory} is in use by {holder}, which saves its checkpoints there: wait until it has "
+                "ended, or give this run another directory."
+            ) from None
+
+    def elsewhere(self, directory: str | Path) -> Saver:
+        """A saver of the same run into another folder, where nothing is pruned."""
+        other = Saver(directory, replace(self.options, keep_last=sys.maxsize, delta_rows=()))
+        other.run_id, other.has_run, other.parent = self.run_id, self.has_run, self.parent
+        return other
+
+    @contextlib.contextmanager
+    def taken(self, trainer: Trainer) -> Iterator[None]:
+        """Within it no other process saves in the folder; a collective, outside of a run or into another folder.
+
+        Raises:
+            CheckpointError: one saves there; the same on all ranks.
+        """
+        directory = self.store.directory
+        with contextlib.ExitStack() as stack:
+            if agreement.world_size() > 1:
+                self.store = CheckpointStore(directory, agreement.cpu_group("checkpoints saved now"))
+            agreement.on_rank_0(lambda: self._hold(stack))
+            self.filter.check(trainer.registry.capture, trainer.registry.kinds)
+            yield
 
     def release(self) -> None:
         """Let other processes save in the folder."""

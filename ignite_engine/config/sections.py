@@ -64,6 +64,7 @@ class RunSection(Section):
 
     name: Annotated[str, Field(min_length=1)] | None = None  # default: the config file's name
     directory: Annotated[str, Field(min_length=1)] | None = None  # default: runs/<name>
+    must_be_new: bool = False  # refuse a folder that holds a run, which would be resumed
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # rank r uses seed + r after the model was made
     max_iterations: Count | None = None  # updates; this or max_epochs
     max_epochs: Count | None = None

@@ -130,6 +130,13 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
     if not above.is_dir() or not os.access(above, os.W_OK):
         problem = "may not be written to" if above.is_dir() else "is not a folder"
         raise config.error("run.directory", f"got '{config.directory}', but {above} {problem}.")
+    held = agreement.on_rank_0(RunDirectory(config.directory).files_of_a_run) if config.run.must_be_new else []
+    if held:
+        raise config.error(
+            "run.must_be_new",
+            f"got true, but {config.directory} holds a run ({', '.join(held)}); give another run.directory, or set it "
+            "to false to resume.",
+        )
     with RunDirectory(config.directory).logging_to(agreement.rank(), console=console):
         yield
 
@@ -251,7 +258,9 @@ def _attach(
     section = config.checkpoint
     given = {each.name: getattr(section, each.name, None) for each in fields(SaveOptions)}
     options = {name: value for name, value in given.items() if value is not None}
-    run.checkpoint = handlers.Checkpoint(run.directory.checkpoints, config=run.config, **options)
+    run.checkpoint = handlers.Checkpoint(
+        run.directory.checkpoints, must_be_new=config.run.must_be_new, config=run.config, **options
+    )
     run.checkpoint.announces_best = False  # the run's last line does
     run.ignore = section.ignore or ()
     if section.sources:

@@ -1,0 +1,179 @@
+"""Save now, within a run and outside of it, into the run's folder or another one; a folder that must be new."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ignite.engine import Events
+from torch import nn
+
+from ignite_engine import Trainer
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadPlan, filesystem
+from ignite_engine.cli import main
+from ignite_engine.handlers import Checkpoint
+from tests.builders import linear, numbers_loader, on_two_ranks, trainer_of, weights
+from tests.checkpointing.file_faults import start_child, wait_for
+
+
+def run_of(folder: Path, **options: Any) -> tuple[Trainer, Checkpoint]:
+    model: nn.Module = linear(dropout=True)
+    if dist.is_initialized():
+        model = nn.parallel.DistributedDataParallel(model)
+    trainer, checkpoint = trainer_of(model), Checkpoint(folder, **options)
+    checkpoint.attach(trainer, Events.COMPLETED)
+    return trainer, checkpoint
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.glob("*"))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_saved_elsewhere_resumes_to_the_same_bits(tmp_path: Path, background: bool) -> None:
+    trainer, checkpoint = run_of(tmp_path / "run", background=background, best="loss", keep_last=1)
+    assert checkpoint.save(tmp_path / "before") == tmp_path / "before" / "iteration_00000000"
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def save() -> None:
+        trainer.state.metrics["loss"] = 1.0 / trainer.state.iteration
+        if trainer.state.iteration in (4, 6):  # 6 is the end of an epoch
+            assert checkpoint.save(tmp_path / "within") is None
+
+    trainer.run(numbers_loader(shuffle=True), max_iters=9)
+    after = checkpoint.save(tmp_path / "after")
+    whole = weights(trainer)
+    assert names(tmp_path / "within") == ["iteration_00000004", "iteration_00000006"]  # nothing is pruned there
+    assert after == tmp_path / "after" / "iteration_00000009"
+    saved = CheckpointStore(tmp_path / "within").checkpoints()[0].manifest
+    assert saved.metrics == {"loss": 0.25} and saved.exact and saved.best == {"metric": "loss", "mode": "min"}
+
+    (tmp_path / "within" / "iteration_00000006").rename(tmp_path / "iteration_00000006")
+    for folder in (tmp_path / "before", tmp_path / "within", tmp_path, tmp_path / "after"):
+        torch.manual_seed(99)
+        resumed, its = run_of(folder)
+        assert its.resume() is not None
+        resumed.run(numbers_loader(shuffle=True), max_iters=9)
+        same = torch.equal(weights(resumed), whole)
+        assert same or folder.name == "before", folder  # where random numbers were those of then
+    branch, its = run_of(tmp_path / "branch")
+    its.load(tmp_path / "after", LoadPlan.resume())
+    assert branch.state.iteration == 9
+
+
+def test_into_its_own_folder(tmp_path: Path) -> None:
+    trainer, checkpoint = run_of(tmp_path, save_at_end=False)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: checkpoint.save())
+    trainer.run(numbers_loader(), max_iters=5)
+    assert names(tmp_path) == ["iteration_00000003"]
+    assert checkpoint.save() == tmp_path / "iteration_00000005" == trainer.state.checkpoint_path
+    assert names(tmp_path) == ["iteration_00000003", "iteration_00000005"]
+    trainer.run(numbers_loader(), max_iters=7)  # continues, and may save again
+    assert checkpoint.save(tmp_path) == tmp_path / "iteration_00000007"
+
+
+def test_what_cannot_be_saved_is_one_line(tmp_path: Path) -> None:
+    trainer, checkpoint = run_of(tmp_path / "run")
+    with pytest.raises(RuntimeError, match="needs a trainer"):
+        Checkpoint(tmp_path).save()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="was not saved"):
+        checkpoint.save(tmp_path / "file")
+    holder = start_child(lambda: _hold(tmp_path / "held"))
+    while not (tmp_path / "held" / filesystem.LOCK_NAME).exists():
+        pass
+    with pytest.raises(CheckpointError, match=r"held is in use by process \d+"):
+        checkpoint.save(tmp_path / "held")
+    (tmp_path / "done").touch()
+    wait_for(holder)
+
+    checkpoint.save(tmp_path / "run")
+    its = run_of(tmp_path / "run")[1]
+    its.resume()
+    with pytest.raises(CheckpointError, match="its place in the data is known when"):
+        its.save()
+
+    def fail() -> None:
+        raise ValueError("a handler's")
+
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), fail)
+    with pytest.raises(ValueError, match="a handler's"):
+        trainer.run(numbers_loader(), max_iters=5)
+    path = checkpoint.save(tmp_path / "failed")
+    assert path is not None and path.name == "iteration_00000002"
+    assert not CheckpointStore(path.parent).checkpoints()[0].manifest.exact
+
+
+def _hold(folder: Path) -> None:
+    with filesystem.held(folder):
+        while not (folder.parent / "done").exists():
+            pass
+
+
+def test_a_folder_that_must_be_new(tmp_path: Path) -> None:
+    trainer, checkpoint = run_of(tmp_path, must_be_new=True)
+    assert checkpoint.resume() is None
+    trainer.run(numbers_loader(), max_iters=3)
+    trainer.run(numbers_loader(), max_iters=5)  # goes on in its own
+    before = {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")}
+    for start in ("resume", "run"):
+        other, its = run_of(tmp_path, must_be_new=True)
+        with pytest.raises(CheckpointError, match=r"holds iteration_00000005, but must_be_new was given: give another"):
+            its.resume() if start == "resume" else other.run(numbers_loader(), max_iters=9)
+        assert other.state.iteration == 0
+    assert {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")} == before
+
+
+def test_a_folder_of_a_config_that_must_be_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "config.yaml").write_text(
+        "task: task.py:build\nrun: {directory: run, max_epochs: 1, must_be_new: true}\n"
+        "logging: {clearml: false, progress: false, report: false}\n"
+    )
+    assert main(["train", "config.yaml"]) == 0
+    capsys.readouterr()
+    before = {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")}
+    assert main(["train", "config.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "run.must_be_new: got true, but run holds a run (config.yaml, metrics" in error
+    assert {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")} == before
+    assert main(["train", "config.yaml", "run.must_be_new=false"]) == 0
+
+
+TASK = """
+import torch
+from ignite_engine import Task
+
+
+def build(options):
+    model = torch.nn.Linear(2, 1)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+    return Task(model, lambda model, batch: model(batch[0]).square().mean(), data)
+"""
+
+
+def _on_a_rank(folder: Path) -> dict[str, Any]:
+    trainer, checkpoint = run_of(folder / "run")
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: checkpoint.save(folder / "within"))
+    trainer.run(numbers_loader(16), max_iters=4)
+    after = checkpoint.save(folder / "after")
+    resumed, its = run_of(folder / "within")
+    its.resume()
+    resumed.run(numbers_loader(16), max_iters=4)
+    new = run_of(folder / "run", must_be_new=True)[1]
+    with pytest.raises(CheckpointError, match="but must_be_new was given") as caught:
+        new.resume()
+    return {"after": str(after), "same": torch.equal(weights(resumed), weights(trainer)), "error": str(caught.value)}
+
+
+@pytest.mark.distributed
+def test_two_ranks_save_now(tmp_path: Path) -> None:
+    answers = on_two_ranks(lambda rank: _on_a_rank(tmp_path), tmp_path / "store")
+    assert answers["after"] == [str(tmp_path / "after" / "iteration_00000004")] * 2
+    assert answers["same"] == [True, True] and answers["error"][0] == answers["error"][1]
