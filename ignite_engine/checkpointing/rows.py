@@ -33,6 +33,8 @@ SMALLEST_BYTES = 1 << 20
 """Smaller tensors stay in the file that the ranks share: a file of their own gains nothing."""
 THREADS = 4
 """That read files at once."""
+_SPAN_BYTES = 1 << 22
+"""Of a tensor that is read at once: fewer than a processor's cache has."""
 _Piece = tuple[int | Tensor, Tensor]
 """The number of the first row, or those of all; and the rows."""
 _Pieces = dict[Path, _Piece]
@@ -228,7 +230,9 @@ def _fault(placeholder: Tensor, pieces: list[_Piece]) -> str | None:
             continue
         if numbers.dtype not in (torch.int32, torch.int64) or numbers.shape != rows.shape[:1]:
             return "has rows without a number for each"
-        if len(rows) and not 0 <= int(numbers.min()) <= int(numbers.max()) < end:
+        if not bool((numbers[1:] > numbers[:-1]).all()):
+            return "has changed rows out of their order"
+        if len(rows) and not 0 <= int(numbers[0]) <= int(numbers[-1]) < end:
             return f"has changed rows beyond its {end}"
     return None
 
@@ -239,12 +243,26 @@ def _consecutive(pieces: list[_Piece]) -> list[tuple[int, Tensor]]:
 
 
 def _whole(placeholder: Tensor, pieces: list[_Piece]) -> Tensor:
+    """The tensor, span by span: what later checkpoints changed is written where the processor has it at hand."""
     values = torch.empty(placeholder.shape, dtype=placeholder.dtype)
-    in_threads(lambda piece: values[piece[0] : piece[0] + len(piece[1])].copy_(piece[1]), _consecutive(pieces))
-    into = records(values)
-    for numbers, rows in pieces:
-        if isinstance(numbers, Tensor):
-            into[numbers.numpy()] = records(rows)
+    into, into_bytes = records(values), tensor_bytes(values).numpy()
+    row_bytes = into.itemsize
+    whole = [(first, len(rows), tensor_bytes(rows).numpy()) for first, rows in _consecutive(pieces)]
+    changed = [(numbers.numpy(), records(rows)) for numbers, rows in pieces if isinstance(numbers, Tensor)]
+
+    def read(begin: int) -> None:
+        end = min(begin + span, len(values))
+        for first, count, rows in whole:
+            start, stop = (min(max(row, first), first + count) for row in (begin, end))
+            into_bytes[start * row_bytes : stop * row_bytes] = rows[
+                (start - first) * row_bytes : (stop - first) * row_bytes
+            ]
+        for numbers, rows in changed:
+            start, stop = numbers.searchsorted(np.array([begin, end], numbers.dtype))  # of one type: no copy
+            into[numbers[start:stop]] = rows[start:stop]
+
+    span = max(1, _SPAN_BYTES // row_bytes)
+    in_threads(read, range(0, len(values), span))
     return values
 
 

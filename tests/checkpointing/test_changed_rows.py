@@ -436,6 +436,8 @@ FORGED: list[tuple[Callable[[Any, Tensor], Any], str]] = [
     (lambda numbers, rows: (numbers + ROWS, rows), f"model table.weight has changed rows beyond its {ROWS}"),
     (lambda numbers, rows: (numbers - ROWS, rows), "has changed rows beyond"),
     (lambda numbers, rows: (numbers[:-1].clone(), rows), "has rows without a number for each"),
+    (lambda numbers, rows: (numbers.flip(0), rows), "has changed rows out of their order"),
+    (lambda numbers, rows: (numbers[:1].expand(len(numbers)).clone(), rows), "has changed rows out of their order"),
     (lambda numbers, rows: (numbers.double(), rows), "has rows without a number for each"),
     (lambda numbers, rows: (numbers, rows.double()), "has rows of another type or shape"),
     (lambda numbers, rows: (numbers, rows[:, 1:].clone()), "has rows of another type or shape"),
