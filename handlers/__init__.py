@@ -9,6 +9,7 @@ from ignite_engine.handlers.graceful_stop import GracefulStop
 from ignite_engine.handlers.ids import IdAdmission
 from ignite_engine.handlers.limits import SaveEvery, StopFile, WallClockLimit
 from ignite_engine.handlers.lr_schedule import LRSchedule
+from ignite_engine.handlers.media import Histogram, Image, MediaFiles
 from ignite_engine.handlers.memory import MemoryLogger
 from ignite_engine.handlers.metric_logger import MetricLogger
 from ignite_engine.handlers.model_bank import ModelBank
@@ -37,9 +38,12 @@ __all__ = [
     "EarlyStopping",
     "Evaluation",
     "GracefulStop",
+    "Histogram",
     "IdAdmission",
+    "Image",
     "JSONLSink",
     "LRSchedule",
+    "MediaFiles",
     "MemoryLogger",
     "MetricLogger",
     "ModelBank",

@@ -13,6 +13,7 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Phase, Trainer
+from ignite_engine.handlers.media import MediaFiles
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
 from ignite_engine.ranks import agreement
 
@@ -24,7 +25,7 @@ class MetricLogger:
     """Mean over the interval of each value in ``state.output``; sinks write whatever is new in ``state.metrics``.
 
     Args:
-        directory: gets a ``metrics.jsonl``; None: no file.
+        directory: gets a ``metrics.jsonl``, and ``media`` for what is in ``state.media``; None: no files.
         sinks: further ones; an error in a sink is a warning, and training continues.
         console: print a line at each log point; a list: with these columns (:class:`ConsoleSink`).
         name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
@@ -50,6 +51,7 @@ class MetricLogger:
         self.sinks: list[Sink] = [*sinks]
         if directory is not None:
             self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))
+            self.sinks.append(MediaFiles(directory, name=f"{name}/media"))
         if console is not False:
             self.sinks.append(ConsoleSink(keys=None if console is True else console))
         self._interval: list[tuple[int, Row]] = []

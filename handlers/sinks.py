@@ -1,7 +1,8 @@
 """Sinks: they write what is new in ``state.metrics`` to a file or a console, on rank 0.
 
-A sink is anything with ``write(iteration, values)``. An error in a sink is logged once by its :class:`GuardedSink` and
-never stops the training.
+A sink is anything with ``write(iteration, values)``. It may also have ``image(name, iteration, pixels)``,
+``text(name, iteration, text)`` and ``histogram(name, iteration, counts, edges)``, which are given what handlers have
+put into ``state.media``. An error in a sink is logged once by its :class:`GuardedSink` and never stops the training.
 """
 
 from __future__ import annotations
@@ -71,9 +72,20 @@ class GuardedSink:
 
     def __call__(self, trainer: Trainer) -> None:
         state, started = trainer.state, perf_counter()
-        self.guard(self.sink.write)(state.iteration, {"epoch": state.epoch, **state.metrics.fresh})
+        if state.metrics.fresh:
+            self.guard(self.sink.write)(state.iteration, {"epoch": state.epoch, **state.metrics.fresh})
+        if state.media and idist.get_rank() == 0:
+            for name, item in state.media.items():
+                self.guard(self._pass_on)(name, state.iteration, item)
         name = str(getattr(self.sink, "name", type(self.sink).__name__)).rpartition("/")[2]
         state.sink_seconds[name] = state.sink_seconds.get(name, 0.0) + perf_counter() - started
+
+    def _pass_on(self, name: str, iteration: int, item: Any) -> None:
+        kind = "text" if isinstance(item, str) else getattr(item, "kind", None)
+        if kind is None:
+            raise TypeError(f"state.media[{name!r}] is {item!r:.40}, expected a str, an Image or a Histogram")
+        if (take := getattr(self.sink, kind, None)) is not None:
+            take(name, iteration, *((item,) if kind == "text" else item.content()))
 
     def guard(self, action: Callable[..., Any]) -> Callable[..., Any]:
         """``action``, except that an error is logged (the first one only) and None is returned."""

@@ -95,6 +95,9 @@ class TrainingState(State):
 
     metrics: Metrics = _MetricsField()  # type: ignore[assignment]  # what it holds
     """Newest value of everything measured, by name. Writers: the producers (Evaluation, MetricLogger, ...)."""
+    media: dict[str, Any]
+    """Images, histograms (of ``ignite_engine.handlers``) and texts (str) by name, until the sinks have them at the next
+    step boundary; what rank 0 has counts. Writers: handlers."""
     micro_batches: int
     """Micro-batches back-propagated. Writer: Update."""
     optimizer_steps: int
@@ -173,4 +176,5 @@ class TrainingState(State):
         self.saved_iteration = None
         self.save_seconds = 0.0
         self.sink_seconds = {}
+        self.media = {}
         self.evaluating = None

@@ -343,6 +343,7 @@ class Loop:
             requests.pending
             or not requests.single_process
             or self.state.metrics.fresh
+            or self.state.media
             or engine.should_terminate
             or bus.handlers_of(engine, TrainingEvents.RESUME_POINT)
         )
@@ -384,11 +385,12 @@ class Loop:
             self._boundary(last=True)
 
     def _publish(self) -> None:
-        metrics = self.state.metrics
-        if metrics.fresh:
+        metrics, media = self.state.metrics, self.state.media
+        if metrics.fresh or media:
             if bus.handlers_of(self.engine, TrainingEvents.METRICS_READY):
                 self._fire(TrainingEvents.METRICS_READY)
             metrics.fresh = {}
+            media.clear()
 
     def _complete(self, duration: float) -> None:
         state = self.state

@@ -125,6 +125,7 @@ def begin(
         if progress.ending is Ending.FAILED:
             state.metrics.clear()
             state.metrics.fresh = {}
+            state.media.clear()
         for counter in ("iteration", "epoch", *COUNTERS):
             setattr(state, counter, 0)
         state.not_finite_at = state.micro_batch_limit = None
