@@ -40,7 +40,8 @@ class Evaluation:
             is sharded over the ranks. A rank that has no batch takes the metrics of its peers, and ``evaluator`` does
             not run there; under FSDP2, or if the update is rank-invariant, each rank must have one. Of
             :class:`~ignite_engine.Windows` each evaluation takes the next window that is there, and the position is
-            saved. A function is called for the data of each evaluation, such as ``windows.again``.
+            saved. A function is called for the data of each evaluation, such as ``windows.again``; while a window is
+            trained on its number is ``<name>/window``.
         name: of the set; unique for each Evaluation of one trainer.
         limit: batches per evaluation and rank, None for all. Where the update is rank-invariant: over all ranks.
         progress: directory in which an evaluation saves its progress, for long ones: interrupted or killed, it
@@ -184,6 +185,8 @@ class Evaluation:
                 number = _number(value)
                 if number is not None:
                     state.metrics[f"{self.label}/{key}"] = number
+            if self._changes and self._windows is None and state.windows > state.windows_completed:
+                state.metrics[f"{self.label}/window"] = float(state.windows)
             state.evaluations += 1
             trainer.fire_event(TrainingEvents.EVALUATION_COMPLETED)
 

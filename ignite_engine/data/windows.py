@@ -517,7 +517,12 @@ class WindowedSource:
     @property
     def was_begun(self) -> bool:
         """A window was open when the position was saved."""
-        return self.window is not None or self._opened_with is not None
+        return self.window is not None or self.is_untouched
+
+    @property
+    def is_untouched(self) -> bool:
+        """The first group of the open window was fetched, and not trained on."""
+        return self._opened_with is not None
 
     @property
     def epoch_is_over(self) -> bool:

@@ -111,8 +111,10 @@ class Loop:
         if within and self.progress.epoch_ends:
             engine.should_terminate_single_epoch = self.progress.epoch_ends
         # an evaluation that is done again here publishes and ends what it would have in the uninterrupted run
-        if not within or not (self.progress.epoch_is_full() or engine.should_terminate_single_epoch):
-            self._publish()  # else the end of the epoch does
+        at_end_of_epoch = within and (self.progress.epoch_is_full() or engine.should_terminate_single_epoch)
+        before_a_window = self.progress.windows is not None and self.progress.windows.is_untouched
+        if not at_end_of_epoch and not before_a_window:
+            self._publish()  # else the end of the epoch does, or that of the first iteration
         self._restore_rng()
         if within and not engine.should_terminate:
             return  # `_epoch` pauses or ends

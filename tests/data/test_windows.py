@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -20,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
 from ignite_engine.data import WindowStream
-from ignite_engine.handlers import Checkpoint, Evaluation, StopFile, WallClockLimit
+from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StopFile, WallClockLimit
 from tests.builders import Numbers, events_of, linear, mse, trainer_of, weights
 
 WINDOW_EVENTS = (
@@ -365,6 +366,33 @@ def test_each_window_is_evaluated_before_it_is_trained_on_in_eval_mode(tmp_path:
     state = trainer.run(windows)
     assert found == [(4, 0)] * 2 + [(6, 2)] * 3
     assert state.evaluations == 2 and math.isfinite(state.metrics["next/loss"])
+
+
+@pytest.mark.parametrize("stop_at", [None, 2])
+def test_what_is_measured_before_a_window_is_in_the_line_of_its_first_iteration(
+    tmp_path: Path, stop_at: int | None
+) -> None:
+    """With the number of the window; stopped in that evaluation, too."""
+    for stop in [stop_at, None] if stop_at else [None]:
+        trainer, windows = trainer_of(), Windows([4, 6, 2], open_numbers)
+        evaluator = create_evaluator(torch.nn.Identity(), lambda model, batch: batch[0].mean(), {"mean": Average()})
+        Evaluation(evaluator, windows.again, name="next").attach(trainer, TrainingEvents.WINDOW_STARTED)
+        Evaluation(evaluator, open_numbers(2), name="val").attach(trainer, TrainingEvents.WINDOW_COMPLETED)
+        MetricLogger(tmp_path, console=False).attach(trainer)
+        checkpoint = Checkpoint(tmp_path / "checkpoints")
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        if stop is not None:
+            trainer.add_event_handler(
+                TrainingEvents.EVALUATION_STARTED(event_filter=lambda _, count: trainer.state.windows == stop),  # noqa: B023
+                lambda: trainer.request_stop("here"),  # noqa: B023
+            )
+        trainer.run(windows)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert {line["iteration"]: line["next/window"] for line in lines if "next/mean" in line} == {1: 1, 3: 2, 6: 3}
+    assert [line["iteration"] for line in lines if "val/mean" in line] == [2, 5, 6]
+    assert not any("val/window" in line for line in lines)
 
 
 class Drawn:
