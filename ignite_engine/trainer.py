@@ -12,7 +12,7 @@ from torch import nn
 
 from ignite_engine.checkpointing import SaveFilter
 from ignite_engine.engine import bus, start
-from ignite_engine.engine.describe import describe
+from ignite_engine.engine.length import Length
 from ignite_engine.engine.loop import Loop
 from ignite_engine.engine.progress import Ending, Progress
 from ignite_engine.engine.stop_requests import StopRequests
@@ -142,9 +142,38 @@ class Trainer(Engine):
         """
         self.registry.register(name, obj, shared=shared, kind=kind)
 
-    def describe(self) -> str:
-        """The bus (who runs when, in order) and what a checkpoint holds, as text."""
-        return describe(self, self.registry, self.reproducibility())
+    def describe(
+        self,
+        data: Iterable[Any] | None = None,
+        max_epochs: int | None = None,
+        max_iters: int | None = None,
+        epoch_length: int | None = None,
+        *,
+        rates: bool = True,
+    ) -> str:
+        """What ``run()`` with these arguments would do and when, as text; nothing runs. On several ranks a collective.
+
+        Who acts at which iterations, the learning rates, parameters and memory, what a checkpoint holds and the disk
+        that it needs, who listens to which event in which order, and what in all of it contradicts itself.
+
+        Args:
+            rates: with the learning rates.
+        """
+        from ignite_engine.report import description
+
+        length = self._length(data, max_epochs, max_iters, epoch_length)
+        return description.describe(self, self.registry, self._models(), length, self.reproducibility(), rates=rates)
+
+    def _length(
+        self, data: Iterable[Any] | None, max_epochs: int | None, max_iters: int | None, epoch_length: int | None
+    ) -> Length:
+        """That of a run with these arguments; what is not given is as in the last run."""
+        state = self.state
+        if max_epochs is None and max_iters is None:
+            max_epochs, max_iters = state.max_epochs, state.max_iters
+        if epoch_length is None:
+            epoch_length = state.epoch_length if data is None else self.progress.new_source(data).iterations
+        return Length.of(max_epochs, max_iters, epoch_length)
 
     def reproducibility(self, only: SaveFilter | None = None) -> list[str]:
         """Why a run resumed from a checkpoint made now would not be bit for bit; empty: it would be.
@@ -365,8 +394,18 @@ class Trainer(Engine):
             settle_buckets(model)
         if policy is not None and self.starts_fresh("non_finite"):
             policy.journal.clear()
+        if state.start is Start.FRESH:
+            self._log_conflicts()
         parts = (self.update, state, self.progress, self.requests, self.registry, self.resume_state)
         self._internal_run_generator = Loop(self, *parts).run()  # type: ignore[assignment]  # Ignite's yields its state
+
+    def _log_conflicts(self) -> None:
+        from ignite_engine.report import description
+
+        if agreement.rank() == 0:
+            for conflict in description.conflicts_of(self, self._length(None, None, None, None)):
+                if conflict.certain:
+                    self.logger.warning(conflict.text)
 
     def _models(self) -> list[Any]:
         """The models of the update and of the registry, wrapped as they are, without repetition."""

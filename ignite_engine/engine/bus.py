@@ -23,6 +23,32 @@ Registered = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 options."""
 
 
+_IN_ORDER = (
+    Events.STARTED,
+    Events.EPOCH_STARTED,
+    Events.GET_BATCH_STARTED,
+    Events.GET_BATCH_COMPLETED,
+    TrainingEvents.WINDOW_STARTED,
+    Events.ITERATION_STARTED,
+    TrainingEvents.BACKWARD_COMPLETED,
+    TrainingEvents.OPTIMIZER_STEP_STARTED,
+    TrainingEvents.OPTIMIZER_STEP_COMPLETED,
+    TrainingEvents.OPTIMIZER_STEP_SKIPPED,
+    Events.ITERATION_COMPLETED,
+    TrainingEvents.WINDOW_COMPLETED,
+    Events.EPOCH_COMPLETED,
+    TrainingEvents.EVALUATION_STARTED,
+    TrainingEvents.EVALUATION_COMPLETED,
+    TrainingEvents.METRICS_READY,
+    TrainingEvents.RESUME_POINT,
+    TrainingEvents.CHECKPOINT_SAVED,
+    TrainingEvents.CHECKPOINT_FAILED,
+    Events.TERMINATE,
+    Events.COMPLETED,
+)
+"""Those of one iteration, epoch and run as they occur; the rest only where something happens."""
+
+
 class Filtered:
     """A handler behind one of Ignite's filters (``every=``, ``once=``, ``event_filter=``, ...).
 
@@ -50,8 +76,8 @@ def handlers_of(engine: Engine, event: Any) -> list[Registered]:
 
 
 def events_with_handlers(engine: Engine) -> list[Any]:
-    """The events that have a handler, in the order in which they occur: Ignite's own, then those registered later."""
-    known = [*Events, *TrainingEvents]
+    """The events that have a handler, in the order in which they occur, then those registered later."""
+    known = [*_IN_ORDER, *Events, *TrainingEvents]
     events = [event for event, handlers in engine._event_handlers.items() if handlers]
     return sorted(events, key=lambda event: known.index(event) if event in known else len(known))
 
@@ -131,12 +157,27 @@ def event_name(event: Any) -> str:
     return str(event.name) if isinstance(event, CallableEventWithFilter) else str(event)
 
 
+def filter_options(handler: Callable[..., Any]) -> dict[str, Any] | None:
+    """``{"every": 3}`` of one of Ignite's filters, empty without a filter, None of an ``event_filter``."""
+    if type(handler) is not Filtered:
+        return {}
+    if not getattr(handler.filter, "__qualname__", "").startswith("CallableEventWithFilter."):
+        return None
+    options = inspect.getclosurevars(handler.filter).nonlocals  # only to be printed: their names are Ignite's own
+    return {name.rstrip("_"): value for name, value in options.items() if value not in (0, float("inf"))}
+
+
+def filter_name(handler: Callable[..., Any]) -> str:
+    """What a person calls an ``event_filter``: what it says of itself, or ``after the last update`` of its name."""
+    given = handler.filter if type(handler) is Filtered else handler
+    if "__str__" in vars(type(given)):
+        return str(given)
+    return name_of(given).rpartition(".")[2].strip("_<>").replace("_", " ")
+
+
 def describe_filter(handler: Callable[..., Any]) -> str:
     """``(every=3)`` for a handler behind one of Ignite's filters, empty without a filter."""
-    if type(handler) is not Filtered:
-        return ""
-    if not handler.filter.__qualname__.startswith("CallableEventWithFilter."):
-        return f"(event_filter={name_of(handler.filter)})"
-    options = inspect.getclosurevars(handler.filter).nonlocals  # only to be printed: their names are Ignite's own
-    given = {name.rstrip("_"): value for name, value in options.items() if value not in (0, float("inf"))}
-    return f"({', '.join(f'{name}={value}' for name, value in sorted(given.items()))})"
+    given = filter_options(handler)
+    if given is None:
+        return f"(event_filter={name_of(handler.filter)})"  # type: ignore[attr-defined]  # it is behind a filter
+    return f"({', '.join(f'{name}={value}' for name, value in sorted(given.items()))})" if given else ""

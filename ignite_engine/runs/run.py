@@ -257,7 +257,7 @@ class Run:
                     logger.warning("%s holds no %s: the model's own weights are evaluated.", loaded.path, name)
 
     def describe(self) -> str:
-        """What will run, the learning rate over the run, and the bus, as text."""
+        """What will run, the learning rate over the run, and all that ``trainer.describe()`` tells, as text."""
         model = unwrap(self.trainer.update.model)  # type: ignore[attr-defined]  # build_run gave it an Update
         parameters = sum(parameter.numel() for parameter in model.parameters())
         length = ", ".join(f"{key} {value}" for key, value in self.length.items())
@@ -269,7 +269,7 @@ class Run:
         for name, schedule in self.schedules.items():
             head.append(f"Schedule{f' of {name}' if self.config['optimizers'] else ''}: {schedule}")
             head += lr_text(schedule, self.total) if self.total else []
-        return "\n".join([*head, self.trainer.describe()])
+        return "\n".join([*head, self.trainer.describe(self.loader, **self.length, rates=False)])
 
     def plot_lr(self, path: Path) -> None:
         """Write the learning rate of every parameter group over the run as an SVG picture."""

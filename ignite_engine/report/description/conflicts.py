@@ -1,0 +1,222 @@
+"""What in a run's settings cannot be meant: told by ``describe()`` and, where it is certain, once in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ignite.engine import Engine, Events
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, PolynomialLR, ReduceLROnPlateau
+
+from ignite_engine.checkpointing import SaveOptions
+from ignite_engine.engine.bus import describe_filter, handlers_of
+from ignite_engine.engine.length import Length
+from ignite_engine.errors import did_you_mean
+from ignite_engine.report.description.attached import (
+    Attached,
+    attached_to,
+    followed_by,
+    options_of,
+    owners,
+    scheduler_of,
+    set_of,
+)
+from ignite_engine.report.description.timetable import Times, times_of
+from ignite_engine.schedules import Schedule
+
+_FOREVER = 2**50
+_LENGTHS: dict[type, str] = {
+    OneCycleLR: "total_steps",
+    CosineAnnealingLR: "T_max",
+    LinearLR: "total_iters",
+    PolynomialLR: "total_iters",
+}
+_OWN_GROUPS = ("time", "throughput", "memory", "lr")
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """One sentence with the remedy; ``certain``: no handler of the user's can make it right."""
+
+    text: str
+    certain: bool = True
+
+
+def conflicts_of(engine: Engine, length: Length) -> list[Conflict]:
+    """What in the settings of a run of this length contradicts itself."""
+    entries = attached_to(engine)
+    return [
+        *_never(entries, length),
+        *_schedules(entries, length),
+        *_two_schedules(entries),
+        *_retention(entries, length),
+        *_metrics(entries, length),
+    ]
+
+
+def _never(entries: Sequence[Attached], length: Length) -> Iterator[Conflict]:
+    """Intervals that are longer than the run."""
+    last = {"iteration": length.iterations, "epoch": length.epochs}
+    for entry in entries:
+        times = times_of(entry, length)
+        if entry.acts and times.counts is not None and len(times.counts) == 0 and last.get(times.unit):
+            yield Conflict(
+                f"{entry.name} {describe_filter(entry.handler)} never acts: the run ends after {last[times.unit]:,} "
+                f"{times.unit}{'s' if last[times.unit] != 1 else ''}; give a shorter interval."
+            )
+
+
+def _schedules(entries: Sequence[Attached], length: Length) -> Iterator[Conflict]:
+    for entry in entries:
+        scheduler = scheduler_of(entry.owner)
+        times = times_of(entry, length)
+        if scheduler is None or not entry.acts or not times.counts or isinstance(scheduler, ReduceLROnPlateau):
+            continue
+        run, unit = len(times.counts), "update" if times.unit == "iteration" else times.unit
+        end = end_of(scheduler, run)
+        if end is None or end == run:
+            continue
+        name = getattr(entry.owner, "name", type(scheduler).__name__)
+        kind = "ends at" if end < run else "reaches its end only at"
+        after = (
+            f" (the LR is {_rates(scheduler, end)} from there on)"
+            if end < run and isinstance(scheduler, Schedule)
+            else ""
+        )
+        yield Conflict(
+            f"The schedule {name} {kind} {unit} {end:,}{after}, the run at {unit} {run:,}: total={run} makes them end "
+            "together."
+        )
+
+
+def end_of(scheduler: Any, run: int) -> int | None:
+    """The step from which on a schedule stays as it is; None: it does not tell, or has no end."""
+    if not isinstance(scheduler, Schedule):
+        ends = {
+            OneCycleLR: "total_steps",
+            CosineAnnealingLR: "T_max",
+            LinearLR: "total_iters",
+            PolynomialLR: "total_iters",
+        }
+        name = ends.get(type(scheduler))
+        return None if name is None else int(getattr(scheduler, name))
+    last = scheduler.lrs_at(_FOREVER)
+    if scheduler.lrs_at(_FOREVER // 2) != last:
+        return None
+    # from above: a warm-up may pass through the last rate
+    low = next((2**power for power in range(49, -1, -1) if scheduler.lrs_at(2**power) != last), 0)
+    high = 2 * low or 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if scheduler.lrs_at(middle) == last else (middle + 1, high)
+    peak = max(scheduler.lrs_at(step)[0] for step in {0, max(high - 1, 0), *(run * part // 20 for part in range(20))})
+    return high if last[0] < peak else None  # a warm-up alone may end anywhere
+
+
+def _rates(schedule: Schedule, step: int) -> str:
+    return ", ".join(f"{lr:g}" for lr in dict.fromkeys(schedule.lrs_at(step)))
+
+
+def _two_schedules(entries: Sequence[Attached]) -> Iterator[Conflict]:
+    by_optimizer: dict[int, list[str]] = {}
+    for owner in owners([entry for entry in entries if entry.acts]):
+        if (scheduler := scheduler_of(owner)) is not None and hasattr(scheduler, "optimizer"):
+            name = str(getattr(owner, "name", type(scheduler).__name__))
+            by_optimizer.setdefault(id(scheduler.optimizer), []).append(name)
+    for names in by_optimizer.values():
+        if len(names) > 1:
+            yield Conflict(
+                f"{' and '.join(names)} set the rates of one optimizer, where the last one wins: attach one of them, "
+                "or make one schedule of both."
+            )
+
+
+def _retention(entries: Sequence[Attached], length: Length) -> Iterator[Conflict]:
+    """Checkpoints that are deleted before what needs them."""
+    for owner in owners(entries):
+        if (found := options_of(owner)) is None:
+            continue
+        options, _ = found
+        saves = [times_of(each, length) for each in entries if each.owner is owner and each.acts and _counts(each)]
+        yield from _kept_every(options, saves, length)
+        gap = max((gap for times in saves if (gap := _gap(times, length))), default=None)
+        for other in owners(entries):
+            patience, key = getattr(other, "patience", None), getattr(other, "key", None)
+            if not isinstance(patience, int) or not isinstance(key, str) or gap is None or options.best == key:
+                continue
+            measured = [
+                times_of(each, length)
+                for each in entries
+                if set_of(each.owner) is not None and key.startswith(f"{set_of(each.owner)}/") and _counts(each)
+            ]
+            since = max((gap for times in measured if (gap := _gap(times, length))), default=0) * patience
+            if since >= options.keep_last * gap and not options.keep_every:
+                yield Conflict(
+                    f"{type(other).__name__} ends the run {since:,} iterations after the best {key}, of which the "
+                    f"checkpoints (keep_last={options.keep_last}, every {gap:,} iterations) are deleted by then: give "
+                    f"Checkpoint best={key!r} to keep the best one."
+                )
+
+
+def _kept_every(options: SaveOptions, saves: Sequence[Times], length: Length) -> Iterator[Conflict]:
+    times = [at for each in saves if (at := each.iterations(length)) is not None]
+    every = options.keep_every
+    if not (every and times and length.iterations) or options.best:
+        return
+    if not any(at % every == 0 for each in times for at in each):
+        yield Conflict(
+            f"keep_every={every} keeps nothing: no checkpoint is saved at a multiple of it; give a multiple of the "
+            "interval at which it saves."
+        )
+
+
+def _counts(entry: Attached) -> bool:
+    return entry.event not in (Events.STARTED, Events.COMPLETED)
+
+
+def _gap(times: Times, length: Length) -> int | None:
+    """Iterations from one time to the next."""
+    if times.every is None:
+        return None
+    return times.every if times.unit == "iteration" else times.every * length.per_epoch if length.per_epoch else None
+
+
+def _metrics(entries: Sequence[Attached], length: Length) -> Iterator[Conflict]:
+    """Metrics that are followed, and that no attached handler is known to write."""
+    evaluations = {label: owner for owner in owners(entries) if (label := set_of(owner)) is not None}
+    fires: dict[str, bool] = {}
+    for entry in entries:
+        if (label := set_of(entry.owner)) is not None and (entry.acts or not _counts(entry)):
+            times = times_of(entry, length)
+            some = times.counts is None or len(times.counts) > 0
+            fires[label] = fires.get(label, False) or (some and not _is_bookkeeping(entry))
+    for owner in owners(entries):
+        if (followed := followed_by(owner)) is None:
+            continue
+        key, setting = followed
+        group, slash, name = key.rpartition("/")
+        if not slash or group in _OWN_GROUPS:
+            continue
+        if group not in evaluations:
+            near = did_you_mean(group, evaluations) if evaluations else "."
+            yield Conflict(
+                f"{setting} follows {key}, and no evaluation is called {group!r}{near.removesuffix('.')}: a handler of "
+                "your own must write it.",
+                certain=False,
+            )
+        elif name not in (metrics := metrics_of(evaluations[group].evaluator)) and metrics:
+            near = did_you_mean(name, metrics)
+            yield Conflict(f"{setting} follows {key}, which the evaluation {group} does not write{near}", certain=False)
+        elif not fires.get(group, False):
+            yield Conflict(f"{setting} follows {key}, and the evaluation {group} never runs: attach it to an event.")
+
+
+def metrics_of(evaluator: Engine) -> list[str]:
+    """The names under which Ignite's metrics are attached to an engine."""
+    found = (args for _, args, _ in handlers_of(evaluator, Events.EPOCH_COMPLETED))
+    return list(dict.fromkeys(str(each) for args in found for each in args if isinstance(each, str)))
+
+
+def _is_bookkeeping(entry: Attached) -> bool:
+    return entry.event == Events.STARTED and not entry.acts and describe_filter(entry.handler) == ""

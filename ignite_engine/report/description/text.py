@@ -1,0 +1,148 @@
+"""``trainer.describe()`` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ignite.engine import Engine
+from torch import nn
+
+from ignite_engine.engine.bus import describe_filter, event_name, events_with_handlers, handlers_of, name_of
+from ignite_engine.engine.length import Length
+from ignite_engine.ranks import agreement
+from ignite_engine.report.description.attached import Attached, attached_to, options_of, owners, scheduler_of
+from ignite_engine.report.description.conflicts import conflicts_of
+from ignite_engine.report.description.contents import (
+    Size,
+    free_bytes,
+    in_units,
+    kept_at_once,
+    memory_of,
+    part_sizes,
+)
+from ignite_engine.report.description.timetable import times_of, timetable
+from ignite_engine.report.lr_curve import lr_text
+from ignite_engine.schedules import Schedule
+from ignite_engine.states.registry import Registry
+
+
+def describe(
+    engine: Engine,
+    registry: Registry,
+    models: Sequence[nn.Module],
+    length: Length,
+    inexact: Iterable[str],
+    *,
+    rates: bool = True,
+) -> str:
+    """What a run of this length does and when, what a checkpoint holds, who listens to what, and what contradicts it.
+
+    Args:
+        models: those that are trained.
+        inexact: why a resumed run would have other bits; empty: it would not.
+        rates: also the learning rates of its schedules.
+    """
+    entries = attached_to(engine)
+    reasons = list(inexact)
+    conflicts = conflicts_of(engine, length)
+    lines = [
+        *timetable(engine, entries, length),
+        *(_rates(entries, length) if rates else ()),
+        *_memory(registry, models),
+        *_contents(registry),
+        *_disk(registry, entries, length),
+        "The bus (event: handlers in the order in which they run)",
+        *_bus(engine),
+        *(["Resume is exact."] if not reasons else ["Resume is approximate:", *(f"  {each}" for each in reasons)]),
+        *(["No conflicts."] if not conflicts else ["Conflicts:", *(f"  {each.text}" for each in conflicts)]),
+    ]
+    return "\n".join(lines)
+
+
+def _rates(entries: Sequence[Attached], length: Length) -> list[str]:
+    lines: list[str] = []
+    for owner in owners(entries):
+        scheduler = scheduler_of(owner)
+        if scheduler is None:
+            continue
+        what = repr(scheduler) if isinstance(scheduler, Schedule) else type(scheduler).__name__
+        lines.append(f"Schedule {getattr(owner, 'name', '')}: {what}")
+        acting = next((times_of(each, length) for each in entries if each.owner is owner and each.acts), None)
+        steps = 0 if acting is None or acting.counts is None else len(acting.counts)
+        if isinstance(scheduler, Schedule) and steps:
+            lines += lr_text(scheduler, steps)
+        else:
+            first = ", ".join(f"{float(group['lr']):g}" for group in scheduler.optimizer.param_groups)
+            lines.append(f"  from {first}")
+    return lines
+
+
+def _memory(registry: Registry, models: Sequence[nn.Module]) -> list[str]:
+    if not models:
+        return []
+    found = memory_of(registry, models)
+    parts = [f"weights {in_units(found.weights)}", f"gradients {in_units(found.gradients)}"]
+    known = found.optimizer.later is not None
+    parts.append(f"optimizer state {in_units(found.optimizer.whole) if known else 'known after the first step'}")
+    if found.averages:
+        parts.append(f"averages {in_units(found.averages)}")
+    total = found.weights + found.gradients + found.optimizer.whole + found.averages
+    return [
+        "Parameters and memory",
+        f"  {found.parameters:,} parameters: {found.trained:,} trained, {found.parameters - found.trained:,} frozen",
+        f"  {', '.join(parts)}: {in_units(total)}{' of each rank' if agreement.world_size() > 1 else ''}, and what the "
+        "forward pass keeps",
+    ]
+
+
+def _contents(registry: Registry) -> list[str]:
+    sizes = part_sizes(registry)
+    lines = ["In a checkpoint (name: kind)"]
+    for name, obj in registry.objects.items():
+        copies = "one copy" if name in registry.shared else "per rank"
+        size = f", {sizes[name]}" if name in sizes else ""
+        lines.append(f"  {name}: {registry.type_name(name, obj)}, {copies}{size}")
+    return lines
+
+
+def _disk(registry: Registry, entries: Sequence[Attached], length: Length) -> list[str]:
+    lines = []
+    for owner in owners(entries):
+        if (found := options_of(owner)) is None:
+            continue
+        options, store = found
+        sizes = part_sizes(registry, options)
+        each, more = checkpoint_bytes(registry, sizes), any(size.later is None for size in sizes.values())
+        count, named = kept_at_once(options, _saves(entries, owner, length), length.iterations)
+        free = free_bytes(store.directory)
+        needed = f"{in_units(count * each)} for {count:,} ({', '.join(named)})"
+        room = "" if free is None else f"; {in_units(free)} are free" + (": TOO LITTLE" if free < count * each else "")
+        lines.append(
+            f"Disk: a checkpoint has {each:,} bytes of tensors{' and more after the first step' if more else ''}"
+            f"{', or only the rows that changed' if options.delta_rows else ''}; in {store.directory} at most "
+            f"{needed}{room}."
+        )
+    return lines
+
+
+def checkpoint_bytes(registry: Registry, sizes: dict[str, Size]) -> int:
+    """Of the tensors of all ranks."""
+    ranks = agreement.world_size()
+    return sum(size.whole * (1 if name in registry.shared else ranks) for name, size in sizes.items())
+
+
+def _saves(entries: Sequence[Attached], owner: object, length: Length) -> int | None:
+    times = [times_of(each, length) for each in entries if each.owner is owner and each.acts]
+    counts = [None if each.counts is None else len(each.counts) for each in times]
+    return None if None in counts else sum(each or 0 for each in counts) + 1
+
+
+def _bus(engine: Engine) -> list[str]:
+    lines = []
+    for event in events_with_handlers(engine):
+        lines.append(f"  {event_name(event)}")
+        lines += [
+            f"    {name_of(handler)} {describe_filter(handler)}".rstrip()
+            for handler, _, _ in handlers_of(engine, event)
+        ]
+    return lines
