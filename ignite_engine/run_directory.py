@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import importlib.metadata
 import json
@@ -46,6 +47,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
         self.checkpoints = self.path / "checkpoints"
+        self.history = self.path / "history.jsonl"
         self.evaluations = self.path / "evaluations"
         self.logs = self.path / "logs"
 
@@ -90,6 +92,25 @@ class RunDirectory:
             "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
         }
         write_whole(self.environment, json.dumps(values, indent=1) + "\n")
+
+    def note(self, what: str, iteration: int, reason: str | None = None) -> None:
+        """Add to the history: ``started``, ``resumed``, or how a start ended (``completed``, ``interrupted``, ...)."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        line = json.dumps({"what": what, "iteration": iteration, "reason": reason, "at": now})
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.history.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def read_history(self) -> list[dict[str, Any]]:
+        """What :meth:`note` wrote since the run was last started afresh; a line that cannot be read is left out."""
+        found: list[dict[str, Any]] = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in self.history.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    each = json.loads(line)
+                    if isinstance(each, dict) and isinstance(each.get("iteration"), int):
+                        found = [each] if each.get("what") == "started" else [*found, each]
+        return found
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Store how the run ended; numbers as in the other files, see :func:`checkpointing.manifest.json_number`."""

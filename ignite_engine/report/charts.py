@@ -1,39 +1,29 @@
-"""A panel as HTML: the curves as SVG that scales with the page, the labels as text that does not."""
+"""A panel as a place for a chart and the data that the page's script draws in it; and as a picture of its own."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from ignite_engine.report.panels import COLOURS, Line, Panel
 from ignite_engine.report.scales import Point, averaged, log_ticks, short, thin, ticks
 
-BUCKETS = 300
+BUCKETS = 500
 LOG_FROM = 30.0
-DOTS_UP_TO = 30
 WIDTH, HEIGHT = 1000.0, 300.0
-_LAST = ' class="last"'
 
 
 class Axes:
-    """From values to coordinates in a picture of WIDTH by HEIGHT with its origin at the top left.
+    """From values to coordinates in a picture of WIDTH by HEIGHT with its origin at the top left."""
 
-    Args:
-        span: the first and last iteration of the axis; None: those of the panel.
-    """
-
-    def __init__(self, panel: Panel, span: tuple[float, float] | None = None) -> None:
-        points = [point for line in panel.lines for point in line.points]
-        ys = [point[1] for point in points]
-        self.left, self.right = span or span_of([panel])
+    def __init__(self, panel: Panel) -> None:
+        ys = [point[1] for line in panel.lines for point in line.points]
+        self.left, self.right = span_of([panel])
         low, high = min(ys), max(ys)
-        if panel.stacked:
-            totals = [sum(column) for column in zip(*[[point[1] for point in line.points] for line in panel.lines])]
-            low, high = 0.0, max(totals)
-        self.is_log = panel.may_be_log and low > 0 and high / low > LOG_FROM
+        self.is_log = is_log(panel)
         if panel.from_zero and not self.is_log and low >= 0:
             low = 0.0
         if not high > low:
@@ -42,10 +32,10 @@ class Axes:
         margin = (self._scale(high) - self._scale(low)) * 0.05
         self.bottom = self._scale(low) - (0 if low == 0 else margin)
         self.top = self._scale(high) + margin
-        self.y_ticks = log_ticks(low, high) if self.is_log else self._ticks_inside(low, high)
+        self.y_ticks = log_ticks(low, high) if self.is_log else self._ticks_inside()
         self.x_ticks = [tick for tick in ticks(self.left, self.right, 5) if tick == int(tick)]
 
-    def _ticks_inside(self, low: float, high: float) -> list[float]:
+    def _ticks_inside(self) -> list[float]:
         return [tick for tick in ticks(self.bottom, self.top, 4) if self.bottom <= tick <= self.top]
 
     def x(self, value: float) -> float:
@@ -61,47 +51,49 @@ def span_of(panels: Sequence[Panel]) -> tuple[float, float]:
     return min(xs), max(xs)
 
 
-def chart(panel: Panel, number: int, span: tuple[float, float]) -> tuple[str, dict[str, Any]]:
-    """The panel as a ``<figure>``, and the data from which the page's script shows the values under the pointer."""
-    lines = [_thinned(line, panel.stacked) for line in panel.lines]
-    axes = Axes(panel, span)
-    drawn = _areas(lines, axes) if panel.stacked else "".join(_curve(line, axes) for line in lines)
-    grid = "".join(f'<path class="grid" d="M0 {axes.y(tick):.1f}H{WIDTH:g}"/>' for tick in axes.y_ticks)
-    y_labels = "".join(
-        f'<span style="top:{axes.y(tick) / HEIGHT:.2%}">{escape(_tick(tick, axes.y_ticks))}</span>'
-        for tick in axes.y_ticks
-    )
-    x_labels = "".join(
-        f'<span{_LAST if axes.x(tick) > 0.97 * WIDTH else ""} style="left:{axes.x(tick) / WIDTH:.2%}">'
-        f"{escape(_tick(tick, axes.x_ticks))}</span>"
-        for tick in axes.x_ticks
-    )
-    legend = "".join(f'<li class="c{line.mark % COLOURS}">{escape(line.name)}</li>' for line in lines)
-    unit = ", ".join(part for part in (panel.unit, "logarithmic" if axes.is_log else "") if part)
+def is_log(panel: Panel) -> bool:
+    """Whether an axis of powers shows more: values are positive and far apart."""
+    ys = [point[1] for line in panel.lines for point in line.points]
+    return panel.may_be_log and min(ys) > 0 and max(ys) / min(ys) > LOG_FROM
+
+
+def chart(panel: Panel, number: int) -> tuple[str, dict[str, Any]]:
+    """The panel as a ``<figure>``, and what the page's script draws in it: lines of ``[iteration, value]``."""
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in panel.notes)
-    label = escape(f"{panel.title} by iteration", quote=True)
     html = (
         f'<figure data-chart="{number}"><figcaption><h3>{escape(panel.title)}</h3>'
-        f'<span class="unit">{escape(unit)}</span><ul class="legend">{legend}</ul></figcaption>'
-        f'<div class="plot"><div class="y">{y_labels}</div><div class="field">'
-        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img" aria-label="{label}">'
-        f'{grid}{drawn}</svg><div class="cursor"></div><div class="values"></div></div>'
-        f'<div class="x">{x_labels}</div><div class="xname">iteration</div></div>{notes}</figure>'
+        f'<span class="unit">{escape(panel.unit)}</span></figcaption><div class="plot"></div>{notes}</figure>'
     )
     data = {
-        "left": axes.left,
-        "right": axes.right,
+        "title": panel.title,
+        "log": is_log(panel),
+        "zero": panel.from_zero,
+        "stacked": panel.stacked,
         "lines": [
-            {"name": line.name, "mark": line.mark % COLOURS, "points": [[_plain(x), _plain(y)] for x, y in line.points]}
-            for line in lines
+            {
+                "name": line.name,
+                "mark": line.mark % COLOURS,
+                "dashed": line.dashed,
+                "run": line.run,
+                "points": [[_plain(x), _plain(y)] for x, y in _thinned(line, panel.stacked)],
+            }
+            for line in panel.lines
         ],
     }
     return html, data
 
 
-def script_data(charts: Sequence[dict[str, Any]]) -> str:
+def script_data(values: Sequence[Mapping[str, Any]]) -> str:
     """JSON that is safe inside a ``<script>``."""
-    return json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def sparkline(points: Sequence[Point]) -> str:
+    """A curve without axes, for beside a number."""
+    axes = Axes(Panel("", "", [Line("", points, 0)], from_zero=False))
+    places = "L".join(f"{axes.x(x) / 10:.1f} {axes.y(y) / 10:.1f}" for x, y in thin(points, 25))
+    box = 'viewBox="0 0 100 30" preserveAspectRatio="none" aria-hidden="true"'
+    return f'<svg class="spark" {box}><path d="M{places}"/></svg>'
 
 
 def svg_file(panel: Panel, *, width: int = 720, height: int = 360) -> str:
@@ -130,36 +122,8 @@ def svg_file(panel: Panel, *, width: int = 720, height: int = 360) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _thinned(line: Line, stacked: bool) -> Line:
-    points = averaged(line.points, BUCKETS) if stacked else thin(line.points, BUCKETS)
-    return Line(line.name, points, line.mark, line.dashed)
-
-
-def _curve(line: Line, axes: Axes) -> str:
-    places = [(axes.x(x), axes.y(y)) for x, y in line.points]
-    kind = f"c{line.mark % COLOURS}{' dashed' if line.dashed else ''}"
-    drawn = f'<path class="line {kind}" d="{_path(places)}"/>'
-    if len(places) <= DOTS_UP_TO:
-        drawn += f'<path class="dot {kind}" d="{"".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)}"/>'
-    return drawn
-
-
-def _areas(lines: Sequence[Line], axes: Axes) -> str:
-    """Each line's values on top of those before it."""
-    floor = [0.0] * len(lines[0].points)
-    drawn = []
-    for line in lines:
-        ceiling = [below + point[1] for below, point in zip(floor, line.points)]
-        xs = [axes.x(point[0]) for point in line.points]
-        over = [(x, axes.y(value)) for x, value in zip(xs, ceiling)]
-        under = [(x, axes.y(value)) for x, value in zip(reversed(xs), reversed(floor))]
-        drawn.append(f'<path class="area c{line.mark % COLOURS}" d="{_path([*over, *under])}Z"/>')
-        floor = ceiling
-    return "".join(drawn)
-
-
-def _path(places: Sequence[Point]) -> str:
-    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+def _thinned(line: Line, stacked: bool) -> Sequence[Point]:
+    return averaged(line.points, BUCKETS) if stacked else thin(line.points, BUCKETS)
 
 
 def _tick(value: float, all_ticks: Sequence[float]) -> str:
@@ -167,4 +131,4 @@ def _tick(value: float, all_ticks: Sequence[float]) -> str:
 
 
 def _plain(value: float) -> float | int:
-    return int(value) if value == int(value) else float(f"{value:.5g}")
+    return int(value) if abs(value) < 1e15 and value == int(value) else float(f"{value:.5g}")

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import importlib.resources
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.report.charts import chart, script_data, span_of
+from ignite_engine.report.charts import chart, script_data, sparkline
 from ignite_engine.report.panels import COLOURS, Panel, compared_panels, panels_of
 from ignite_engine.report.records import Record, read_run
-from ignite_engine.report.scales import short
+from ignite_engine.report.scales import Point, short
+from ignite_engine.report.timeline import iterations_per_epoch, seconds, timeline
 from ignite_engine.run_directory import flat, write_whole
 
 # The browser enforces that nothing is loaded.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number of the run, and the curve that it is of."""
+
+    name: str
+    value: str
+    remark: str = ""
+    points: Sequence[Point] = ()
 
 
 def write_report(directory: str | Path, output: str | Path | None = None) -> Path:
@@ -48,8 +60,8 @@ def report_page(run: Record) -> str:
         f'<p class="under">{escape(str(run.path.absolute()))}</p>',
         _outcome(run),
         _tiles(_key_numbers(run)),
-        *_curves(panels_of(run)),
-        *_config_cards(run.config),
+        *_curves(panels_of(run), [run]),
+        *_config(run.config),
         *_last_values(run),
         *_environment(run.environment),
     ]
@@ -64,10 +76,9 @@ def comparison_page(runs: Sequence[Record]) -> str:
     names = _names(runs)
     parts = [
         f"<h1>{len(runs)} runs compared</h1>",
-        '<p class="under">By iteration. Each run has the same colour in all charts.</p>',
         _runs_table(runs, names),
-        *_curves(compared_panels(runs, names)),
         *_differences(runs, names),
+        *_curves(compared_panels(runs, names), runs),
     ]
     return _page("Runs compared", parts)
 
@@ -76,13 +87,14 @@ def _page(title: str, parts: Sequence[str]) -> str:
     def asset(name: str) -> str:
         return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
+    # uPlot's first line is its address, and a page names none; its licence is to go where it goes
+    uplot = f"/* uPlot\n{asset('uplot/LICENSE')}*/\n{asset('uplot/uPlot.iife.min.js').partition(chr(10))[2]}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<title>{escape(title)}</title><style>\n{asset('page.css')}</style></head><body><main>\n"
-        + "\n".join(parts)
-        + f"\n</main><script>\n{asset('page.js')}</script></body></html>\n"
+        f"<title>{escape(title)}</title><style>\n{asset('uplot/uPlot.min.css')}\n{asset('page.css')}</style></head>"
+        "<body><main>\n" + "\n".join(parts) + f"\n</main><script>\n{uplot}\n{asset('page.js')}</script></body></html>\n"
     )
 
 
@@ -99,15 +111,19 @@ def _outcome(run: Record) -> str:
     return f'<p class="status {escape(status, quote=True)}">{text}</p>'
 
 
-def _key_numbers(run: Record) -> list[tuple[str, str, str]]:
-    """Name, value and remark of the most important numbers."""
+def _key_numbers(run: Record) -> list[Tile]:
+    """The most important numbers, the metric that the run followed first."""
     summary = run.summary
     tiles = []
+    followed = [run.followed[0]] if run.followed is not None else []
+    for key in dict.fromkeys([*followed, *(key for key in run.series if key.endswith("/loss"))]):
+        if (best := run.best(key)) is None:
+            continue
+        iteration, value = best
+        epoch = (length := iterations_per_epoch(run)) and f", epoch {short(iteration / length, 3)}"
+        tiles.append(Tile(f"{key}, best", short(value), f"at {iteration:,}{epoch or ''}", run.series[key]))
     if (loss := run.last("loss")) is not None:
-        tiles.append(("Loss, last", short(loss), ""))
-    for key in [key for key in run.series if key.endswith("/loss")]:
-        iteration, best = min(run.series[key], key=lambda point: point[1])
-        tiles.append((f"{key}, best", short(best), f"at {iteration:,}"))
+        tiles.append(Tile("Loss, last", short(loss), "", run.series["loss"]))
     rates = [("tokens", "tokens/s"), ("samples", "samples/s"), ("steps", "steps/s")]
     key, unit = next(
         ((f"throughput/{name}_per_s", unit) for name, unit in rates if f"throughput/{name}_per_s" in run.series),
@@ -115,49 +131,109 @@ def _key_numbers(run: Record) -> list[tuple[str, str, str]]:
     )
     if key:
         values = [value for _, value in run.series[key]]
-        tiles.append(("Throughput, mean", short(sum(values) / len(values)), unit))
+        tiles.append(Tile("Throughput, mean", short(sum(values) / len(values)), unit))
     for key, name in (("memory/peak_mib", "Device memory, peak"), ("memory/host_peak_mib", "Host memory, peak")):
         if key in run.series:
-            tiles.append((name, short(max(value for _, value in run.series[key])), "MiB"))
-    if "wall_s" in summary:
-        tiles.append(("Time, last start", _duration(float(summary["wall_s"])), ""))
+            tiles.append(Tile(name, short(max(value for _, value in run.series[key])), "MiB"))
+    if (took := seconds(run)) is not None:
+        starts = sum(entry.get("what") in ("started", "resumed") for entry in run.history)
+        tiles.append(Tile("Time", _duration(took), f"in {starts} starts" if starts > 1 else ""))
     if "parameters" in summary:
-        tiles.append(("Parameters", short(float(summary["parameters"])), ""))
+        tiles.append(Tile("Parameters", short(float(summary["parameters"]))))
     if "epoch" in summary:
-        tiles.append(("Epoch", str(summary["epoch"]), ""))
+        tiles.append(Tile("Epoch", str(summary["epoch"])))
     if summary.get("world_size", 1) != 1:
-        tiles.append(("Ranks", str(summary["world_size"]), ""))
+        tiles.append(Tile("Ranks", str(summary["world_size"])))
     return tiles
 
 
-def _tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
+def _tiles(tiles: Sequence[Tile]) -> str:
     cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)} <small>{escape(remark)}</small></dd></div>"
-        for name, value, remark in tiles
+        f"<div><dt>{escape(tile.name)}</dt><dd>{escape(tile.value)} <small>{escape(tile.remark)}</small></dd>"
+        f"{sparkline(tile.points) if len(tile.points) > 1 else ''}</div>"
+        for tile in tiles
     )
     return f'<dl class="tiles">{cells}</dl>' if cells else ""
 
 
-def _curves(panels: Sequence[Panel]) -> list[str]:
+def _curves(panels: Sequence[Panel], runs: Sequence[Record]) -> list[str]:
     if not panels:
         return ["<h2>Curves</h2><p>Nothing was logged twice yet, so there are no curves.</p>"]
-    span = span_of(panels)
-    charts = [chart(panel, number, span) for number, panel in enumerate(panels)]
+    charts = [chart(panel, number) for number, panel in enumerate(panels)]
     figures = "\n".join(html for html, _ in charts)
     data = script_data([data for _, data in charts])
+    lines = [timeline(run) for run in runs]
+    about = escape(script_data(lines), quote=True)
     return [
-        f'<h2>Curves</h2><div class="charts">\n{figures}\n</div>',
-        f'<script type="application/json" id="charts">{data}</script>',
+        "<h2>Curves</h2>",
+        _controls([panel.title for panel in panels], lines),
+        "<noscript><p>The curves are drawn by a script of this page; scripts are off.</p></noscript>",
+        f'<div class="charts">\n{figures}\n</div>',
+        f'<script type="application/json" id="charts" data-runs="{about}">{data}</script>',
     ]
 
 
-def _config_cards(config: Mapping[str, Any]) -> list[str]:
+def _controls(titles: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
+    def choice(name: str, label: str, options: Mapping[str, str]) -> str:
+        inside = "".join(
+            f'<option value="{escape(value, quote=True)}">{escape(text)}</option>' for value, text in options.items()
+        )
+        return f'<label>{label} <select data-control="{name}">{inside}</select></label>'
+
+    known = {"iteration": "iteration"}
+    known |= {"epoch": "epoch"} if all(each["epoch"] for each in lines) else {}
+    known |= {"time": "time in training"} if all(each["hours"] for each in lines) else {}
+    return (
+        '<form class="controls" autocomplete="off">'
+        + choice("chart", "Show", {"": "all charts"} | {title: title for title in titles})
+        + choice("axis", "over", known)
+        + '<label><input type="checkbox" data-control="logx"/> logarithmic x</label>'
+        + choice("y", "y", {"auto": "as it fits", "linear": "linear", "log": "logarithmic"})
+        + '<label>smoothing <input type="range" min="0" max="0.99" step="0.01" value="0" data-control="smoothing"/>'
+        + "</label>"
+        + '<span class="hint">Drag sideways in a chart to zoom.</span>'
+        + '<button type="button" data-reset>Whole run</button></form>'
+    )
+
+
+def _config(config: Mapping[str, Any]) -> list[str]:
+    """What differs from the defaults; the rest is folded."""
     if not config:
         return []
-    top_level = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
-    sections = {key: value for key, value in config.items() if isinstance(value, Mapping) and value}
-    cards = [_card(name, flat(values)) for name, values in ({"task": top_level} | sections).items() if values]
-    return [f'<h2>Config</h2><div class="cards">{"".join(cards)}</div>']
+    values, usual = flat(config), defaults_of(config)
+    chosen = {key: value for key, value in values.items() if key not in usual or usual[key] != value}
+    cards = _cards(config, chosen)
+    whole = _cards(config, values)
+    if len(chosen) == len(values):
+        return [f'<h2>Config</h2><div class="cards">{whole}</div>']
+    return [
+        '<h2>Config <span class="unit">what differs from the defaults</span></h2>',
+        f'<div class="cards">{cards}</div>',
+        f'<details><summary>All {len(values)} settings</summary><div class="cards">{whole}</div></details>',
+    ]
+
+
+def _cards(config: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """A card for each section with some of the values."""
+    sections = {key: f"{key}." for key, value in config.items() if isinstance(value, Mapping)}
+    top = {key: value for key, value in values.items() if key in config and key not in sections}
+    cards = {"task": top} | {
+        name: {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
+        for name, start in sections.items()
+    }
+    return "".join(_card(name, part) for name, part in cards.items() if part)
+
+
+def defaults_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of a config's settings by dotted key; empty for one that is not the command line's."""
+    from ignite_engine.config import ConfigError
+    from ignite_engine.config.load import config_from_dict
+
+    try:
+        found = config_from_dict({"task": config.get("task"), "run": {"max_epochs": 1}}).to_dict()
+    except ConfigError:
+        return {}
+    return {key: value for key, value in flat(found).items() if key not in ("task", "run.name", "run.directory")}
 
 
 def _last_values(run: Record) -> list[str]:
@@ -166,7 +242,7 @@ def _last_values(run: Record) -> list[str]:
     rest = {
         key: value
         for key, value in run.summary.items()
-        if key not in ("metrics", "startup_s", "status", "reason") and value is not None
+        if key not in ("metrics", "startup_s", "status", "reason") and value not in (None, {})
     }
     startup = {phase: f"{seconds:.2f} s" for phase, seconds in (run.summary.get("startup_s") or {}).items()}
     cards = [_card(name, part) for name, part in (("run", rest), ("start-up", startup), ("last values", kept)) if part]
@@ -180,7 +256,7 @@ def _environment(environment: Mapping[str, Any]) -> list[str]:
     kept = {key: value for key, value in environment.items() if key != "packages"}
     chosen = {name: packages[name] for name in ("torch", "pytorch-ignite", "numpy") if name in packages}
     cards = _card("machine and command", flat(kept)) + _card("packages", chosen)
-    return [f'<h2>Environment</h2><div class="cards">{cards}</div>']
+    return [f'<details><summary>Environment</summary><div class="cards">{cards}</div></details>']
 
 
 def _card(name: str, values: Mapping[str, Any]) -> str:
@@ -192,12 +268,14 @@ def _card(name: str, values: Mapping[str, Any]) -> str:
 
 def _runs_table(runs: Sequence[Record], names: Sequence[str]) -> str:
     losses = sorted({key for run in runs for key in run.series if key == "loss" or key.endswith("/loss")}, key=len)
-    titles = ["run", "status", "iteration", *(f"{key}, best" for key in losses), "time, last start"]
+    followed = [run.followed[0] for run in runs if run.followed is not None and run.followed[0] in run.series]
+    keys = list(dict.fromkeys([*followed, *losses]))
+    titles = ["run", "status", "iteration", *(f"{key}, best" for key in keys), "time"]
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        best = [min((value for _, value in run.series.get(key, ())), default=None) for key in losses]
-        cells = [str(run.summary.get("iteration", "")), *("" if value is None else short(value, 5) for value in best)]
-        cells.append(_duration(float(run.summary["wall_s"])) if "wall_s" in run.summary else "")
+        best = [run.best(key) for key in keys]
+        cells = [str(run.summary.get("iteration", "")), *("" if each is None else short(each[1], 5) for each in best)]
+        cells.append("" if (took := seconds(run)) is None else _duration(took))
         numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
         swatch = f'<span class="swatch c{index % COLOURS}"></span>'
         rows.append(f"<tr><td>{swatch}{escape(name)}</td><td>{escape(run.status)}</td>{numbers}</tr>")
@@ -208,12 +286,7 @@ def _runs_table(runs: Sequence[Record], names: Sequence[str]) -> str:
 
 def _differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
     """A row for each key whose value differs between the configs."""
-    configs = [flat(run.config) for run in runs]
-    keys = [
-        key
-        for key in dict.fromkeys(key for config in configs for key in config)
-        if any(config.get(key, "not set") != configs[0].get(key, "not set") for config in configs)
-    ]
+    configs, keys = [flat(run.config) for run in runs], differing(runs)
     if not keys:
         return ["<h2>Differences of the configs</h2><p>None.</p>"]
     head = "".join(f"<th>{escape(name)}</th>" for name in ("key", *names))
@@ -226,6 +299,15 @@ def _differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
     return [f'<h2>Differences of the configs</h2><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>']
 
 
+def differing(runs: Sequence[Record]) -> list[str]:
+    """The dotted keys whose values differ between the configs."""
+    configs = [flat(run.config) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [
+        key for key in keys if any(config.get(key, "not set") != configs[0].get(key, "not set") for config in configs)
+    ]
+
+
 def _names(runs: Sequence[Record]) -> list[str]:
     """The runs' names, with their paths where two are equal."""
     names = [run.name for run in runs]
@@ -235,6 +317,8 @@ def _names(runs: Sequence[Record]) -> list[str]:
 def _text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return " ".join(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -18,12 +18,16 @@ _GIB_FROM_MIB = 8192.0
 
 @dataclass(frozen=True)
 class Line:
-    """A named curve; ``mark`` selects its colour, ``dashed`` distinguishes it from another of the same colour."""
+    """A named curve of the page's n-th ``run``.
+
+    ``mark`` selects its colour, ``dashed`` distinguishes it from another of the same colour.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     mark: int
     dashed: bool = False
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def compared_panels(runs: Sequence[Record], names: Sequence[str]) -> list[Panel]
         ]
         if not having or _is_a_copy(key, runs) or (_is_evaluated(key) and not any(_moves(run, key) for run in runs)):
             continue
-        lines = [Line(name, run.series[key], mark, dashed=mark >= COLOURS) for run, name, mark in having]
+        lines = [Line(name, run.series[key], mark, dashed=mark >= COLOURS, run=mark) for run, name, mark in having]
         notes = [_not_finite(name, run.not_finite[key]) for run, name, _ in having if key in run.not_finite]
         may_be_log = key == "grad_norm" or key.rpartition("/")[2] == "loss"
         made.append(Panel(key, "", lines, _place(key) > _METRICS_UNTIL, may_be_log, notes=notes))

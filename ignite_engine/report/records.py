@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ class Record:
         path: its directory, as given.
         series: the finite points ``(iteration, value)`` of everything logged, by name, in order.
         not_finite: the iterations at which a series was NaN or infinite.
-        config, summary, environment: empty where the file is missing.
+        config, summary, environment: empty where the file is missing; the config may be that of the newest checkpoint.
+        history: how the run was started and ended each time, see ``RunDirectory.note``.
+        judged_by: the metric by which its checkpoints are judged, and ``min`` or ``max``, as the newest of them says.
         log: the last lines of rank 0's log.
     """
 
@@ -39,6 +42,8 @@ class Record:
     config: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
+    history: Sequence[Mapping[str, Any]] = ()
+    judged_by: tuple[str, str] | None = None
     log: str = ""
 
     @property
@@ -50,10 +55,56 @@ class Record:
     def status(self) -> str:
         return str(self.summary.get("status", "unknown"))
 
+    @property
+    def followed(self) -> tuple[str, str] | None:
+        """The metric that the run followed, and whether ``min`` or ``max`` is good; None: it followed none."""
+        checkpoint, stopping = (self.config.get(key) or {} for key in ("checkpoint", "early_stopping"))
+        for section, name in ((checkpoint, "best"), (stopping, "metric")):
+            if isinstance(section, Mapping) and isinstance(section.get(name), str):
+                return str(section[name]), str(section.get("mode") or "min")
+        return self.judged_by
+
+    def best(self, key: str, mode: str | None = None) -> tuple[int, float] | None:
+        """The best point of a series, the first of equal ones.
+
+        Args:
+            mode: ``min`` or ``max``; None: as the run followed the metric, or else as its name says.
+        """
+        if mode is None:
+            mode = self.followed[1] if self.followed is not None and self.followed[0] == key else usual_mode(key)
+        points = self.series.get(key)
+        if not points:
+            return None
+        return min(points, key=lambda point: point[1] if mode == "min" else -point[1])
+
     def last(self, key: str) -> float | None:
         """The newest value of a series."""
         points = self.series.get(key)
         return points[-1][1] if points else None
+
+
+_LARGE_IS_GOOD = (
+    "acc",
+    "auc",
+    "auroc",
+    "f1",
+    "precision",
+    "recall",
+    "r2",
+    "bleu",
+    "rouge",
+    "iou",
+    "map",
+    "psnr",
+    "ssim",
+)
+
+
+def usual_mode(key: str) -> str:
+    """``max`` for a metric whose name says that large values are good, such as val/accuracy or val/f1; else ``min``."""
+    words = re.split(r"[^a-z0-9]+", key.lower())
+    named = any(word.startswith(("accura", "per_s")) or word in _LARGE_IS_GOOD for word in words)
+    return "max" if named or key.endswith("_per_s") else "min"
 
 
 def read_run(directory: str | Path) -> Record:
@@ -65,21 +116,41 @@ def read_run(directory: str | Path) -> Record:
     run = RunDirectory(directory)
     if not run.path.is_dir():
         raise NotARun(f"{run.path} is not a directory: give that of a run, such as runs/byte_gpt.")
+    checkpoint = _newest_manifest(run)
     if not run.metrics.exists() and not run.summary.exists():
         raise NotARun(
             f"{run.path} is not the directory of a run: it has neither {run.metrics.name} nor "
             f"{run.summary.name}; give the one that the config names as run.directory."
         )
     series, not_finite = _read_metrics(run.metrics)
+    summary, best = run.read_summary(), checkpoint.get("best") or {}
+    if not summary and checkpoint:
+        known = ("iteration", "epoch", "world_size")
+        summary = {name: checkpoint[name] for name in known if name in checkpoint}
+    config, written = checkpoint.get("config"), _mapping(run.config, yaml.safe_load)
     return Record(
         run.path,
         series,
         not_finite,
-        _mapping(run.config, yaml.safe_load),
-        run.read_summary(),
-        _mapping(run.environment, json.loads),
+        written or (config if isinstance(config, dict) else {}),
+        summary,
+        _mapping(run.environment, json.loads) or _part(checkpoint, "environment"),
+        run.read_history(),
+        (str(best["metric"]), str(best["mode"])) if {"metric", "mode"} <= best.keys() else None,
         _last_lines(run.logs / "rank_0.log"),
     )
+
+
+def _part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _newest_manifest(run: RunDirectory) -> dict[str, Any]:
+    """What the newest checkpoint says of itself; empty without one."""
+    manifests = [*run.checkpoints.glob("*/manifest.json"), *run.path.glob("*/manifest.json")]
+    found = [_mapping(path, json.loads) for path in manifests if not path.parent.name.startswith(".")]
+    return max(found, key=lambda each: each.get("sequence", 0), default={})
 
 
 def _read_metrics(path: Path) -> tuple[dict[str, Points], dict[str, list[int]]]:

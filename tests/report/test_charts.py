@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ignite_engine.report.charts import BUCKETS, HEIGHT, WIDTH, Axes, chart, script_data, span_of, svg_file
+from ignite_engine.report.charts import BUCKETS, HEIGHT, WIDTH, Axes, chart, script_data, sparkline, svg_file
 from ignite_engine.report.panels import Line, Panel
 
 
@@ -39,25 +39,31 @@ def test_a_constant_has_an_axis_too() -> None:
     assert axes.bottom < 2.0 < axes.top and 0 < axes.y(2.0) < HEIGHT
 
 
-def test_stacked_lines_reach_up_to_their_sum() -> None:
-    lines = [Line(name, [(0.0, 1.0), (1.0, 3.0)], mark) for mark, name in enumerate("ab")]
-    stacked = Panel("Time", "ms", lines, stacked=True)
-    assert Axes(stacked).top > 6.0 and Axes(stacked).bottom == 0.0
-    assert chart(stacked, 0, span_of([stacked]))[0].count('class="area') == 2
+def test_stacked_lines_keep_their_own_values_at_the_same_places() -> None:
+    lines = [Line(name, [(float(at), at * 2.0) for at in range(2000)], mark) for mark, name in enumerate("ab")]
+    _, data = chart(Panel("Time", "ms", lines, stacked=True), 0)
+    first, second = (line["points"] for line in data["lines"])
+    assert data["stacked"] and first == second and len(first) == BUCKETS
+
+
+def test_small_curve_beside_a_number_is_a_picture() -> None:
+    (path,) = ElementTree.fromstring(sparkline([(0.0, 1.0), (5.0, 2.0), (10.0, 1.0)]))
+    assert path.attrib["d"].startswith("M0.0 ") and path.attrib["d"].count("L") == 2
 
 
 def test_what_a_user_named_is_escaped() -> None:
     one = panel(1.0, 2.0)
-    html, data = chart(one, 7, span_of([one]))
-    assert "&lt;a&gt;" in html and "<a>" not in html and "Loss &amp; more" in html and 'data-chart="7"' in html
-    assert data["lines"] == [{"name": "<a>", "mark": 0, "points": [[0, 1], [1, 2]]}]
+    html, data = chart(one, 7)
+    assert "Loss &amp; more" in html and 'data-chart="7"' in html
+    (line,) = data["lines"]
+    assert (line["name"], line["mark"], line["points"]) == ("<a>", 0, [[0, 1], [1, 2]])
     text = script_data([data])
     assert "<" not in text and json.loads(text) == [data]
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_peak() -> None:
     one = panel(*(1.0 + (each == 1234) for each in range(5000)))
-    _, data = chart(one, 0, span_of([one]))
+    _, data = chart(one, 0)
     drawn = data["lines"][0]["points"]
     assert len(drawn) <= 4 * BUCKETS and [1234, 2] in drawn
 
