@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ignite_engine.config.load import default_values
 from ignite_engine.report import write_comparison, write_report
 
 
@@ -29,7 +30,7 @@ def add_parsers(subparsers: Any) -> None:
 
 def report(options: argparse.Namespace) -> None:
     """Write the page of one run and print its path."""
-    print(write_report(options.runs[0], _checked(options.output)))
+    print(write_report(options.runs[0], _checked(options.output), defaults=default_values()))
 
 
 def compare(options: argparse.Namespace) -> None:

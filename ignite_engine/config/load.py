@@ -203,6 +203,14 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
     return validated(Source(dict(values)))
 
 
+def default_values() -> dict[str, Any]:
+    """The default of every setting that has one, by section, as ``Config.to_dict`` writes them."""
+    values = config_from_dict({"task": "task.py:build", "run": {"max_epochs": 1}}).to_dict()
+    for key in ("max_epochs", "name", "directory"):
+        del values["run"][key]
+    return {key: value for key, value in values.items() if key != "task"}
+
+
 def validated(source: Source) -> Config:
     """The config of a source's values.
 

@@ -18,10 +18,10 @@ class Curve(Protocol):
     def lrs_at(self, step: int) -> list[float]: ...
 
 
-def lr_text(schedule: Curve, total: int, *, width: int = 60, height: int = 12) -> list[str]:
-    """Lines of text: the first group's LR at 11 updates, and a plot of ``width`` by ``height`` characters."""
+def lr_text(schedule: Curve, total: int, *, width: int = 60, height: int = 12, unit: str = "update") -> list[str]:
+    """Lines of text: the first group's LR at 11 steps, and a plot of ``width`` by ``height`` characters."""
     steps = sorted({round(share * (total - 1) / 10) for share in range(11)})
-    lines = ["Learning rate by update:", *(f"  {step + 1:>9}  {schedule.lrs_at(step)[0]:.4e}" for step in steps)]
+    lines = [f"Learning rate by {unit}:", *(f"  {step + 1:>9}  {schedule.lrs_at(step)[0]:.4e}" for step in steps)]
     columns = [schedule.lrs_at(round(column * (total - 1) / max(width - 1, 1)))[0] for column in range(width)]
     peak = max(columns)
     if peak <= 0:
@@ -32,7 +32,7 @@ def lr_text(schedule: Curve, total: int, *, width: int = 60, height: int = 12) -
         lines.append(f"  {label:>9} |{cells}".rstrip())
     first, middle, last = "1", short((total + 1) / 2, 3), short(total, 6)
     under = f"{first:<{width // 2}}{middle:<{width - width // 2 - len(last)}}{last}"
-    return [*lines, f"  {'0':>9} +{'-' * width}", f"  {'update':>9}  {under}"]
+    return [*lines, f"  {'0':>9} +{'-' * width}", f"  {unit:>9}  {under}"]
 
 
 def lr_svg(schedules: Mapping[str, Curve], total: int) -> str:

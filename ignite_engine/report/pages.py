@@ -30,15 +30,20 @@ class Tile:
     points: Sequence[Point] = ()
 
 
-def write_report(directory: str | Path, output: str | Path | None = None) -> Path:
+def write_report(
+    directory: str | Path, output: str | Path | None = None, defaults: Mapping[str, Any] | None = None
+) -> Path:
     """Write the page of one run; returns its path, by default ``report.html`` in the run's directory.
+
+    Args:
+        defaults: of the config; settings that equal theirs are folded.
 
     Raises:
         NotARun: the directory is not that of a run.
     """
     run = read_run(directory)
     path = Path(output) if output is not None else run.path / "report.html"
-    write_whole(path, report_page(run))
+    write_whole(path, report_page(run, defaults or {}))
     return path
 
 
@@ -53,15 +58,15 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path = "co
     return Path(output)
 
 
-def report_page(run: Record) -> str:
-    """The page of one run as HTML."""
+def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
+    """The page of one run as HTML; ``defaults`` are those of its config."""
     parts = [
         f"<h1>{escape(run.name)}</h1>",
         f'<p class="under">{escape(str(run.path.absolute()))}</p>',
         _outcome(run),
         _tiles(_key_numbers(run)),
         *_curves(panels_of(run), [run]),
-        *_config(run.config),
+        *_config(run.config, defaults),
         *_last_values(run),
         *_environment(run.environment),
     ]
@@ -196,11 +201,11 @@ def _controls(titles: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _config(config: Mapping[str, Any]) -> list[str]:
-    """What differs from the defaults; the rest is folded."""
+def _config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """What differs from the defaults; the rest is folded. A config of other sections is shown as it is."""
     if not config:
         return []
-    values, usual = flat(config), defaults_of(config)
+    values, usual = flat(config), flat(defaults) if defaults.keys() <= config.keys() else {}
     chosen = {key: value for key, value in values.items() if key not in usual or usual[key] != value}
     cards = _cards(config, chosen)
     whole = _cards(config, values)
@@ -222,18 +227,6 @@ def _cards(config: Mapping[str, Any], values: Mapping[str, Any]) -> str:
         for name, start in sections.items()
     }
     return "".join(_card(name, part) for name, part in cards.items() if part)
-
-
-def defaults_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of a config's settings by dotted key; empty for one that is not the command line's."""
-    from ignite_engine.config import ConfigError
-    from ignite_engine.config.load import config_from_dict
-
-    try:
-        found = config_from_dict({"task": config.get("task"), "run": {"max_epochs": 1}}).to_dict()
-    except ConfigError:
-        return {}
-    return {key: value for key, value in flat(found).items() if key not in ("task", "run.name", "run.directory")}
 
 
 def _last_values(run: Record) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded, LoadSource, LoadTable
 from ignite_engine.checkpointing.naming import NAMES, find_source, followed, scored_by
 from ignite_engine.checkpointing.shards import is_sharded
+from ignite_engine.config.load import default_values
 from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
@@ -315,7 +316,7 @@ class Run:
         if agreement.rank() != 0 or not self.config["logging"]["report"]:
             return None
         try:
-            page = write_report(self.directory.path)
+            page = write_report(self.directory.path, None, default_values())
             if in_notebook():
                 show_page(page.read_text(encoding="utf-8"))
             return page

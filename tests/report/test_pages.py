@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from ignite_engine.config.load import config_from_dict
+from ignite_engine.config.load import config_from_dict, default_values
 from ignite_engine.report import NotARun, read_run, write_comparison, write_report
 from ignite_engine.report.charts import BUCKETS, HEIGHT, WIDTH, Axes, span_of
 from ignite_engine.report.lr_curve import lr_svg, lr_text
@@ -362,7 +362,8 @@ def test_run_of_the_api_is_known_by_its_newest_checkpoint(tmp_path: Path) -> Non
 
 def test_only_what_differs_from_the_defaults_is_unfolded(tmp_path: Path) -> None:
     config = config_from_dict({"task": "a.py:b", "run": {"max_epochs": 3}, "optimizer": {"lr": 0.25}}).to_dict()
-    page = Page(write_report(run_directory(tmp_path / "run", ROWS, config)))
+    run = run_directory(tmp_path / "run", ROWS, config)
+    page = Page(write_report(run, defaults=default_values()))
     unfolded, _, folded = page.text.partition("<details>")
 
     assert all(f"<td>{key}</td>" in unfolded for key in ("max_epochs", "lr", "directory"))

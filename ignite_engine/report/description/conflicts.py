@@ -71,7 +71,7 @@ def _schedules(entries: Sequence[Attached], length: Length) -> Iterator[Conflict
     for entry in entries:
         scheduler = scheduler_of(entry.owner)
         times = times_of(entry, length)
-        if scheduler is None or not entry.acts or not times.counts or isinstance(scheduler, ReduceLROnPlateau):
+        if scheduler is None or not entry.acts or not times.counts or _has_the_runs_length(scheduler):
             continue
         run, unit = len(times.counts), "update" if times.unit == "iteration" else times.unit
         end = end_of(scheduler, run)
@@ -88,6 +88,11 @@ def _schedules(entries: Sequence[Attached], length: Length) -> Iterator[Conflict
             f"The schedule {name} {kind} {unit} {end:,}{after}, the run at {unit} {run:,}: total={run} makes them end "
             "together."
         )
+
+
+def _has_the_runs_length(scheduler: Any) -> bool:
+    is_over_the_run = isinstance(scheduler, Schedule) and scheduler.shape is not None
+    return is_over_the_run or isinstance(scheduler, ReduceLROnPlateau)
 
 
 def end_of(scheduler: Any, run: int) -> int | None:

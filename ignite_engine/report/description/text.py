@@ -69,12 +69,21 @@ def _rates(entries: Sequence[Attached], length: Length) -> list[str]:
         lines.append(f"Schedule {getattr(owner, 'name', '')}: {what}")
         acting = next((times_of(each, length) for each in entries if each.owner is owner and each.acts), None)
         steps = 0 if acting is None or acting.counts is None else len(acting.counts)
-        if isinstance(scheduler, Schedule) and steps:
-            lines += lr_text(scheduler, steps)
+        if isinstance(scheduler, Schedule) and steps and acting is not None:
+            lines += lr_text(over(scheduler, steps), steps, unit="epoch" if acting.unit == "epoch" else "update")
         else:
             first = ", ".join(f"{float(group['lr']):g}" for group in scheduler.optimizer.param_groups)
             lines.append(f"  from {first}")
     return lines
+
+
+def over(schedule: Schedule, steps: int) -> Schedule:
+    """The schedule itself, or, if it takes its length from its run, one of so many steps."""
+    if schedule.is_known or schedule.shape is None:
+        return schedule
+    known = Schedule(schedule.optimizer, schedule.shape(steps), schedule.description)
+    known.base_lrs = schedule.base_lrs
+    return known
 
 
 def _memory(registry: Registry, models: Sequence[nn.Module]) -> list[str]:

@@ -243,6 +243,18 @@ def test_schedule_of_another_length_than_the_run(make: Callable[[Any], Any], sai
     assert len(found) == (said is not None) and (said is None or said in found[0])
 
 
+def test_schedule_that_takes_its_length_from_the_run_is_told_and_never_contradicts_it() -> None:
+    for event, at_the_end in ((TrainingEvents.OPTIMIZER_STEP_COMPLETED, 60), (Events.EPOCH_COMPLETED, 10)):
+        trainer = trainer_of(lr=0.5)
+        schedule = warmup_cosine(optimizer_of(trainer), min_ratio=0.5)
+        LRSchedule(schedule).attach(trainer, event)
+        text = trainer.describe(numbers_loader(), max_epochs=10)
+
+        assert text.endswith("No conflicts.") and not schedule.is_known
+        unit = "epoch" if at_the_end == 10 else "update"
+        assert f"Learning rate by {unit}:" in text and re.search(rf"\n +{at_the_end}  2\.5\d+e-01\n", text)
+
+
 def test_two_schedules_of_one_optimizer() -> None:
     trainer = trainer_of()
     optimizer = optimizer_of(trainer)
