@@ -1,4 +1,4 @@
-"""Values as TensorBoard scalars, written by the training thread itself: no queue, no second thread."""
+"""Values, config and media for TensorBoard, written by the training thread itself: no queue, no second thread."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
+import numpy as np
+import yaml
 from ignite.engine import Events
 
 from ignite_engine import Trainer
+from ignite_engine.checkpointing.nested import dotted, walk
+from ignite_engine.handlers.media import png
 from ignite_engine.handlers.sinks import GuardedSink, Values, number_of
 
 
@@ -23,6 +28,7 @@ class TensorBoardSink:
 
     Args:
         directory: of the run; the files lie in its ``tensorboard`` folder.
+        config: shown as a text, and as hyperparameters by its dotted keys.
         name: in checkpoints, which hold the last iteration of each series. The event file of a resumed run starts with
             a session mark that makes TensorBoard drop the points after the checkpoint, so that none appears twice.
 
@@ -30,8 +36,10 @@ class TensorBoardSink:
     torch.utils.tensorboard is not used: its background thread raises errors late. Rank 0 only.
     """
 
-    def __init__(self, directory: str | Path, *, name: str = "tensorboard") -> None:
-        self.folder, self.name = Path(directory) / "tensorboard", name
+    def __init__(
+        self, directory: str | Path, *, config: Mapping[str, Any] | None = None, name: str = "tensorboard"
+    ) -> None:
+        self.folder, self.config, self.name = Path(directory) / "tensorboard", config, name
         self._written: dict[str, int] = {}
         self._writer: Any = None
         self._file: Path | None = None
@@ -65,19 +73,51 @@ class TensorBoardSink:
         }
         if not new or idist.get_rank() != 0:
             return
+        self._report(iteration, {name: {"simple_value": number} for name, number in new.items()})
+
+    def image(self, name: str, iteration: int, pixels: np.ndarray[Any, Any]) -> None:
+        if iteration > self._written.get(name, -1):
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            height, width, channels = pixels.shape
+            image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png(pixels))
+            self._report(iteration, {name: {"image": image}})
+
+    def text(self, name: str, iteration: int, text: str) -> None:
+        if iteration > self._written.get(name, -1):
+            self._report(iteration, {name: _text(name, text)})
+
+    def histogram(self, name: str, iteration: int, counts: list[float], edges: list[float]) -> None:
+        if iteration > self._written.get(name, -1):
+            from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+            centres = [(low + high) / 2 for low, high in pairwise(edges)]
+            histogram = HistogramProto(
+                min=edges[0],
+                max=edges[-1],
+                num=sum(counts),
+                sum=sum(count * centre for count, centre in zip(counts, centres, strict=True)),
+                sum_squares=sum(count * centre**2 for count, centre in zip(counts, centres, strict=True)),
+                bucket_limit=edges[1:],
+                bucket=counts,
+            )
+            self._report(iteration, {name: {"histo": histogram}})
+
+    def _report(self, iteration: int, points: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write one event with the fields of each tag's value."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        points = [Summary.Value(tag=name, simple_value=number) for name, number in new.items()]
         try:
             if self._writer is None:
                 self._open()
-            self._add(step=iteration, summary=Summary(value=points))
+            values = [Summary.Value(tag=name, **fields) for name, fields in points.items()]
+            self._add(step=iteration, summary=Summary(value=values))
             self._writer.flush()
         except OSError:
             self._abandon_file()
             raise
-        self._points += len(new)
-        self._written |= dict.fromkeys(new, iteration)
+        self._points += len(points)
+        self._written |= dict.fromkeys(points, iteration)
 
     def state_dict(self) -> dict[str, Any]:
         """The last iteration of each series."""
@@ -110,12 +150,45 @@ class TensorBoardSink:
         self._file, self._points = self.folder / name, 0
         self._writer = RecordWriter(self._file.open("wb"))
         self._add(file_version="brain.Event:2")
-        self._add(step=max(self._written.values(), default=-1) + 1, session_log=SessionLog(status=SessionLog.START))
+        step = max(self._written.values(), default=-1) + 1
+        self._add(step=step, session_log=SessionLog(status=SessionLog.START))
+        if self.config is not None:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+            text = yaml.safe_dump(dict(self.config), sort_keys=False, allow_unicode=True)
+            shown = Summary.Value(
+                tag="config", **_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
+            )
+            self._add(step=step, summary=Summary(value=[shown]))
+            self._add(summary=hparams_pb(_hyperparameters(self.config)))
 
     def _add(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+
+def _text(name: str, text: str) -> dict[str, Any]:
+    """The fields of a value that the text plugin shows, as Markdown."""
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+    from tensorboard.plugins.text.metadata import create_summary_metadata
+
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
+    return {"tensor": tensor, "metadata": create_summary_metadata(display_name=name, description="")}
+
+
+def _hyperparameters(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
+    """What the dashboard can take: those of each dotted key that are set, lists as text."""
+    values = {dotted(path): value for path, value in walk(dict(config), whole=lambda each: not isinstance(each, dict))}
+    return {
+        key: value if isinstance(value, bool | int | float | str) else str(value)
+        for key, value in values.items()
+        if value is not None
+    }
 
 
 def _require_tensorboard() -> None:

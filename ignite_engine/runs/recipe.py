@@ -338,7 +338,7 @@ def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
         project, task = logging.clearml_project, config.name
         sinks.append(handlers.ClearMLLogger(path, project=project, task=task, config=run.config))
     if logging.tensorboard:
-        sinks.append(handlers.TensorBoardSink(path))
+        sinks.append(handlers.TensorBoardSink(path, config=run.config))
     if logging.csv:
         sinks.append(handlers.CSVSink(path / "metrics.csv"))
     run.log_states = frozenset({"clearml", "csv", "tensorboard"})

@@ -13,11 +13,13 @@ from typing import Any
 
 
 class Server:
-    """Tasks by id, the scalars of each, and every call in order."""
+    """Tasks by id, the scalars of each, other events, uploaded files, and every call in order."""
 
     def __init__(self) -> None:
         self.tasks: dict[str, dict[str, Any]] = {}
         self.scalars: list[tuple[str, str, int, float]] = []
+        self.shown: list[dict[str, Any]] = []
+        self.files: list[bytes] = []
         self.models: dict[str, dict[str, Any]] = {}
         self.calls: list[str] = []
 
@@ -79,6 +81,8 @@ class Server:
             self.scalars.append((event["metric"], event["variant"], event["iter"], event["value"]))
             task = self.tasks[event["task"]]
             task["last_iteration"] = max(task["last_iteration"], event["iter"])
+        else:
+            self.shown.append(event)
 
 
 @contextmanager
@@ -90,7 +94,11 @@ def clearml_server() -> Iterator[tuple[Server, dict[str, str]]]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            text = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if "multipart" in self.headers.get("Content-Type", ""):
+                server.files.append(content)
+                content = b""
+            text = content.decode()
             call = self.path.rsplit("/", 1)[-1]
             lines = [json.loads(line) for line in text.splitlines() if line.strip()]
             body: Any = lines if call.endswith("_batch") else lines[0] if lines else {}
