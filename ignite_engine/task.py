@@ -21,7 +21,8 @@ from torch.utils.data import Dataset
 from ignite_engine.data.windows import Windows
 from ignite_engine.errors import did_you_mean
 
-LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
+Loss = Tensor | Mapping[str, Tensor]
+LossFn = Callable[[nn.Module, Any], Loss | tuple[Loss, Mapping[str, Tensor]]]
 
 IN_PYTHON = "python:fit"
 """The task of a run whose parts were given to ``fit``: no config can build it again."""
@@ -37,7 +38,8 @@ class Task:
 
     Attributes:
         model: on any device; the run moves and wraps it.
-        loss_fn: ``loss_fn(model, batch)``, a scalar: the mean over the micro-batch; or ``(scalar, {name: scalar})``.
+        loss_fn: ``loss_fn(model, batch)``, a scalar: the mean over the micro-batch; or ``(scalar, {name: scalar})``; or
+            several losses by name, which are summed, in the place of the scalar.
         train_set: map-style, or :class:`~ignite_engine.Windows` whose ``open`` returns map-style data, or loaders.
         val_sets: by name, also windows; a metric ``loss`` of the set ``val`` is logged as ``val/loss``.
         predict: ``predict(model, batch)`` gives what ``metrics`` take. None: the loss alone is evaluated.

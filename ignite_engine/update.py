@@ -22,7 +22,7 @@ from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.gradients import check_tables, clip_gradients, gradient_norm
 from ignite_engine.step.invariant import RankInvariance
 from ignite_engine.step.loss_parallel import loss_parallel_context
-from ignite_engine.step.losses import scalar, unusable_result, weighted, weighted_by_name, whole
+from ignite_engine.step.losses import parts, scalar, unusable_result, weighted, weighted_by_name
 from ignite_engine.step.micro_batches import (
     Group,
     GroupWeights,
@@ -40,7 +40,8 @@ from ignite_engine.step.without_trace import without_rows, without_trace
 
 logger = logging.getLogger(__name__)
 
-LossFn = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Mapping[str, Tensor]]"]
+Loss = Tensor | Mapping[str, Tensor]
+LossFn = Callable[[nn.Module, Any], Loss | tuple[Loss, Mapping[str, Tensor]]]
 
 
 class Update:
@@ -54,7 +55,9 @@ class Update:
         optimizer: one, or a mapping of names to several: all of them step or none does. Their parameters and groups
             are read at each update, so they may change during a run.
         loss_fn: ``loss_fn(model, batch)`` with the batch on the model's device; returns the mean over the
-            micro-batch, one element, or ``(mean, {name: detached scalar})``, the same names each time.
+            micro-batch, one element, or ``(mean, {name: detached scalar})``, the same names each time. In the place of
+            the mean may be several losses by name, in a dict or a named tuple: they are summed in their order, and each
+            is reported as ``loss/<name>``. None of them may be called ``loss``.
         precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; fp16 with a loss scaler).
         clip_norm: largest joint L2 norm of all gradients of the optimizers' parameters, in the units of the loss;
             None does not clip.
@@ -325,9 +328,7 @@ class Update:
         with self._autocast:
             result: Any = self.loss_fn(self.model, batch)
         try:
-            loss, extra = result if isinstance(result, tuple) else (result, None)
-            if type(loss) is not Tensor:
-                loss = whole(loss)
+            loss, extra = (result, None) if type(result) is Tensor else parts(result)
             if loss.dim():
                 loss = loss.reshape(())
             loss.backward(self._incoming(scale, loss))

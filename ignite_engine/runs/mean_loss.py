@@ -9,6 +9,7 @@ import torch
 from ignite.metrics import Average, Metric
 from torch import nn
 
+from ignite_engine.step.losses import parts
 from ignite_engine.task import LossFn
 
 
@@ -26,8 +27,7 @@ def mean_loss(
     """
 
     def predict(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
-        result = loss_fn(model, batch)
-        loss = result[0] if isinstance(result, tuple) else result
+        loss = parts(loss_fn(model, batch))[0]
         weight = float(weight_fn(batch)) if weight_fn is not None else float(_samples(batch))
         return loss.double() * weight if weight else loss.new_zeros((), dtype=torch.float64), weight
 

@@ -11,6 +11,11 @@ from torch import Tensor
 RESERVED = ("loss", "grad_norm")
 """Names in ``state.output`` that are the engine's own."""
 
+_NO_GRADIENT = (
+    "loss_fn returned a loss that depends on no parameter with requires_grad: compute it from the model's output, "
+    "without detach() or torch.no_grad(), and train at least one parameter."
+)
+
 
 def whole(value: Tensor) -> Tensor:
     """``value``, or the plain tensor that a DTensor stands for, in its graph; a collective unless it is replicated."""
@@ -28,11 +33,68 @@ def scalar(value: Tensor) -> Tensor:
     return value if value.untyped_storage().nbytes() == value.itemsize else value.clone()
 
 
+def parts(result: Any) -> tuple[Tensor, Mapping[str, Tensor] | None]:
+    """The loss, and what is reported beside it, of what a loss function returned.
+
+    Losses by name, in a mapping or a named tuple, are summed in their order and reported as ``loss/<name>``.
+
+    Raises:
+        ValueError, TypeError, AttributeError: :func:`unusable_result` says why.
+    """
+    loss, extra = result if _is_pair(result) else (result, None)
+    named = _by_name(loss)
+    if named is None:
+        return whole(loss), extra
+    if "loss" in named or not named:
+        raise ValueError("a total among its parts, or nothing")
+    losses = {f"loss/{name}": whole(value).reshape(()) for name, value in named.items()}
+    if extra is None:
+        extra = {}
+    if losses.keys() & extra.keys():
+        raise ValueError("one name for two values")
+    total, *others = losses.values()
+    for other in others:
+        total = total + other
+    return total, {**losses, **extra}
+
+
+def _is_pair(result: Any) -> bool:
+    return isinstance(result, tuple) and not hasattr(result, "_fields")
+
+
+def _by_name(loss: Any) -> Mapping[str, Any] | None:
+    """Losses by name; None: it is no mapping and no named tuple."""
+    if isinstance(loss, tuple) and hasattr(loss, "_asdict"):
+        return loss._asdict()  # type: ignore[no-any-return]  # of a named tuple
+    return loss if isinstance(loss, Mapping) else None
+
+
 def unusable_result(result: Any) -> str | None:
     """Why what loss_fn returned cannot be trained on, as a sentence with the remedy; None: it can."""
-    if isinstance(result, tuple) and len(result) != 2:
-        return f"loss_fn returned a tuple of {len(result)}: return the loss, or (loss, {{name: detached scalar}})."
-    loss, extra = result if isinstance(result, tuple) else (result, {})
+    if _is_pair(result) and len(result) != 2:
+        return (
+            f"loss_fn returned a tuple of {len(result)}: return the loss, (loss, {{name: detached scalar}}), or losses "
+            "that are summed by name, {name: loss}."
+        )
+    loss, extra = result if _is_pair(result) else (result, {})
+    if (named := _by_name(loss)) is not None:
+        if "loss" in named or not named:
+            has = "'loss' among them" if named else "none"
+            return (
+                f"loss_fn returned losses by name, which are summed, with {has}: return the loss, or "
+                "(loss, {name: detached scalar}), where the other values are no losses."
+            )
+        for name, value in named.items():
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as {_described(value)}"
+                return f"loss_fn returned the loss {name!r} {what}: return a tensor of one element, such as its mean()."
+        if isinstance(extra, Mapping) and (twice := [name for name in named if f"loss/{name}" in extra]):
+            return (
+                f"loss_fn returned 'loss/{twice[0]}' beside the loss {twice[0]!r}, which has that name: choose another."
+            )
+        if not any(value.requires_grad for value in named.values()):
+            return _NO_GRADIENT
+        loss = next(value for value in named.values() if value.requires_grad)
     if not isinstance(loss, Tensor):
         return (
             f"loss_fn returned {_described(loss)}: return the mean loss over the micro-batch as a tensor of one "
@@ -43,10 +105,7 @@ def unusable_result(result: Any) -> str | None:
             f"loss_fn returned a loss of shape {tuple(loss.shape)}: return a tensor of one element, such as its mean()."
         )
     if not loss.requires_grad:
-        return (
-            "loss_fn returned a loss that depends on no parameter with requires_grad: compute it from the model's "
-            "output, without detach() or torch.no_grad(), and train at least one parameter."
-        )
+        return _NO_GRADIENT
     if not isinstance(extra, Mapping):
         return f"loss_fn returned (loss, {type(extra).__name__}): return (loss, {{name: detached scalar}})."
     for name, value in extra.items():

@@ -31,3 +31,10 @@ def test_weights_are_those_of_the_task() -> None:
     evaluator = create_evaluator(nn.Identity(), predict, metrics)
 
     assert evaluator.run([torch.tensor([1.0]), torch.tensor([3.0])]).metrics["loss"] == 2.5
+
+
+def test_losses_by_name_are_summed() -> None:
+    predict, metrics = mean_loss(lambda model, batch: {"a": batch.mean(), "b": 2 * batch.mean()})
+    evaluator = create_evaluator(nn.Identity(), predict, metrics)
+
+    assert evaluator.run([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])]).metrics["loss"] == 12.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,14 +28,31 @@ def beside(**values: Any) -> Any:
 UNUSABLE = {
     "number": (lambda model, batch: mse(model, batch).item(), "loss_fn returned the number .*without item"),
     "None": (lambda model, batch: None, "loss_fn returned None: return the mean loss over the micro-batch"),
-    "dict": (lambda model, batch: {"loss": mse(model, batch)}, r"loss_fn returned a dict: .*\(loss, \{name: detached"),
+    "total among losses": (
+        lambda model, batch: {"loss": mse(model, batch), "kl": mse(model, batch)},
+        r"losses by name, which are summed, with 'loss' among them: return the loss, or \(loss, \{name: detached",
+    ),
+    "no losses": (lambda model, batch: {}, "losses by name, which are summed, with none: return the loss"),
+    "number among losses": (lambda model, batch: {"a": mse(model, batch), "b": 0.5}, "the loss 'b' as the number 0.5"),
+    "vector among losses": (
+        lambda model, batch: {"a": torch.ones(3)},
+        r"the loss 'a' of shape \(3,\): return",
+    ),
+    "detached losses": (lambda model, batch: {"a": torch.ones(())}, "depends on no parameter with requires_grad"),
+    "one name twice": (
+        lambda model, batch: ({"a": mse(model, batch)}, {"loss/a": torch.ones(())}),
+        "'loss/a' beside the loss 'a', which has that name: choose another",
+    ),
     "list": (lambda model, batch: [mse(model, batch)], "loss_fn returned a list: return the mean"),
     "vector": (
         lambda model, batch: (model(batch[0]) - batch[1]).pow(2).squeeze(1),
         r"a loss of shape \(2,\): return a tensor of one element, such as its mean\(\)",
     ),
     "detached": (lambda model, batch: mse(model, batch).detach(), "depends on no parameter with requires_grad"),
-    "triple": (lambda model, batch: (mse(model, batch), 1, 2), "loss_fn returned a tuple of 3: return the loss, or"),
+    "triple": (
+        lambda model, batch: (mse(model, batch), 1, 2),
+        r"loss_fn returned a tuple of 3: return the loss, \(loss, \{name: detached",
+    ),
     "loss and tensor": (lambda model, batch: (mse(model, batch),) * 2, r"returned \(loss, Tensor\): return \(loss, "),
     "number beside": (beside(accuracy=0.5), r"'accuracy' as the number 0.5: return a tensor, such as torch.tensor"),
     "vector beside": (beside(each=torch.ones(3)), r"'each' of shape \(3,\): return one element, such as its mean\(\)"),
@@ -112,3 +129,39 @@ def test_weighted_sums_leave_out_what_weighs_nothing() -> None:
     assert weighted([values[0], values[2]], [0.5, 0.5]).item() == 2.5
     assert weighted([values[0], values[2]], [2.0, 2.0]).item() == 10.0
     assert weighted_by_name([{"a": values[0]}, {"a": values[2]}], [0.25, 0.75])["a"].item() == 3.25
+
+
+class Parts(NamedTuple):
+    fit: Tensor
+    size: Tensor
+
+
+def in_parts(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"fit": mse(model, batch), "size": 0.1 * one_of(model).square().sum().reshape(1)}
+
+
+def one_of(model: nn.Module) -> Tensor:
+    return next(iter(model.parameters()))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("form", ["dict", "named tuple", "with others"])
+def test_losses_by_name_are_summed_and_each_is_reported(form: str, steps: int | None, precision: str) -> None:
+    def summed(model: nn.Module, batch: Any) -> Tensor:
+        fit, size = in_parts(model, batch).values()
+        return fit + size.reshape(())
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        losses = in_parts(model, batch)
+        if form == "named tuple":
+            return Parts(**losses)
+        return losses if form == "dict" else (losses, {"count": torch.tensor(2.0)})
+
+    weights, output = trained(loss_fn, steps, precision=precision)
+    expected, whole = trained(summed, steps, precision=precision)
+
+    assert torch.equal(weights, expected) and torch.equal(output["loss"], whole["loss"])
+    assert list(output) == ["loss", "loss/fit", "loss/size", *(["count"] if form == "with others" else [])]
+    assert not any(value.requires_grad or value.dim() for value in output.values())
+    assert torch.allclose(output["loss/fit"] + output["loss/size"], output["loss"])
