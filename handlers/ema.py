@@ -10,7 +10,7 @@ import torch
 from ignite.engine import Events
 from torch import Tensor, nn
 
-from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine import Phase, Trainer, TrainingEvents, Updates
 from ignite_engine.errors import StateMismatch, check_type, did_you_mean, is_number, leave_out
 from ignite_engine.states.model_and_optimizer import ModelState, clean_name, unwrap
 
@@ -62,11 +62,21 @@ class EMA:
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def attach(self, trainer: Trainer, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
-        """Update the average at ``event``."""
+        """Update the average at ``event``; of a trainer with several updates, at that of one of them.
+
+        Raises:
+            ValueError: it has several, and ``event`` does not say which.
+        """
         model = getattr(trainer.update, "model", None)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 "EMA needs to know the model: make the Trainer from an Update, or give your own update a 'model'."
+            )
+        if isinstance(trainer.update, Updates) and event is TrainingEvents.OPTIMIZER_STEP_COMPLETED:
+            name = list(trainer.update.updates)[-1]
+            raise ValueError(
+                "An iteration has several updates, so say after which the average is updated: "
+                f"EMA(...).attach(trainer, trainer.update.stepped({name!r}))."
             )
         self._model = unwrap(model)
         trainer.register(self.name, self, shared=True, kind="average")

@@ -14,7 +14,7 @@ from ignite.handlers.param_scheduler import ParamGroupScheduler, ParamScheduler,
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ignite_engine import Trainer
+from ignite_engine import Trainer, Updates
 from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.followed_metric import FollowedMetric
@@ -97,6 +97,10 @@ class LRSchedule:
         """Step at ``event``; register the state under :attr:`name`, and set the LR of the first update."""
         self._per_update = event is TrainingEvents.OPTIMIZER_STEP_COMPLETED
         self._check_event(event)
+        update = getattr(trainer, "update", None)
+        stepped: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED
+        if isinstance(update, Updates):
+            stepped = update.stepped(self._optimizer)
         known = getattr(getattr(trainer, "update", None), "optimizers", None)
         if isinstance(known, Mapping) and not any(self._optimizer is optimizer for optimizer in known.values()):
             raise ValueError(
@@ -109,12 +113,12 @@ class LRSchedule:
             trainer.register(self.name, self, shared=True, kind="schedule")
         trainer.add_event_handler(Events.STARTED, self._start)
         if self._counts_both:
-            trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self._count_update)
+            trainer.add_event_handler(stepped, self._count_update)
             trainer.add_event_handler(Events.EPOCH_COMPLETED, self._count_epoch)
         else:
             if not self._per_update:
-                trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self._note_used)
-            trainer.add_event_handler(event, self)
+                trainer.add_event_handler(stepped, self._note_used)
+            trainer.add_event_handler(stepped if self._per_update else event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._publish)
         if self._followed is not None:
             trainer.add_event_handler(TrainingEvents.METRICS_READY, self._follow)

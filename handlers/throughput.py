@@ -120,7 +120,8 @@ class Throughput:
 
     def _end_step(self, trainer: Engine) -> None:
         if self._step_started:
-            self._step_s += perf_counter() - self._step_started
+            self._batch_ready = perf_counter()  # for another update in the same iteration
+            self._step_s += self._batch_ready - self._step_started
             self._step_started = 0.0
 
     def _end_iteration(self, trainer: Engine) -> None:

@@ -15,7 +15,7 @@ from ignite_engine.state import Start, TrainingState
 from ignite_engine.step.micro_batches import Group, accumulation_steps_for, gradient_sync
 from ignite_engine.task import Task
 from ignite_engine.trainer import Trainer, create_evaluator
-from ignite_engine.update import Update
+from ignite_engine.update import Update, Updates
 
 if TYPE_CHECKING:
     from ignite_engine.runs.fit import fit
@@ -36,6 +36,7 @@ __all__ = [
     "TrainingEvents",
     "TrainingState",
     "Update",
+    "Updates",
     "Windows",
     "accumulation_steps_for",
     "create_evaluator",

@@ -22,7 +22,7 @@ from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.precision import autocast, check_precision
 
-PredictFn = Callable[[nn.Module, Any], Any]
+PredictFn = Callable[[Any, Any], Any]
 
 
 class _Evaluator(Engine):

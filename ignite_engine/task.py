@@ -22,7 +22,7 @@ from ignite_engine.data.windows import Windows
 from ignite_engine.errors import did_you_mean
 
 Loss = Tensor | Mapping[str, Tensor]
-LossFn = Callable[[nn.Module, Any], Loss | tuple[Loss, Mapping[str, Tensor]]]
+LossFn = Callable[[Any, Any], Loss | tuple[Loss, Mapping[str, Tensor]]]
 
 IN_PYTHON = "python:fit"
 """The task of a run whose parts were given to ``fit``: no config can build it again."""
@@ -63,7 +63,7 @@ class Task:
     loss_fn: LossFn
     train_set: Dataset[Any] | Windows
     val_sets: Mapping[str, Dataset[Any] | Windows] = field(default_factory=dict)
-    predict: Callable[[nn.Module, Any], Any] | None = None
+    predict: Callable[[Any, Any], Any] | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     parameter_groups: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None
     weight_fn: Callable[[Any], int | float] | None = None
@@ -71,8 +71,8 @@ class Task:
     tokens_fn: Callable[[Any], int] | None = None
     test_sets: Mapping[str, Dataset[Any] | Windows] = field(default_factory=dict)
     handlers: Sequence[Any] = ()
-    parallelize: Callable[[nn.Module, Any], Any] | None = None
-    optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]] | None = None
+    parallelize: Callable[[Any, Any], Any] | None = None
+    optimizer: Callable[[Any], Optimizer | Mapping[str, Optimizer]] | None = None
     schedule: Callable[[Optimizer], Any] | None = None
 
 

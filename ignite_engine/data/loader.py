@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
@@ -23,7 +25,12 @@ def _already_collated(batch: Any) -> Any:
 
 
 def loader(
-    dataset: Dataset[Any], batch_size: int = 1, *, shuffle: bool = False, seed: int = 0, **dataloader_options: Any
+    dataset: Dataset[Any] | Sequence[Any] | Tensor,
+    batch_size: int = 1,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    **dataloader_options: Any,
 ) -> DataLoader[Any]:
     """A ``DataLoader`` over ``dataset`` that resumes at any batch, bit for bit.
 

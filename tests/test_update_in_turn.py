@@ -1,0 +1,226 @@
+"""Several updates in one iteration: the bits of the loop written by hand, and nothing missing from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from torch.nn.parallel import DistributedDataParallel
+
+from examples.gan import GAN, discriminator_loss, generator_loss, make_trainer, ring
+from ignite_engine import Trainer, TrainingEvents, Update, Updates, loader, seed_everything
+from ignite_engine.checkpointing.digests import digests
+from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger, warmup_linear
+from ignite_engine.states.model_and_optimizer import unwrap
+from tests.builders import on_two_ranks, one
+
+DATA = ring(40)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def networks() -> GAN:
+    seed_everything(5)
+    return GAN(width=8)
+
+
+def optimizers(gan: GAN) -> dict[str, torch.optim.Optimizer]:
+    return {name: torch.optim.Adam(getattr(gan, name).parameters(), lr=1e-2) for name in ("discriminator", "generator")}
+
+
+def updates_of(gan: GAN, every: int = 1, **options: Any) -> Updates:
+    own = optimizers(gan)
+    losses = {"discriminator": discriminator_loss, "generator": generator_loss}
+    made = {name: Update(gan, own[name], losses[name], **options) for name in own}
+    return Updates(made, every={"generator": every})
+
+
+def by_hand(every: int, steps: int, precision: str, iterations: int) -> Tensor:
+    """The loop that everybody writes, with a scaler for each optimizer."""
+    gan = networks()
+    own = optimizers(gan)
+    scalers = {name: torch.amp.GradScaler("cpu", enabled=precision == "fp16") for name in own}
+    losses: dict[str, Callable[..., Any]] = {
+        "discriminator": lambda gan, points: sum(discriminator_loss(gan, points).values()),
+        "generator": generator_loss,
+    }
+    batches = list(DATA.split(4))
+    seed_everything(1)
+    for iteration in range(1, iterations + 1):
+        start = (iteration - 1) * steps % len(batches)
+        group = batches[start : start + steps]
+        for name, optimizer in own.items():
+            if name == "generator" and iteration % every:
+                continue
+            optimizer.zero_grad()
+            for points in group:
+                with torch.autocast("cpu", dtype=DTYPES.get(precision, torch.bfloat16), enabled=precision in DTYPES):
+                    loss = losses[name](gan, points)
+                scalers[name].scale(loss * (1 / len(group))).backward()
+            scalers[name].unscale_(optimizer)
+            nn.utils.clip_grad_norm_(getattr(gan, name).parameters(), 0.5)
+            scalers[name].step(optimizer)
+            scalers[name].update()
+    return one(gan)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("every", "steps"), [(1, 1), (1, 2), (3, 1), (2, 5)])
+def test_weights_have_the_bits_of_the_loop_written_by_hand(every: int, steps: int, precision: str) -> None:
+    gan = networks()
+    updates = updates_of(gan, every, precision=precision, clip_norm=0.5)
+    seed_everything(1)
+    Trainer(updates, steps).run(list(DATA.split(4)), max_iters=6)
+
+    assert torch.equal(one(gan), by_hand(every, steps, precision, 6))
+
+
+def trained(folder: Path | None, stop: int | None = None, precision: str = "fp16") -> tuple[Trainer, dict[str, Any]]:
+    """The example's trainer for 7 iterations of two epochs, stopped after some, or resumed; what it ended with."""
+    gan = networks()
+    seed_everything(1)
+    trainer = make_trainer(gan, accumulation_steps=2, precision=precision)
+    if folder is not None:
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer, Events.COMPLETED)
+        checkpoint.resume()
+    if stop is not None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda trainer: trainer.request_stop("asked"))
+    trainer.run(loader(DATA, 5, shuffle=True), max_iters=7)
+    parts = {name: digests(part.state_dict()) for name, part in trainer.registry.objects.items()}
+    parts["trainer"].pop("checkpoints")  # that of the stop is one more
+    return trainer, {name: part for name, part in parts.items() if name != "checkpoint"}
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4, 5])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_resumed_run_ends_with_every_state_of_the_whole_one(tmp_path: Path, stop: int, precision: str) -> None:
+    _, whole = trained(None, precision=precision)
+    stopped, _ = trained(tmp_path, stop, precision)
+    assert stopped.state.iteration == stop
+    resumed, parts = trained(tmp_path, precision=precision)
+
+    expected = {"model", "optimizer/discriminator", "optimizer/generator", "ema", "trainer", "data", "rng"}
+    scalers = {"scaler/discriminator", "scaler/generator"} if precision == "fp16" else set()
+    assert expected | scalers | {"lr_schedule/discriminator", "lr_schedule/generator"} <= set(parts)
+    assert parts == whole
+    assert resumed.reproducibility() == []
+
+
+def test_schedules_and_average_move_with_their_own_update() -> None:
+    gan = networks()
+    updates = updates_of(gan, every=2)
+    trainer = Trainer(updates)
+    own = updates.optimizers
+    schedules = {name: warmup_linear(optimizer, total=8) for name, optimizer in own.items()}
+    for name, schedule in schedules.items():
+        LRSchedule(schedule, name=f"lr_schedule/{name}").attach(trainer)
+    ema = EMA(0.9)
+    ema.attach(trainer, updates.stepped("generator"))
+    seen: list[str | None] = []
+    trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, lambda trainer: seen.append(updates.turn))
+    trainer.run(list(DATA.split(8)), max_iters=5)
+
+    assert seen == ["discriminator", "discriminator", "generator", "discriminator"] + ["discriminator", "generator"] + [
+        "discriminator"
+    ]
+    assert {name: schedule.steps for name, schedule in schedules.items()} == {"discriminator": 5, "generator": 2}
+    assert ema.updates == 2 and trainer.state.optimizer_steps == 7 and updates.turn is None
+
+
+def test_each_reports_under_its_name_and_the_means_are_of_what_was_made() -> None:
+    gan, rows = networks(), []
+    trainer = Trainer(updates_of(gan, every=2))
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda trainer: rows.append(set(trainer.state.output)))
+    trainer.run(list(DATA.split(8)), max_iters=4)
+
+    of_discriminator = {"discriminator/loss", "discriminator/loss/real", "discriminator/loss/generated"}
+    assert rows == [of_discriminator, of_discriminator | {"generator/loss"}] * 2
+    assert set(trainer.state.metrics) == of_discriminator | {"generator/loss"}
+
+
+def test_what_cannot_be_combined_is_one_sentence() -> None:
+    gan, other = networks(), networks()
+    own = optimizers(gan)
+    make = lambda name="generator", model=gan, **options: Update(model, own[name], generator_loss, **options)  # noqa: E731
+    cases: list[tuple[dict[str, Any], dict[str, int], str]] = [
+        ({}, {}, "must hold at least one Update, got an empty mapping"),
+        ({"a": make(), "b": make("discriminator", other)}, {}, r"updates\['b'\] has a model of its own: put the net"),
+        ({"a": make(), "b": make()}, {}, r"updates\['b'\] has an optimizer of another one"),
+        ({"a": make(non_finite="skip")}, {}, r"updates\['a'\] uses non_finite, which is for a single Update"),
+        ({"a": make(weight_fn=len), "b": make("discriminator")}, {}, r"updates\['b'\] has another weight_fn"),
+        ({"a": make()}, {"b": 2}, r"every has 'b', which is no update; known: a\."),
+        ({"a": make()}, {"a": 0}, r"every\['a'\] must be a number of iterations of at least 1, got 0"),
+    ]
+    for updates, every, words in cases:
+        with pytest.raises(ValueError, match=words):
+            Updates(updates, every=every)
+    with pytest.raises(TypeError, match=r"updates\['a'\] must be an Update"):
+        Updates({"a": generator_loss})  # type: ignore[dict-item]  # what is tested
+    with pytest.raises(ValueError, match=r"say after which .*trainer\.update\.stepped\('generator'\)"):
+        EMA(0.9).attach(Trainer(updates_of(gan)))
+    with pytest.raises(ValueError, match="expected an update's name or its optimizer; known: discr"):
+        updates_of(gan).stepped("critic")
+
+
+class Quiet(nn.Module):
+    """Both networks in DDP; generated points are functions of the real ones, so that ranks change nothing."""
+
+    def __init__(self, wrap: bool) -> None:
+        super().__init__()
+        gan = networks()
+        self.generator: nn.Module = nn.Linear(2, 2)
+        self.discriminator: nn.Module = gan.discriminator
+        if wrap:
+            self.generator = DistributedDataParallel(self.generator)
+            self.discriminator = DistributedDataParallel(self.discriminator)
+
+
+def quiet_discriminator_loss(gan: Quiet, points: Tensor) -> dict[str, Tensor]:
+    with torch.no_grad():
+        generated = gan.generator(points)
+    return {
+        "real": softplus(-gan.discriminator(points)).mean(),
+        "generated": softplus(gan.discriminator(generated)).mean(),
+    }
+
+
+def quiet_generator_loss(gan: Quiet, points: Tensor) -> Tensor:
+    return softplus(-gan.discriminator(gan.generator(points))).mean()
+
+
+def quiet_run(wrap: bool, batch_size: int, folder: Path | None = None, stop: int | None = None) -> Tensor:
+    gan = Quiet(wrap)
+    losses: dict[str, Any] = {"discriminator": quiet_discriminator_loss, "generator": quiet_generator_loss}
+    made = {
+        name: Update(gan, torch.optim.SGD(getattr(gan, name).parameters(), lr=0.1), losses[name]) for name in losses
+    }
+    trainer = Trainer(Updates(made, every={"generator": 2}), 2)
+    if folder is not None:
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer, Events.COMPLETED)
+        checkpoint.resume()
+    if stop is not None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda trainer: trainer.request_stop("asked"))
+    trainer.run(loader(DATA, batch_size, shuffle=True), max_iters=9)
+    return torch.cat([one(unwrap(network)) for network in (gan.generator, gan.discriminator)])
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_as_one_process_and_resume_exactly(tmp_path: Path) -> None:
+    def cases(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        whole = quiet_run(True, 4)
+        quiet_run(True, 4, tmp_path / "checkpoints", stop=3)
+        return {"whole": whole.tolist(), "resumed": quiet_run(True, 4, tmp_path / "checkpoints").tolist()}
+
+    answers = on_two_ranks(cases, tmp_path / "meeting")
+
+    assert answers["whole"][0] == answers["whole"][1] == answers["resumed"][0] == answers["resumed"][1]
+    assert answers["whole"][0] == pytest.approx(quiet_run(False, 8).tolist(), abs=1e-6)
