@@ -44,6 +44,7 @@ SECTIONS = (
     "rank-invariant",
     "two nodes",
     "operations",
+    "changed rows",
     "instants",
     "matrix",
 )
@@ -155,6 +156,8 @@ def _items_of(section: str, bench: Bench) -> list[Item]:
         return [Item("matrix", case.key, partial(_run_case, case)) for case in campaign_matrix()]
     if section == "operations":
         return operations.items(bench)
+    if section == "changed rows":
+        return operations.items_by_rows(bench)
     modules = {"restarts": restarts, "damage": damage, "disks": disks, "instants": instants}
     modules |= {"two ranks": ranks, "two nodes": nodes, "rank instants": rank_instants, "rank-invariant": invariant}
     modules["failures"] = failures

@@ -4,6 +4,7 @@ Options: ``step_s``: minimum duration of each micro-batch; ``notes``: a folder f
 while a set is evaluated, a file ``evaluating``; ``phases``: a folder for a file of each process, ``phases_PID``, to
 which it appends what it begins to do; ``data_s``: minimum duration of each fetch of a batch; ``ballast``: numbers that
 are saved with the model, so that a save takes its time. Nothing is slow once there is a file ``fast`` in ``phases``.
+``rows``: of the table of words, which then has sparse gradients.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class SlowSamples(Samples):
 def build(options: Mapping[str, Any]) -> Task:
     folder = Path(options.get("phases", "/nowhere"))
     phases = Phases(folder) if "phases" in options else None
-    model = Net(sparse=False)
+    model = Net(sparse="rows" in options)
+    if "rows" in options:
+        model.words = nn.Embedding(options["rows"], 8, sparse=True)
     if options.get("layer_norm"):
         model.layers[1] = nn.LayerNorm(16)
     if phases is not None:
