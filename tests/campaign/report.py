@@ -22,8 +22,8 @@ WHAT = {
     "line of the log are compared bit for bit",
     "instants": "SIGKILL at a random instant of a run; half save in the background, a quarter are killed twice",
     "operations": "SIGKILL at each file operation of a training process's saves and prunes",
-    "changed rows": "likewise, where a table is saved by the rows that changed: in a save of rows, of the first base and "
-    "of one that ends a chain, and where that chain is pruned",
+    "changed rows": "likewise, where a table is saved by the rows that changed: in saves of rows and of bases, and "
+    "where a chain is pruned",
     "restarts": "stopped five times with `keep_last=1`: one checkpoint is kept, and the result is the same",
     "damage": "the newest checkpoint is damaged, of another version or holds code: skipped, logged, nothing executed",
     "disks": "the disk is full or read-only, for a while or to the end: one log line each, earlier checkpoints remain",
