@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_engine import Group, Phase, Trainer, TrainingEvents, rng
+from ignite_engine.errors import check_type, is_whole
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.sparse.ids import IdRows
+from ignite_engine.sparse.ids import IdRows, whole_ids
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ class IdAdmission:
     Args:
         rows: the model's map of ids to rows.
         tables: the parameters that have these rows, such as ``[model.users.weight]``.
-        ids_of: the ids of a micro-batch as the loader gave it, int64 of any shape; an id that is in it twice is seen
-            twice.
+        ids_of: the ids of a micro-batch as the loader gave it, whole numbers of any shape; an id that is in it twice
+            is seen twice.
         after: sightings, over all windows, with which an id gets a row.
         keep: windows without a sighting after which its row is taken back, and the sightings of an id without one are
             forgotten; None: never.
@@ -39,7 +40,9 @@ class IdAdmission:
             ``<name>/admitted`` and ``<name>/evicted``.
 
     Raises:
-        ValueError: a count is below 1, or a table has other rows, or is sharded.
+        TypeError: a count is no whole number, or ``tables`` are no tensors.
+        ValueError: a count is below 1, or a table has other rows, or is sharded; (at STARTED) ``rows`` or a table is
+            not the model's.
     """
 
     phase = Phase.PREPARE
@@ -55,6 +58,12 @@ class IdAdmission:
         init: Callable[[Tensor], Any] = nn.init.normal_,
         name: str = "ids",
     ) -> None:
+        check_type("after", after, is_whole(after), "a whole number of sightings")
+        check_type("keep", keep, keep is None or is_whole(keep), "a whole number of windows or None")
+        given: Any = tables
+        are_tables = not isinstance(given, Tensor) and all(isinstance(each, Tensor) for each in given)
+        check_type("tables", given, are_tables, "a list of parameters, such as [model.users.weight]")
+        check_type("ids_of", ids_of, callable(ids_of), "a function of a micro-batch")
         if after < 1 or (keep is not None and keep < 1):
             raise ValueError(f"after and keep must be at least 1 (keep may be None), got {after} and {keep}.")
         for table in tables:
@@ -74,6 +83,7 @@ class IdAdmission:
         """Count the ids of each iteration; admit and evict at ``event``."""
         trainer.register(self.name, self, shared=True)
         trainer.register(f"{self.name}/sightings", self._sightings)
+        trainer.add_event_handler(Events.STARTED, self._check)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._count)
         trainer.add_event_handler(event, self)
 
@@ -97,11 +107,25 @@ class IdAdmission:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.windows, self._seen_at, self._waiting = int(state["windows"]), state["seen_at"], state["waiting"]
 
+    def _check(self, trainer: Trainer) -> None:
+        """What is not the model's would be neither trained nor saved with it."""
+        model = getattr(trainer.update, "model", None)
+        if not isinstance(model, nn.Module):
+            return
+        parts: list[Any] = [*model.modules(), *model.parameters()]
+        if not any(each is self.rows for each in parts):
+            raise ValueError(f"{self.name}: the IdRows is not a part of the model: make it an attribute of a module.")
+        for at, table in enumerate(self.tables):
+            if not any(each is table for each in parts):
+                raise ValueError(f"{self.name}: tables[{at}] is not a parameter of the model: give its own.")
+
     def _count(self, trainer: Trainer) -> None:
         state = trainer.state
         micro_batches: Any = state.batch if isinstance(state.batch, Group) else (state.batch,)
         for batch in micro_batches[: len(micro_batches) - state.padding]:  # those repeated for the peers are not seen
-            self._sightings.add(self.ids_of(batch))
+            ids = self.ids_of(batch)
+            check_type("what ids_of returns", ids, isinstance(ids, Tensor), "a tensor of ids")
+            self._sightings.add(ids)
 
     def _note_those_with_a_row(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Returns those that have none."""
@@ -168,8 +192,8 @@ class Sightings:
         self._count = 0
 
     def add(self, ids: Tensor) -> None:
-        """See these ids, int64 of any shape; an id may be among them several times."""
-        self._new.append(ids.detach().reshape(-1).cpu())
+        """See these ids, whole numbers of any shape; an id may be among them several times."""
+        self._new.append(whole_ids(ids.detach()).reshape(-1).cpu())
         self._count += ids.numel()
         if self._count > _COUNT_AT:
             self._sum()

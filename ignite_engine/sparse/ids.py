@@ -15,13 +15,29 @@ def hash_ids(ids: Tensor, buckets: int, salt: int | Tensor = 0) -> Tensor:
     """A number from 0 to ``buckets - 1`` for each id, the same on every machine; neighbours are spread.
 
     Args:
-        ids: int64, of any shape.
+        ids: whole numbers, of any shape; the type does not matter.
         salt: another one gives other numbers; a tensor is broadcast, for instance one for each column of ``ids``.
+
+    Raises:
+        TypeError, ValueError: ids are no whole numbers, or there is no bucket.
 
     Source: the SplitMix64 finaliser, Steele, Lea and Flood 2014, as ``rng.mix(salt, id)``.
     """
+    if not isinstance(buckets, int) or buckets < 1:
+        raise ValueError(f"buckets must be a whole number of at least 1, got {buckets}.")
     salts = torch.as_tensor(salt, dtype=torch.int64, device=ids.device)
-    return _mixed(_mixed(salts) + ids).remainder(buckets)
+    return _mixed(_mixed(salts) + whole_ids(ids)).remainder(buckets)
+
+
+def whole_ids(ids: Tensor) -> Tensor:
+    """As int64: others wrap around elsewhere, and would be other ids.
+
+    Raises:
+        TypeError: they are no whole numbers.
+    """
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        raise TypeError(f"ids must be whole numbers, got {ids.dtype}: give ids.long(), if that is what they are.")
+    return ids.long()
 
 
 def _mixed(values: Tensor) -> Tensor:
@@ -58,7 +74,8 @@ class IdRows(nn.Module):
         """Ids that have a row of their own, in ascending order; and the rows."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Rows, int64, of the shape of ``ids``."""
+        """Rows, int64, of the shape of ``ids``, whole numbers of any type."""
+        ids = whole_ids(ids)
         rows = hash_ids(ids, self.shared, self.salt)
         if not len(self.ids):
             return rows

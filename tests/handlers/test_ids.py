@@ -171,6 +171,39 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], line: str) -> None:
         IdAdmission(IdRows(ROWS, SHARED), tables, lambda batch: batch, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"after": 1.5}, r"^after must be a whole number of sightings, got 1\.5\."),
+        ({"keep": "2"}, r"^keep must be a whole number of windows or None, got '2'\."),
+        ({"tables": torch.zeros(ROWS, 2)}, r"^tables must be a list of parameters, such as .* got a Tensor\."),
+        ({"tables": [nn.Embedding(ROWS, 2)]}, r"^tables must be a list of parameters, such as .* got a list\."),
+    ],
+)
+def test_arguments_of_other_types_are_one_line(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(TypeError, match=line):
+        IdAdmission(IdRows(ROWS, SHARED), **{"tables": [], "ids_of": len, **options})
+
+
+@pytest.mark.parametrize("what", ["rows", "tables"])
+def test_what_is_not_the_models_is_refused(what: str) -> None:
+    """It would not be saved with the model, or not be trained."""
+    trainer, model, _ = made()
+    other = Net()
+    rows, table = (other.rows, model.table) if what == "rows" else (model.rows, other.table)
+    IdAdmission(rows, [table.weight], lambda batch: batch, name="other").attach(trainer)
+    line = {"rows": "the IdRows is not a part of the model", "tables": r"tables\[0\] is not a parameter of the model"}
+    with pytest.raises(ValueError, match=f"^other: {line[what]}"):
+        trainer.run(windows_of([[[1]]]))
+
+
+def test_what_ids_of_returns_is_checked() -> None:
+    trainer, model, _ = made()
+    IdAdmission(model.rows, [], lambda batch: batch.tolist(), name="list").attach(trainer)
+    with pytest.raises(TypeError, match=r"^what ids_of returns must be a tensor of ids, got a list\."):
+        trainer.run(windows_of([[[1]]]))
+
+
 def state_of(trainer: Trainer, model: Net, ids: IdAdmission) -> Any:
     """All of it as plain values, which compare bit for bit."""
     optimizers = trainer.update.optimizers  # type: ignore[attr-defined]  # an Update

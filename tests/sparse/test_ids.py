@@ -21,6 +21,26 @@ def test_hash_is_the_published_one(salt: int) -> None:
     assert hash_ids(ids, 1000, salt).tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_ids_of_any_whole_type_are_the_same_ids(dtype: torch.dtype) -> None:
+    ids, rows = torch.tensor([[1, 2], [200, 7]]).to(dtype), IdRows(20, shared=3)
+    whole = ids.long()
+    rows.assign(whole.reshape(-1).unique(), torch.tensor([5, 6, 7, 8])[: len(whole.reshape(-1).unique())])
+
+    for salt in (0, 3, torch.arange(2)):
+        assert torch.equal(hash_ids(ids, 1000, salt), hash_ids(whole, 1000, salt))
+    assert torch.equal(rows(ids), rows(whole)) and torch.equal(rows.find(whole)[1], torch.ones(2, 2, dtype=torch.bool))
+
+
+def test_what_are_no_ids_or_buckets_is_one_line() -> None:
+    for ids in (torch.ones(2), torch.ones(2, dtype=torch.bool)):
+        with pytest.raises(TypeError, match=rf"^ids must be whole numbers, got {ids.dtype}: give ids\.long\(\)"):
+            hash_ids(ids, 10)
+    for buckets in (0, -1, 2.5):
+        with pytest.raises(ValueError, match=r"^buckets must be a whole number of at least 1, got"):
+            hash_ids(torch.tensor([1]), buckets)  # type: ignore[arg-type]  # what is tested
+
+
 def test_hash_spreads_neighbours_and_depends_on_the_salt() -> None:
     ids = torch.arange(100_000)
     first, other = hash_ids(ids, 64), hash_ids(ids, 64, 1)
