@@ -11,6 +11,7 @@ from ignite_engine.handlers.limits import SaveEvery, StopFile, WallClockLimit
 from ignite_engine.handlers.lr_schedule import LRSchedule
 from ignite_engine.handlers.media import Histogram, Image, MediaFiles
 from ignite_engine.handlers.memory import MemoryLogger
+from ignite_engine.handlers.meters import Meter, Stopwatch
 from ignite_engine.handlers.metric_logger import MetricLogger
 from ignite_engine.handlers.model_bank import ModelBank
 from ignite_engine.handlers.progress import Progress
@@ -45,12 +46,14 @@ __all__ = [
     "LRSchedule",
     "MediaFiles",
     "MemoryLogger",
+    "Meter",
     "MetricLogger",
     "ModelBank",
     "Progress",
     "SaveEvery",
     "Schedule",
     "StopFile",
+    "Stopwatch",
     "TensorBoardSink",
     "Throughput",
     "WallClockLimit",

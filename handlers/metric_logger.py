@@ -14,6 +14,7 @@ from ignite.engine import Events
 
 from ignite_engine import Phase, Trainer
 from ignite_engine.handlers.media import MediaFiles
+from ignite_engine.handlers.meters import Meter
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
 from ignite_engine.ranks import agreement
 
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 class MetricLogger:
     """Mean over the interval of each value in ``state.output``; sinks write whatever is new in ``state.metrics``.
 
+    What is in ``state.meters`` (:class:`~ignite_engine.handlers.Meter`) is written beside the means, by its name.
+
     Args:
         directory: gets a ``metrics.jsonl``, and ``media`` for what is in ``state.media``; None: no files.
         sinks: further ones; an error in a sink is a warning, and training continues.
@@ -31,10 +34,10 @@ class MetricLogger:
         name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
 
     Between log points it keeps references to detached scalars: no host sync, no collective. At a log point they are
-    stacked, read once and averaged over the ranks in one collective. A number that ``update`` returned is logged as
-    ``loss``. The first loss that is not finite is a warning, at the log point after it, with its iteration and rank;
-    so is the first such ``grad_norm`` of an Update without a loss scaler, and a run that ends with such a loss. What a
-    non-finite policy leaves out is in no mean.
+    stacked, read once and averaged over the ranks in one collective, meters included. A number that ``update`` returned
+    is logged as ``loss``. The first loss that is not finite is a warning, at the log point after it, with its iteration
+    and rank; so is the first such ``grad_norm`` of an Update without a loss scaler, and a run that ends with such a
+    loss. What a non-finite policy leaves out is in no mean.
     """
 
     phase = Phase.MEASURE
@@ -55,6 +58,9 @@ class MetricLogger:
         if console is not False:
             self.sinks.append(ConsoleSink(keys=None if console is True else console))
         self._interval: list[tuple[int, Row]] = []
+        self._meters: dict[str, Meter] = {}
+        self._loaded: dict[str, list[Any]] = {}
+        """What a checkpoint had for meters, until they are there."""
         self._not_finite_at: int | None = None
         """The first iteration whose loss was not finite."""
 
@@ -71,13 +77,21 @@ class MetricLogger:
     def __call__(self, trainer: Trainer) -> None:
         """Write the interval's means into ``state.metrics`` and start the next interval."""
         interval, self._interval = self._interval, []
-        if not interval:
+        meters = self._meters = trainer.state.meters
+        if not interval and not meters:
             return
+        self._join_loaded()
         means, first_bad = _means(interval)
-        rows = agreement.gather_floats([*means.values(), *first_bad])
+        of_meters = [number for meter in meters.values() for number in meter.reduced(_given(meter, interval))]
+        rows = agreement.gather_floats([*means.values(), *of_meters, *first_bad])
         *columns, losses, norms = zip(*rows, strict=True)
-        for key, column in zip(means, columns, strict=True):
+        for key, column in zip(means, columns):
             trainer.state.metrics[key] = agreement.mean_of(column)
+        for number, (name, meter) in enumerate(meters.items()):
+            first = len(means) + 2 * number
+            if (value := meter.over_ranks([(row[first], row[first + 1]) for row in rows])) is not None:
+                trainer.state.metrics[name] = value
+            meter.values.clear()
         if getattr(trainer.update, "scaler", trainer) is not None:
             norms = (math.inf,)  # fp16 overflows and skips the step
         if min(norms) < min(losses):
@@ -86,16 +100,29 @@ class MetricLogger:
             self._note_first(trainer, "loss", trainer.state.metrics.get("loss", 0.0), losses)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values of the interval so far, and the first iteration whose loss was not finite."""
-        return {"interval": [list(row) for row in self._interval], "not_finite_at": self._not_finite_at}
+        """The values of the interval so far, those of meters, and the first iteration whose loss was not finite."""
+        self._join_loaded()
+        meters = {name: list(meter.values) for name, meter in self._meters.items() if meter.values}
+        rows = [list(row) for row in self._interval]
+        return {"interval": rows, "not_finite_at": self._not_finite_at, "meters": self._loaded | meters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._interval = [(iteration, row) for iteration, row in state["interval"]]
         self._not_finite_at = state["not_finite_at"]
+        self._loaded = dict(state.get("meters", {}))
+        for meter in self._meters.values():
+            meter.values.clear()
+
+    def _join_loaded(self) -> None:
+        for name in self._loaded.keys() & self._meters.keys():
+            self._meters[name].values[:0] = self._loaded.pop(name)
 
     def _start(self, trainer: Trainer) -> None:
         if trainer.starts_fresh(self.name):
-            self._interval, self._not_finite_at = [], None
+            self._interval, self._not_finite_at, self._loaded = [], None, {}
+            for meter in trainer.state.meters.values():
+                meter.values.clear()
+        self._meters = trainer.state.meters
         trainer.state.not_finite_at = self._not_finite_at
 
     def _collect(self, trainer: Trainer) -> None:
@@ -162,6 +189,12 @@ def _means(interval: Sequence[tuple[int, Row]]) -> tuple[dict[str, float], tuple
             bad = [at for at, value in zip(iterations, stacked.tolist(), strict=True) if not math.isfinite(value)]
             firsts[key] = min(bad, default=math.inf)  # finite ones may have an infinite sum
     return means, (firsts["loss"], firsts["grad_norm"])
+
+
+def _given(meter: Meter, interval: Sequence[tuple[int, Row]]) -> torch.Tensor:
+    """What a meter was given since the last log point, on the host."""
+    values = meter.values if meter.of is None else [row[meter.of] for _, row in interval if meter.of in row]
+    return _stacked(values).cpu() if values else torch.empty(0, dtype=torch.float64)
 
 
 def _stacked(values: Sequence[Any]) -> torch.Tensor:

@@ -98,6 +98,9 @@ class TrainingState(State):
     media: dict[str, Any]
     """Images, histograms (of ``ignite_engine.handlers``) and texts (str) by name, until the sinks have them at the next
     step boundary; what rank 0 has counts. Writers: handlers."""
+    meters: dict[str, Any]
+    """Meters of ``ignite_engine.handlers`` by the name under which MetricLogger writes them; the same on every rank.
+    Writers: handlers."""
     micro_batches: int
     """Micro-batches back-propagated. Writer: Update."""
     optimizer_steps: int
@@ -177,4 +180,5 @@ class TrainingState(State):
         self.save_seconds = 0.0
         self.sink_seconds = {}
         self.media = {}
+        self.meters = {}
         self.evaluating = None

@@ -1,0 +1,149 @@
+"""Meters are exact over intervals, ranks and resumes, and cost MetricLogger no second collective."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.handlers import Checkpoint, Meter, MetricLogger, Stopwatch
+from tests.builders import numbers_loader, on_two_ranks, trainer_of
+from tests.collectives import Collectives
+from tests.handlers.test_metric_logger import reads_counted
+from tests.handlers.test_sinks import lines
+
+
+def of_outputs(trainer: Trainer) -> None:
+    for how in ("sum", "mean", "max", "min"):
+        trainer.state.meters[f"{how} of a"] = Meter(how, of="a")  # type: ignore[arg-type]  # one of them
+
+
+def test_meters_of_a_value_that_the_update_returns(tmp_path: Path) -> None:
+    trainer = Trainer(lambda engine, batch: {"a": torch.tensor(float(batch)), "loss": 0.0})
+    of_outputs(trainer)
+    MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run([3, 1, 5])
+
+    head = {"epoch": 1, "loss": 0.0}
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"iteration": 2, **head, "a": 2.0, "sum of a": 4.0, "mean of a": 2.0, "max of a": 3.0, "min of a": 1.0},
+        {"iteration": 3, **head, "a": 5.0, "sum of a": 5.0, "mean of a": 5.0, "max of a": 5.0, "min of a": 5.0},
+    ]
+
+
+def test_meter_of_what_it_is_given_is_read_at_the_log_point_only() -> None:
+    trainer = Trainer(lambda engine, batch: None)
+    meter = trainer.state.meters["steps"] = Meter("sum")
+    trainer.state.meters["never"] = Meter("max")
+    seen: list[Any] = []
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def count() -> None:
+        value = torch.full((1,), float(trainer.state.iteration), requires_grad=True)
+        with reads_counted() as reads:
+            meter.update(value)
+            meter.update(0.5)
+        value.data.zero_()
+        assert reads.total() == 0
+
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: seen.append(dict(trainer.state.metrics.fresh)))
+    trainer.run(range(4))
+
+    assert seen == [{"steps": 1 + 2 + 1}, {"steps": 3 + 4 + 1}] and meter.values == []
+
+
+def test_stopwatch_is_the_mean_time_of_a_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 1.25, 7.0, 7.75])
+    monkeypatch.setattr("ignite_engine.handlers.meters.perf_counter", lambda: next(clock))
+    trainer = Trainer(lambda engine, batch: None)
+    watch = trainer.state.meters["time/augment_ms"] = Stopwatch()
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def work() -> None:
+        with watch:
+            pass
+
+    MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
+    assert trainer.run(range(2)).metrics["time/augment_ms"] == 500.0
+
+
+def test_not_finite_is_what_it_is() -> None:
+    nan = Meter("max").reduced(torch.tensor([1.0, math.nan], dtype=torch.float64))
+    assert math.isnan(Meter("max").over_ranks([(2.0, 1.0), nan]) or 0.0)
+    with pytest.raises(ValueError, match="expected 'sum', 'mean', 'max' or 'min'"):
+        Meter("median")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("die_at", range(1, 12))
+@pytest.mark.parametrize("late", [False, True])
+def test_resumed_run_has_the_meters_of_the_whole_one(late: bool, die_at: int, tmp_path: Path) -> None:
+    """Also of a meter that is made after the resume, by a handler."""
+
+    def run(directory: Path, die_at: int | None = None) -> None:
+        trainer = trainer_of(log_grad_norm=True)
+
+        def make() -> None:
+            trainer.state.meters["largest"] = Meter("max", of="grad_norm")
+            trainer.state.meters["given"] = Meter("sum")
+
+        if late:
+            trainer.add_event_handler(Events.ITERATION_STARTED(once=int(trainer.state.iteration) + 1), make)
+            trainer.add_event_handler(Events.STARTED, lambda: None if trainer.state.iteration == 0 else make())
+        else:
+            make()
+        MetricLogger(directory, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+
+        @trainer.on(Events.ITERATION_STARTED)
+        def count() -> None:
+            trainer.state.meters["given"].update(0.1 * trainer.state.iteration)
+
+        checkpoint = Checkpoint(directory / "checkpoints")
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        if die_at is not None:
+            trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
+        checkpoint.resume()
+        trainer.run(numbers_loader(12, 2, shuffle=True), max_epochs=2)
+
+    run(tmp_path / "whole")
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "cut", die_at)
+    run(tmp_path / "cut")
+
+    assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert all({"largest", "given"} <= line.keys() for line in lines(tmp_path / "whole" / "metrics.jsonl"))
+
+
+def _cases(rank: int) -> dict[str, Any]:
+    """Rank 1 gives its own meter nothing, and larger values."""
+    trainer = Trainer(lambda engine, batch: {"loss": 0.0, "a": float(batch) + 10 * rank})
+    of_outputs(trainer)
+    trainer.state.meters |= {"given": Meter("mean"), "nothing": Meter("min")}
+    MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def give() -> None:
+        if rank == 0:
+            trainer.state.meters["given"].update(float(trainer.state.iteration))
+
+    counts: list[Any] = []
+    with Collectives() as collectives:
+        before = Events.EPOCH_COMPLETED
+        trainer.add_event_handler(before, lambda: counts.append(dict(collectives.counts)))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: collectives.counts.clear())
+        state = trainer.run([1, 2, 3], max_epochs=1)
+    return {"metrics": dict(state.metrics), "collectives": counts}
+
+
+@pytest.mark.distributed
+def test_on_two_ranks_all_meters_and_means_are_one_collective(tmp_path: Path) -> None:
+    answers = on_two_ranks(_cases, tmp_path / "store")
+
+    assert answers["collectives"] == [[{"all_gather": 1}]] * 2
+    expected = {"loss": 0.0, "a": 7.0, "sum of a": 42.0, "mean of a": 7.0, "max of a": 13.0, "min of a": 1.0}
+    assert answers["metrics"] == [expected | {"given": 2.0}] * 2
