@@ -31,7 +31,7 @@ def train(epochs: int) -> tuple[nn.Linear, list[float]]:
     schedule = warmup_cosine(bare, warmup=3, total=UPDATES_PER_EPOCH * epochs)
     optimizer, scheduler = initialize(model, bare, schedule, ACCUMULATION_STEPS, precision="bf16")
 
-    last_losses = []
+    last_losses, loss = [], torch.zeros(())
     for _ in range(epochs):
         for samples, targets in loader:
             with optimizer.autocast():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -197,7 +197,7 @@ class ClickMetrics(Metric):
 
         counts, sums = self._counts, self._sums
         if idist.get_world_size() > 1:
-            counts, sums = idist.all_reduce(counts.clone()), idist.all_reduce(sums.clone())  # type: ignore[assignment]
+            counts, sums = cast(Tensor, idist.all_reduce(counts.clone())), cast(Tensor, idist.all_reduce(sums.clone()))
         (loss, predicted, clicks, samples), share = sums.tolist(), float(sums[2] / sums[3])
         entropy = -(share * np.log(share) + (1 - share) * np.log(1 - share))
         model, linear, optimum = (area_under_curve(each) for each in counts.double())

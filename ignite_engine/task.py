@@ -14,15 +14,13 @@ from types import ModuleType
 from typing import Any
 
 from ignite.metrics import Metric
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from ignite_engine.data.windows import Windows
 from ignite_engine.errors import did_you_mean
-
-Loss = Tensor | Mapping[str, Tensor]
-LossFn = Callable[[Any, Any], Loss | tuple[Loss, Mapping[str, Tensor]]]
+from ignite_engine.step.losses import LossFn
 
 IN_PYTHON = "python:fit"
 """The task of a run whose parts were given to ``fit``: no config can build it again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.gradients import check_tables, clip_gradients, gradient_norm
 from ignite_engine.step.invariant import RankInvariance
 from ignite_engine.step.loss_parallel import loss_parallel_context
-from ignite_engine.step.losses import parts, scalar, unusable_result, weighted, weighted_by_name
+from ignite_engine.step.losses import LossFn, parts, scalar, unusable_result, weighted, weighted_by_name
 from ignite_engine.step.micro_batches import (
     Group,
     GroupWeights,
@@ -40,9 +40,6 @@ from ignite_engine.step.rank_local import inside_ddp
 from ignite_engine.step.without_trace import without_rows, without_trace
 
 logger = logging.getLogger(__name__)
-
-Loss = Tensor | Mapping[str, Tensor]
-LossFn = Callable[[Any, Any], Loss | tuple[Loss, Mapping[str, Tensor]]]
 
 
 class Update:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import site
 import subprocess
 import sys
 import tarfile
@@ -113,7 +112,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages,) = folder.glob("lib/python*/site-packages")
     # Below the new environment's own packages, and after the install: pip must not take the editable one for the wheel.
     # A .pth inside these folders is not read, so the editable install stays out of reach.
-    (packages / "packages_of_the_tests.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    ours = [path for path in sys.path if Path(path).name == "site-packages"]
+    (packages / "packages_of_the_tests.pth").write_text("\n".join(ours) + "\n")
     return folder / "bin"
 
 
@@ -173,3 +173,12 @@ def test_console_script_is_the_same_command_line(environment: Path, tmp_path: Pa
     by_module = run(environment / "python", "-m", "ignite_engine", "describe", "my_config.yaml", cwd=tmp_path)
 
     assert by_script == by_module != ""
+
+
+@pytest.mark.slow
+def test_examples_and_a_users_program_are_typed_against_the_wheel(environment: Path, tmp_path: Path) -> None:
+    for path in (*(ROOT / "examples").glob("*.py"), ROOT / "tests" / "typed_program.py"):
+        shutil.copy2(path, tmp_path / path.name)
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-sklearn.*]\nignore_missing_imports = true\n")
+
+    run(sys.executable, "-m", "mypy", "--python-executable", environment / "python", ".", cwd=tmp_path)

@@ -25,7 +25,8 @@ from ignite_engine.errors import Interrupted, check_type, did_you_mean
 from ignite_engine.ranks.launch import Parallel, is_launched
 from ignite_engine.runs import recipe
 from ignite_engine.runs.run import Run
-from ignite_engine.task import IN_PYTHON, LossFn, Task
+from ignite_engine.step.losses import LossFn
+from ignite_engine.task import IN_PYTHON, Task
 
 Data = Dataset[Any] | Windows | Sequence[Any]
 """Map-style data, windows, a list of samples, or a tuple of tensors of equal length."""

@@ -9,8 +9,7 @@ import torch
 from ignite.metrics import Average, Metric
 from torch import nn
 
-from ignite_engine.step.losses import parts
-from ignite_engine.task import LossFn
+from ignite_engine.step.losses import LossFn, parts
 
 
 def mean_loss(

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class NamedLosses(Protocol):
+    """A named tuple."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+Loss = Tensor | Mapping[str, Tensor] | NamedLosses
+LossFn = Callable[[Any, Any], Loss | tuple[Loss, Mapping[str, Tensor]]]
 
 RESERVED = ("loss", "grad_norm")
 """Names in ``state.output`` that are the engine's own."""
