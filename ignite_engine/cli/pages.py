@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ignite_engine.config import ConfigError
 from ignite_engine.config.load import default_values
-from ignite_engine.report import write_comparison, write_report
+from ignite_engine.report import ordered, read_run, sweep_table, write_comparison, write_report
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -24,6 +25,12 @@ def add_parsers(subparsers: Any) -> None:
             command.add_argument("runs", nargs=1, type=Path, metavar="RUN_DIR", help="the directory of a run")
         else:
             command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the directories of the runs")
+            command.add_argument(
+                "--sort", metavar="METRIC", help="print a table of the runs too, the best first; such as val/accuracy"
+            )
+            command.add_argument(
+                "--mode", choices=["min", "max"], help="which value of --sort is the best; default: as the runs say"
+            )
         default = "report.html in the run's directory" if name == "report" else "compare.html"
         command.add_argument("--output", type=Path, metavar="FILE", help=f"default: {default}")
 
@@ -34,8 +41,14 @@ def report(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Write the page of several runs and print its path."""
-    print(write_comparison(options.runs, _checked(options.output) or "compare.html"))
+    """Write the page of several runs and print its path, and before it a table if one is asked for."""
+    output, runs = _checked(options.output), [read_run(each) for each in options.runs]
+    if options.mode is not None and options.sort is None:
+        raise ConfigError(f"--mode: got {options.mode}, which has no effect without --sort METRIC.")
+    if options.sort is not None:
+        runs = ordered(runs, options.sort, options.mode)
+        print("\n".join(sweep_table(runs, options.sort, options.mode)))
+    print(write_comparison(runs, output or "compare.html"))
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"report": report, "compare": compare}

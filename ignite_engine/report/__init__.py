@@ -7,5 +7,15 @@ from __future__ import annotations
 
 from ignite_engine.report.pages import write_comparison, write_report
 from ignite_engine.report.records import NotARun, Record, read_run
+from ignite_engine.report.sweep import NotLogged, ordered, sweep_table
 
-__all__ = ["NotARun", "Record", "read_run", "write_comparison", "write_report"]
+__all__ = [
+    "NotARun",
+    "NotLogged",
+    "Record",
+    "ordered",
+    "read_run",
+    "sweep_table",
+    "write_comparison",
+    "write_report",
+]

@@ -7,7 +7,7 @@ const colour = name => getComputedStyle(document.documentElement).getPropertyVal
 const words = value => {
   if (value == null) return "";
   const size = Math.abs(value);
-  return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(3).replace("e+", "e") : String(+value.toPrecision(5));
+  return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(3).replace(/\.?0*e\+?/, "e") : String(+value.toPrecision(5));
 };
 const duration = hours => {
   const seconds = Math.round(hours * 3600);
@@ -73,6 +73,8 @@ const marks = (plot, chart, { axis }) => {
   ctx.save();
   ctx.strokeStyle = ctx.fillStyle = colour("warn");
   ctx.lineWidth = devicePixelRatio;
+  ctx.textAlign = "left";
+  ctx.textBaseline = "alphabetic";
   ctx.setLineDash([3 * devicePixelRatio, 4 * devicePixelRatio]);
   ctx.font = `${10 * devicePixelRatio}px system-ui, sans-serif`;
   let free = -Infinity;
@@ -120,7 +122,8 @@ const draw = figure => {
     class: "raw", stroke: () => colour("c" + chart.lines[index].mark) + "55", width: 1, spanGaps: true, points: { show: false },
   }));
   const label = { stroke: () => colour("faint"), font: "12px system-ui, sans-serif", ticks: { show: false }, border: { show: false } };
-  const grid = { stroke: () => colour("rule"), width: 1 };
+  const powers = (plot, all) => all.map(each => Number.isInteger(+Math.log10(each).toFixed(6)) ? each : null);
+  const grid = { stroke: () => colour("rule"), width: 1, ...(logY ? { filter: powers } : {}) };
   const ends = [xs[0], xs[xs.length - 1]];
   const plot = new uPlot({
     width: field.clientWidth, height: 230, legend: { live: true },
@@ -140,14 +143,14 @@ const draw = figure => {
     },
     axes: [
       { ...label, grid: { show: false }, size: 28, gap: 4, space: 70, values: (plot, all) => all.map(each => each == null ? "" : axis.show(each)) },
-      { ...label, grid, size: 54, gap: 6, values: (plot, all) => all.map(words) },
+      { ...label, grid, size: 60, gap: 6, values: (plot, all) => all.map(words) },
     ],
     series: [{ label: axis.title, value: (plot, x) => x == null ? "" : axis.show(x) }, ...behind, ...series],
     hooks: {
       draw: [plot => marks(plot, chart, asked)],
       setScale: [(plot, key) => {
-        if (key !== "x" || copying || plot.status !== 1) return;
-        zoomTo([plot.scales.x.min, plot.scales.x.max], plot);
+        const { min, max } = plot.scales.x, [left, right] = zoom ?? extent();  // it is told later, also of what we have set
+        if (key === "x" && plot.status === 1 && (min !== left || max !== right)) zoomTo([min, max], plot);
       }],
       setSeries: [(plot, at, change) => {
         if (copying || change.show == null || runs.length < 2) return;
@@ -188,7 +191,7 @@ const fingers = plot => {
   const pass = type => event => {
     if (event.pointerType === "mouse") return;
     const { clientX, clientY } = event;
-    plot.over.dispatchEvent(new MouseEvent(type, { clientX, clientY, bubbles: true, button: 0 }));
+    plot.over.dispatchEvent(new MouseEvent(type, { clientX, clientY, movementX: 1, bubbles: true }));
   };
   for (const [from, to] of [["pointerdown", "mousedown"], ["pointermove", "mousemove"], ["pointerup", "mouseup"], ["pointercancel", "mouseup"]])
     plot.over.addEventListener(from, pass(to));

@@ -30,6 +30,9 @@ class Tile:
     points: Sequence[Point] = ()
 
 
+_NOT_SET = object()
+
+
 def write_report(
     directory: str | Path, output: str | Path | None = None, defaults: Mapping[str, Any] | None = None
 ) -> Path:
@@ -47,14 +50,14 @@ def write_report(
     return path
 
 
-def write_comparison(directories: Sequence[str | Path], output: str | Path = "compare.html") -> Path:
-    """Write the page that compares several runs; returns its path.
+def write_comparison(runs: Sequence[str | Path | Record], output: str | Path = "compare.html") -> Path:
+    """Write the page that compares several runs, given by their directories or as read; returns its path.
 
     Raises:
         NotARun: a directory is not that of a run.
     """
-    runs = [read_run(each) for each in directories]
-    write_whole(Path(output), comparison_page(runs))
+    records = [each if isinstance(each, Record) else read_run(each) for each in runs]
+    write_whole(Path(output), comparison_page(records))
     return Path(output)
 
 
@@ -78,7 +81,7 @@ def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
 
 def comparison_page(runs: Sequence[Record]) -> str:
     """The page of several runs as HTML; each has the same colour in all charts."""
-    names = _names(runs)
+    names = names_of(runs)
     parts = [
         f"<h1>{len(runs)} runs compared</h1>",
         _runs_table(runs, names),
@@ -142,7 +145,7 @@ def _key_numbers(run: Record) -> list[Tile]:
             tiles.append(Tile(name, short(max(value for _, value in run.series[key])), "MiB"))
     if (took := seconds(run)) is not None:
         starts = sum(entry.get("what") in ("started", "resumed") for entry in run.history)
-        tiles.append(Tile("Time", _duration(took), f"in {starts} starts" if starts > 1 else ""))
+        tiles.append(Tile("Time", duration(took), f"in {starts} starts" if starts > 1 else ""))
     if "parameters" in summary:
         tiles.append(Tile("Parameters", short(float(summary["parameters"]))))
     if "epoch" in summary:
@@ -254,7 +257,7 @@ def _environment(environment: Mapping[str, Any]) -> list[str]:
 
 def _card(name: str, values: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<tr><td>{escape(str(key))}</td><td>{escape(_text(value))}</td></tr>" for key, value in values.items()
+        f"<tr><td>{escape(str(key))}</td><td>{escape(text_of(value))}</td></tr>" for key, value in values.items()
     )
     return f'<div class="card"><h3>{escape(name)}</h3><table>{rows}</table></div>'
 
@@ -268,7 +271,7 @@ def _runs_table(runs: Sequence[Record], names: Sequence[str]) -> str:
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         best = [run.best(key) for key in keys]
         cells = [str(run.summary.get("iteration", "")), *("" if each is None else short(each[1], 5) for each in best)]
-        cells.append("" if (took := seconds(run)) is None else _duration(took))
+        cells.append("" if (took := seconds(run)) is None else duration(took))
         numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
         swatch = f'<span class="swatch c{index % COLOURS}"></span>'
         rows.append(f"<tr><td>{swatch}{escape(name)}</td><td>{escape(run.status)}</td>{numbers}</tr>")
@@ -285,7 +288,7 @@ def _differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
     head = "".join(f"<th>{escape(name)}</th>" for name in ("key", *names))
     rows = "".join(
         f"<tr><td>{escape(key)}</td>"
-        + "".join(f"<td>{escape(_text(config.get(key, 'not set')))}</td>" for config in configs)
+        + "".join(f"<td>{escape(text_of(config.get(key, 'not set')))}</td>" for config in configs)
         + "</tr>"
         for key in keys
     )
@@ -293,21 +296,22 @@ def _differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
 
 
 def differing(runs: Sequence[Record]) -> list[str]:
-    """The dotted keys whose values differ between the configs."""
+    """The dotted keys whose values differ between the configs; each run has a folder of its own anyway."""
     configs = [flat(run.config) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
-    return [
-        key for key in keys if any(config.get(key, "not set") != configs[0].get(key, "not set") for config in configs)
-    ]
+    keys.pop("run.directory", None)
+    return [key for key in keys if len({repr(config.get(key, _NOT_SET)) for config in configs}) > 1]
 
 
-def _names(runs: Sequence[Record]) -> list[str]:
-    """The runs' names, with their paths where two are equal."""
-    names = [run.name for run in runs]
+def names_of(runs: Sequence[Record]) -> list[str]:
+    """The runs' names; where two are equal, their folders' names, or else names with paths."""
+    names, folders = [run.name for run in runs], [run.path.absolute().name for run in runs]
+    if len(set(folders)) == len(runs) > len(set(names)):
+        return folders
     return [f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
@@ -315,9 +319,11 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if not hours and minutes >= 10:
+        return f"{minutes} min"
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
