@@ -22,18 +22,22 @@ _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.05, 30.0
 
 
 class SaveEvery:
-    """Request a checkpoint when ``minutes`` have passed since the last one, whatever that one was saved for.
+    """Request a checkpoint when this time has passed since the last one, whatever that one was saved for.
 
     Rank 0's clock decides. The iterations of the checkpoints differ between runs; the training does not.
 
+    Args:
+        minutes, seconds: they add up.
+
     Raises:
-        ValueError: ``minutes`` is not above 0.
+        ValueError: the time is not above 0.
     """
 
-    def __init__(self, *, minutes: float) -> None:
-        if not 0 < minutes < math.inf:
-            raise ValueError(f"minutes must be a number above 0, got {minutes}.")
-        self.minutes = minutes
+    def __init__(self, *, minutes: float = 0.0, seconds: float = 0.0) -> None:
+        self.interval_s = 60.0 * minutes + seconds
+        if not 0 < self.interval_s < math.inf:
+            name, number = ("seconds", seconds) if seconds else ("minutes", minutes)
+            raise ValueError(f"{name} must be a number above 0, got {number}.")
         self._due = math.inf
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
@@ -48,7 +52,7 @@ class SaveEvery:
             trainer.request_save()
 
     def _restart(self) -> None:
-        self._due = time.monotonic() + 60.0 * self.minutes if agreement.rank() == 0 else math.inf
+        self._due = time.monotonic() + self.interval_s if agreement.rank() == 0 else math.inf
 
 
 class WallClockLimit:

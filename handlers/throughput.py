@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +12,7 @@ from ignite_engine import Group
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks.agreement import gather_floats
 from ignite_engine.ranks.mesh import by_data_rank
+from ignite_engine.step.micro_batches import first_dimension
 
 
 class Throughput:
@@ -141,17 +142,4 @@ class Throughput:
 
 
 def _samples(batch: Any) -> int:
-    """First dimension of the first tensor or array in ``batch``, which may nest mappings, lists and tuples."""
-    return _first_dimension(batch) or 0
-
-
-def _first_dimension(batch: Any) -> int | None:
-    shape = getattr(batch, "shape", None)
-    if shape is not None:
-        return int(shape[0]) if len(shape) else None
-    children = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    for child in children:
-        size = _first_dimension(child)
-        if size is not None:
-            return size
-    return None
+    return first_dimension(batch) or 0

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine.data import Arrays, Files, Windows, loader
+from ignite_engine.engine.intervals import every
 from ignite_engine.errors import Interrupted, StopRequested
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks.launch import Parallel
@@ -42,6 +43,7 @@ __all__ = [
     "create_evaluator",
     "data_rank",
     "data_size",
+    "every",
     "fit",
     "hash_ids",
     "gradient_sync",

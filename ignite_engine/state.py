@@ -12,6 +12,8 @@ from typing import Any
 from ignite.engine import Engine, State
 
 COUNTERS = ("micro_batches", "optimizer_steps", "skipped_steps", "evaluations", "checkpoints", "windows", "read_errors")
+TOTALS = ("samples", "tokens")
+"""Counted only where an interval asks for them."""
 
 
 class Start(Enum):
@@ -124,6 +126,10 @@ class TrainingState(State):
     """Windows of the whole run, None: no limit. Writer: Trainer."""
     read_errors: int
     """Batches that could not be read and were left out, over all ranks. Writer: Trainer."""
+    samples: int | None
+    """Samples trained on in the whole run over all ranks, None: no interval counts them. Writer: Trainer."""
+    tokens: int | None
+    """Tokens, likewise. Writer: Trainer."""
     micro_batch_limit: int | None
     """Samples above which micro-batches are split, since one ran out of memory; None: none did. Writer: Update."""
     padding: int
@@ -166,6 +172,7 @@ class TrainingState(State):
             setattr(self, name, 0)
         self.windows_completed = 0
         self.window = self.max_windows = None
+        self.samples = self.tokens = None
         self.checkpoint_path = None
         self.micro_batch_limit = None
         self.padding = 0

@@ -12,6 +12,7 @@ from torch import nn
 
 from ignite_engine.checkpointing import SaveFilter
 from ignite_engine.engine import bus, start
+from ignite_engine.engine.intervals import Interval, Intervals
 from ignite_engine.engine.length import Length
 from ignite_engine.engine.loop import Loop
 from ignite_engine.engine.progress import Ending, Progress
@@ -50,8 +51,9 @@ class Trainer(Engine):
             the latter; ``max_read_errors`` is below 0 or given with ``global_micro_batches``.
 
     Its parts: ``state`` (what handlers read), ``progress`` (counters and data position), ``requests`` (to stop, to
-    save), ``registry`` (what a checkpoint holds) and ``resume_state`` (what a checkpoint brought). The bus is Ignite's
-    own list of handlers (``engine/bus.py``), the loop is ``engine/loop.py``, and ``engine/start.py`` begins a run.
+    save), ``intervals`` (of its handlers), ``registry`` (what a checkpoint holds) and ``resume_state`` (what a
+    checkpoint brought). The bus is Ignite's own list of handlers (``engine/bus.py``), the loop is ``engine/loop.py``,
+    and ``engine/start.py`` begins a run.
     """
 
     state: TrainingState
@@ -95,6 +97,7 @@ class Trainer(Engine):
         self.resume_state = ResumeState()
         self.registry = Registry(self.resume_state)
         self.requests = StopRequests()
+        self.intervals = Intervals()
         self.progress = Progress(
             self.state,
             self.resume_state,
@@ -381,6 +384,7 @@ class Trainer(Engine):
         else:
             where = f"iteration {state.iteration}, epoch {state.epoch}"
             self.logger.info(f"Engine run resuming ({state.start.value}) from {where} with {limit}.")
+        self.intervals.begin(state, fresh=state.start is Start.FRESH)
         state.status, state.reason = "running", None
         state.stopping = state.last = False
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
@@ -451,6 +455,8 @@ class Trainer(Engine):
 
     def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As Ignite's, in the order of phases; an object with a state that is attached here is registered, too."""
+        if isinstance(interval := getattr(event_name, "filter", None), Interval):
+            self.intervals.add(self, interval)
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
         if not isinstance(event_name, EventsList):  # of a list Ignite calls this for each event
             bus.sort_in_last(self, event_name)

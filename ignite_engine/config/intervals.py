@@ -1,4 +1,4 @@
-"""Intervals and durations of a config: ``500``, ``{epochs: 1}``, ``{windows: 1}``, ``{minutes: 10}``."""
+"""Intervals and durations of a config: ``500``, ``{epochs: 0.25}``, ``{samples: 10000}``, ``{minutes: 10}``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_serializer, model_validator
 
-from ignite_engine.config.yaml_file import display
+from ignite_engine.config.yaml_file import SCIENTIFIC, display
 from ignite_engine.errors import did_you_mean
 
 
@@ -33,6 +33,10 @@ class _InOneUnit(BaseModel):
         if not isinstance(value, Mapping) or len(value) != 1:
             raise ValueError(f"got {display(value)}, {cls.expected}")
         unit, number = next(iter(value.items()))
+        if isinstance(number, str) and SCIENTIFIC.fullmatch(number):  # which YAML 1.1 reads as text
+            number = float(number)
+        if unit in cls.whole and isinstance(number, float) and number.is_integer():
+            number = int(number)
         if unit not in units:
             raise ValueError(f"got the unit {unit!r}, {cls.expected}{did_you_mean(str(unit), units).removesuffix('.')}")
         if unit in cls.whole and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
@@ -43,28 +47,39 @@ class _InOneUnit(BaseModel):
             raise ValueError(f"got {display(number)} {unit}, {cls.expected}, above 0")
         return {unit: number}
 
+    @property
+    def given(self) -> tuple[str, int | float]:
+        """The unit and the number."""
+        units = (*self.whole, *self.real)
+        return next((unit, value) for unit in units if (value := getattr(self, unit)) is not None)
+
     @model_serializer
     def _as_written(self) -> int | float | dict[str, int | float]:
-        units = (*self.whole, *self.real)
-        unit, number = next((unit, value) for unit in units if (value := getattr(self, unit)) is not None)
-        return number if unit == units[0] else {unit: number}
+        unit, number = self.given
+        return number if unit == (*self.whole, *self.real)[0] else {unit: number}
 
 
 class Every(_InOneUnit):
-    """An interval: ``500`` or ``{iterations: 500}``, in updates, ``{epochs: 1}`` or ``{windows: 1}``."""
+    """An interval: ``500`` or ``{iterations: 500}``, in updates, ``{epochs: 0.25}``, ``{samples: 10000}``."""
 
-    whole = ("iterations", "epochs", "windows")
-    expected = "expected a number of iterations, such as 500, {epochs: 1} or {windows: 1}"
+    whole: ClassVar[tuple[str, ...]] = ("iterations", "windows", "samples", "tokens")
+    real: ClassVar[tuple[str, ...]] = ("epochs",)
+    expected = (
+        "expected a number of iterations, such as 500, {epochs: 1}, {windows: 1}, {samples: 50000} or {tokens: 1e6}"
+    )
     iterations: int | None = None
-    epochs: int | None = None
     windows: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    epochs: int | float | None = None
 
 
 class EveryOrMinutes(Every):
     """An interval that may be of wall-clock time: for what does not change the result of the run."""
 
-    real = ("minutes",)
-    expected = "expected a number of iterations, such as 500, {epochs: 1}, {windows: 1} or {minutes: 10}"
+    real = ("epochs", "seconds", "minutes")
+    expected = f"{Every.expected.replace(' or {tokens', ', {tokens')}, {{seconds: 30}} or {{minutes: 10}}"
+    seconds: float | None = None
     minutes: float | None = None
 
 

@@ -71,6 +71,18 @@ class Config(Section):
             for name, each in self.optimizers.items()
         }
 
+    @property
+    def intervals(self) -> dict[str, Every]:
+        """Every interval that is set, by its dotted key."""
+        known = {
+            "evaluation.every": self.evaluation.every,
+            "checkpoint.every": self.checkpoint.every,
+            "checkpoint.reload_every": self.checkpoint.reload_every,
+            "logging.every": self.logging.every,
+            "distributed.drift_every": self.distributed.drift_every,
+        }
+        return {key: interval for key, interval in known.items() if interval is not None}
+
     def schedule_of(self, optimizer: str) -> tuple[str, ScheduleSection]:
         """The dotted key and the section of an optimizer's schedule, also of one that the config does not name."""
         return self.schedules.get(optimizer, ("schedule", self.schedule))

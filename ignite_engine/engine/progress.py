@@ -15,7 +15,7 @@ from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.windows import WindowedSource, Windows
-from ignite_engine.state import COUNTERS, TrainingState
+from ignite_engine.state import COUNTERS, TOTALS, TrainingState
 from ignite_engine.states.registry import Stateful
 from ignite_engine.states.resume_state import ResumeState
 
@@ -61,6 +61,8 @@ class Progress:
         """The user's own object behind :attr:`source`."""
         self.epochs_completed = 0
         self.epoch_iteration = 0
+        self.advanced = 1
+        """Iterations of the epoch that the last group counts for: more than one, where others could not be read."""
         self.measured = False
         """An epoch is one pass over data of unknown length."""
         self.whole_passes = False
@@ -185,8 +187,10 @@ class Progress:
 
     def group_consumed(self) -> None:
         self.at_boundary = True
+        before = self.epoch_iteration
         self.epoch_iteration += 1
         self._consume()
+        self.advanced = self.epoch_iteration - before
 
     def rest_is_unread(self) -> bool:
         """Whether the epoch is full with what could not be read at the end of the pass, which is then consumed."""
@@ -258,6 +262,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         counters = {name: getattr(self.state, name) for name in ("iteration", *COUNTERS)}
+        counters |= {name: total for name in TOTALS if (total := getattr(self.state, name)) is not None}
         return counters | {
             "epochs_completed": self.epochs_completed,
             "epoch_iteration": self.epoch_iteration,
@@ -270,6 +275,8 @@ class Progress:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         for name in ("iteration", *COUNTERS):
             setattr(self.state, name, saved.get(name, 0))  # some were not always saved
+        for name in TOTALS:
+            setattr(self.state, name, saved.get(name))
         self.epochs_completed, self.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
         self.epoch_ends = saved.get("epoch_ends", False)
         self.state.micro_batch_limit = saved.get("micro_batch_limit")  # it was not always saved

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ignite_engine.ranks import agreement
 
-STOP, SAVE, BACKGROUND_DONE = 1, 2, 4
+STOP, SAVE, BACKGROUND_DONE, TICK = 1, 2, 4, 8
 
 
 class StopRequests:
@@ -27,6 +27,8 @@ class StopRequests:
         self.checks: list[Callable[[], None]] = []
         """Called now and then while the run waits for a window, in which no event is fired; they may request a stop."""
         self._save = self._background_done = False
+        self._due: list[int] = []
+        self._ticks: list[int] = []
         self._vote = agreement.Vote()
 
     def reset(self) -> None:
@@ -34,6 +36,7 @@ class StopRequests:
         self.single_process = agreement.world_size() == 1
         self.stop, self.pending = None, False
         self._save = self._background_done = False
+        self._due, self._ticks = [], []
 
     def first_vote_after(self, iteration: int) -> None:
         """The first vote is at the iteration that follows."""
@@ -55,6 +58,15 @@ class StopRequests:
 
     def report_background_done(self) -> None:
         self._background_done = self.pending = True
+
+    def request_ticks(self, due: list[int]) -> None:
+        """Clocks of rank 0, by their places, have reached their time."""
+        self._due += due
+
+    def take_ticks(self) -> list[int]:
+        """Those on which all ranks have agreed since it was asked last."""
+        ticks, self._ticks = self._ticks, []
+        return ticks
 
     def request_again(self, agreed: int) -> None:
         """What was agreed could not be done at this boundary, on any rank: vote on it at the next one."""
@@ -78,7 +90,7 @@ class StopRequests:
         self.pending = False
         wanted = (
             (STOP if self.stop else 0) | (SAVE if self._save else 0) | (BACKGROUND_DONE if self._background_done else 0)
-        )
+        ) | (TICK if self._due else 0)
         agreed = self._vote.poll(iteration, wanted, now=now)
         if agreed & STOP:
             reasons = agreement.gather_objects(self.stop)
@@ -87,4 +99,7 @@ class StopRequests:
             self._save = False
         if agreed & BACKGROUND_DONE:
             self._background_done = False
+        if agreed & TICK:
+            self._ticks += agreement.gather_objects(self._due)[0]
+            self._due = []
         return agreed

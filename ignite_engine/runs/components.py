@@ -165,6 +165,15 @@ def check_fit(config: Config, task: Task) -> None:
     }
     for key in (key for key, value in shared.items() if limit and value):
         raise config.error("data.max_read_errors", f"got {limit} with {key}, which share out batches; set it to 0.")
+    for key, interval in config.intervals.items():
+        if interval.tokens is not None and task.tokens_fn is None and task.weight_fn is None:
+            raise config.error(key, f"got {interval.tokens} tokens, but the task has no tokens_fn to count them.")
+        if (
+            isinstance(interval.epochs, float)
+            and not interval.epochs.is_integer()
+            and isinstance(task.train_set, Windows)
+        ):
+            raise config.error(key, f"got {interval.epochs} epochs, but how long an epoch of windows is is not known.")
     both = set(task.val_sets) & set(task.test_sets)
     if both:
         raise config.error(

@@ -16,7 +16,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.utils.data import Dataset
 
-from ignite_engine import handlers
+from ignite_engine import every, handlers
 from ignite_engine.checkpointing import CheckpointError, LoadPlan, LoadSource, SaveOptions
 from ignite_engine.config import Config, Every
 from ignite_engine.config.sections import LoadSection, ScheduleSection
@@ -219,6 +219,7 @@ def _attach(
     def already_finished(engine: Engine, count: int) -> bool:
         return run.trained_nothing
 
+    log_point = interval_event(logging.every, task)
     trainer.add_event_handler(Events.STARTED, run.log_length)
     for name, schedule in schedules.items():
         own_name = f"lr_schedule/{name}" if config.optimizers or set(schedules) != {"optimizer"} else "lr_schedule"
@@ -232,7 +233,7 @@ def _attach(
         if evaluation.at_start:
             each.attach(trainer, Events.STARTED(event_filter=is_fresh))
         if evaluation.every is not None:
-            each.attach(trainer, interval_event(evaluation.every))
+            each.attach(trainer, interval_event(evaluation.every, task))
         if evaluation.at_end:  # before the last checkpoint, which it may make the best
             each.attach(trainer, Events.ITERATION_COMPLETED(event_filter=after_the_last_update))
             if isinstance(run.loader, Windows):
@@ -242,12 +243,12 @@ def _attach(
     if evaluation.progressive:
         _progressive(config, task, run).attach(trainer, TrainingEvents.WINDOW_STARTED)
     if logging.memory:
-        handlers.MemoryLogger().attach(trainer, interval_event(logging.every))
+        handlers.MemoryLogger().attach(trainer, log_point)
     if logging.throughput:
-        handlers.Throughput(task.tokens_fn).attach(trainer, interval_event(logging.every))
-    _metric_logger(config, run).attach(trainer, interval_event(logging.every))
+        handlers.Throughput(task.tokens_fn).attach(trainer, log_point)
+    _metric_logger(config, run).attach(trainer, log_point)
     if config.distributed.drift_every is not None:
-        handlers.WeightDrift().attach(trainer, interval_event(config.distributed.drift_every))
+        handlers.WeightDrift().attach(trainer, interval_event(config.distributed.drift_every, task))
     if logging.progress:
         handlers.Progress(logging.console if isinstance(logging.console, list) else None).attach(trainer)
     stopping = config.early_stopping
@@ -264,14 +265,15 @@ def _attach(
     run.checkpoint.announces_best = False  # the run's last line does
     run.ignore = section.ignore or ()
     if section.sources:
-        run.load, run.always_load = _loading(config, run), bool(section.exclude)
+        run.load, run.always_load = _loading(config, task, run), bool(section.exclude)
     # it always saves at the end; after COMPLETED nothing more is saved
-    minutes = section.every.minutes if section.every else None
+    unit, number = section.every.given if section.every else ("", 0)
+    by_clock = unit in ("seconds", "minutes")
     run.checkpoint.attach(
-        trainer, interval_event(section.every) if section.every and minutes is None else Events.COMPLETED
+        trainer, interval_event(section.every, task) if section.every and not by_clock else Events.COMPLETED
     )
-    if minutes is not None:
-        handlers.SaveEvery(minutes=minutes).attach(trainer)
+    if by_clock:
+        handlers.SaveEvery(**{unit: number}).attach(trainer)
     _attach_stops(config, run)
     for users_own in task.handlers:
         handler, *events = users_own if isinstance(users_own, tuple) else (users_own,)
@@ -281,7 +283,7 @@ def _attach(
             trainer.add_event_handler(*events, handler)
 
 
-def _loading(config: Config, run: Run) -> Callable[[], object]:
+def _loading(config: Config, task: Task, run: Run) -> Callable[[], object]:
     """The function that loads the config's ``checkpoint.load``; attaches the bank that loads dynamic sources again.
 
     Raises:
@@ -293,7 +295,7 @@ def _loading(config: Config, run: Run) -> Callable[[], object]:
     begin: Callable[[], object] = partial(checkpoint.load, sources)
     if any(each.dynamic for each in sources):
         bank = handlers.ModelBank(sources)
-        bank.attach(run.trainer, interval_event(config.checkpoint.reload_every))
+        bank.attach(run.trainer, interval_event(config.checkpoint.reload_every, task))
         begin = bank.load
 
     def load() -> object:
@@ -345,10 +347,8 @@ def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
     return handlers.MetricLogger(path, sinks=sinks, console=logging.console)
 
 
-def interval_event(every: Every) -> Any:
-    """The event of a config's ``every``, in iterations, epochs or windows."""
-    if every.windows is not None:
-        return TrainingEvents.WINDOW_COMPLETED(every=every.windows)
-    if every.epochs is not None:
-        return Events.EPOCH_COMPLETED(every=every.epochs)
-    return Events.ITERATION_COMPLETED(every=every.iterations)
+def interval_event(interval: Every, task: Task) -> Any:
+    """The event of a config's ``every``; those of one clock are one event, as handlers that share it act together."""
+    unit, number = interval.given
+    count = (task.tokens_fn or task.weight_fn) if unit == "tokens" else None
+    return every(**{unit: number}, count=count)  # type: ignore[arg-type]  # the config has checked which are whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +131,19 @@ def micro_batch_scales(
     weights = [check_weight(weight_fn(batch)) for batch in micro_batches[: count - padding]] + [0.0] * padding
     total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
     return GroupWeights(micro_batches, weights, total).scales()
+
+
+def first_dimension(batch: Any) -> int | None:
+    """Of the first tensor or array in ``batch``, which may nest mappings, lists and tuples; None: there is none."""
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else None
+    children = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    for child in children:
+        size = first_dimension(child)
+        if size is not None:
+            return size
+    return None
 
 
 def check_weight(weight: float) -> float:

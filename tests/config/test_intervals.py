@@ -16,6 +16,10 @@ from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
         (Every, 500, "iterations", 500),
         (Every, {"iterations": 500}, "iterations", 500),
         (Every, {"epochs": 2}, "epochs", 2),
+        (Every, {"epochs": 0.25}, "epochs", 0.25),
+        (Every, {"samples": 10000}, "samples", 10000),
+        (EveryOrMinutes, {"tokens": 5}, "tokens", 5),
+        (EveryOrMinutes, {"seconds": 30}, "seconds", 30),
         (EveryOrMinutes, {"minutes": 0.5}, "minutes", 0.5),
         (TimeLimit, 3600, "seconds", 3600),
         (TimeLimit, {"hours": 23.5}, "hours", 23.5),
@@ -35,10 +39,12 @@ def test_number_has_one_unit(kind: type[Any], written: Any, unit: str, number: f
         (
             Every,
             0,
-            "got 0 iterations, expected a number of iterations, such as 500, {epochs: 1} or {windows: 1}, of",
+            "got 0 iterations, expected a number of iterations, such as 500, {epochs: 1}, {windows: 1}",
         ),
         (Every, True, "got true, expected"),
-        (Every, {"epochs": 1.5}, "got 1.5 epochs, expected"),
+        (Every, {"windows": 1.5}, "got 1.5 windows, expected"),
+        (Every, {"epochs": 0}, "got 0 epochs, expected"),
+        (Every, {"seconds": 3}, "got the unit 'seconds', expected"),
         (Every, {"minutes": 1}, "got the unit 'minutes', expected"),
         (Every, {"epochs": 1, "iterations": 2}, "got the mapping {'epochs': 1, 'iterations': 2}, expected"),
         (EveryOrMinutes, {"minute": 1}, "did you mean 'minutes'?"),
@@ -51,6 +57,11 @@ def test_what_is_not_an_interval_is_refused_with_what_was_given(kind: type[Any],
         kind.model_validate(written)
 
     assert complaint in str(caught.value)
+
+
+def test_what_yaml_reads_as_text_or_a_fraction_is_a_whole_number() -> None:
+    for written in ("1e6", 1e6, 1000000):
+        assert Every.model_validate({"tokens": written}) == Every(tokens=1000000)
 
 
 def test_limit_is_in_seconds() -> None:

@@ -135,7 +135,8 @@ WRONG = [
     ),
     (
         "evaluation.every=[1]",
-        "evaluation.every: got [1], expected a number of iterations, such as 500, {epochs: 1} or {windows: 1}.",
+        "evaluation.every: got [1], expected a number of iterations, such as 500, {epochs: 1}, {windows: 1}, "
+        "{samples: 50000} or {tokens: 1e6}.",
     ),
     (
         "checkpoint.every={minutes: 0}",
@@ -144,7 +145,7 @@ WRONG = [
     (
         "checkpoint.every={minute: 5}",
         "checkpoint.every: got the unit 'minute', expected a number of iterations, such as 500, {epochs: 1}, "
-        "{windows: 1} or {minutes: 10}; did you mean 'minutes'?",
+        "{windows: 1}, {samples: 50000}, {tokens: 1e6}, {seconds: 30} or {minutes: 10}; did you mean 'minutes'?",
     ),
     (
         "run.time_limit={days: 1}",

@@ -104,6 +104,39 @@ def test_run_folder_tells_the_run(build: Callable[..., Run], caplog: pytest.LogC
     assert config_from_dict(recipe_config(run)).to_dict() == run.config
 
 
+def test_intervals_of_all_units(build: Callable[..., Run], tmp_path: Path) -> None:
+    """24 samples in batches of 4: an epoch has 6 iterations; the end is logged, evaluated and saved too."""
+    sections = {
+        "run": {"max_iterations": None, "max_epochs": 2},
+        "logging": {"every": {"samples": 20}},
+        "evaluation": {"every": {"epochs": 0.5}},
+        "checkpoint": {"every": {"tokens": 12.0}, "keep_last": 9},
+    }
+    run = build(sections, tokens_fn=lambda batch: len(batch[0]))
+    run.train()
+    assert [line["iteration"] for line in lines_of(run) if "loss" in line] == [5, 10, 12]
+    assert [line["iteration"] for line in lines_of(run) if "val/loss" in line] == [3, 6, 9, 12]
+    assert run.checkpoint is not None
+    assert [each.iteration for each in run.checkpoint.store.checkpoints()] == [3, 6, 9, 12]
+    assert (run.trainer.state.samples, run.trainer.state.tokens) == (48, 48)
+    assert config_from_dict(recipe_config(run)).to_dict() == run.config
+
+    by_clock = build(
+        {"logging": {"every": {"seconds": 0.001}, "memory": True}, "checkpoint": {"every": {"seconds": 0.001}}}, "b"
+    )
+    by_clock.train()
+    before_the_end = [line for line in lines_of(by_clock) if line["iteration"] < 8]
+    assert before_the_end and all(
+        {"loss", "memory/host_rss_mib"} <= set(line) for line in before_the_end
+    )  # at one point
+    assert lines_of(by_clock)[-1]["iteration"] == 8
+
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.every: got 12 tokens, but the task has no tokens_fn to count them"
+    ):
+        build(sections)
+
+
 def test_digest_is_of_sorted_names_and_bytes_whatever_the_wrapping() -> None:
     model = torch.nn.BatchNorm1d(3)
     expected = hashlib.sha256()

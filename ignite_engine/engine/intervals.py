@@ -1,0 +1,261 @@
+"""Intervals for any handler: ``every(epochs=0.25)``, ``every(seconds=30)``, ``every(samples=10_000)`` are events.
+
+An interval is the filter of an event of Ignite, so every handler takes it. Which of the two it is:
+
+- a function of where the run is (iterations, epochs, windows, samples, tokens): a resumed run has the same places;
+- of rank 0's clock (seconds, minutes): all ranks agree at a step boundary, and it counts from the start of the process.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from ignite.engine import Events
+
+from ignite_engine.errors import is_number
+from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.ranks import agreement, mesh
+from ignite_engine.state import TOTALS
+from ignite_engine.step.micro_batches import Group, first_dimension
+
+Count = Callable[[Any], float]
+
+_SECONDS = {"seconds": 1.0, "minutes": 60.0}
+_LARGEST_DENOMINATOR = 1000
+
+
+def every(
+    *,
+    iterations: int | None = None,
+    epochs: float | None = None,
+    windows: int | None = None,
+    samples: float | None = None,
+    tokens: float | None = None,
+    seconds: float | None = None,
+    minutes: float | None = None,
+    count: Count | None = None,
+) -> Any:
+    """The event of an interval, for ``attach(trainer, event)`` and ``trainer.add_event_handler``; give one unit.
+
+    Args:
+        iterations: updates.
+        epochs: whole ones, at their ends; or a part of one, such as 0.25: at the iterations nearest above each quarter,
+            as many in each epoch, the last of them at its end. The data must have a length then.
+        windows: of :class:`~ignite_engine.Windows`.
+        samples, tokens: after the iteration in which their number over all ranks reaches a multiple; ``state.samples``
+            and ``state.tokens`` have the numbers since the run began, over every resume.
+        seconds, minutes: since it last came, by rank 0's clock; on several ranks up to about 0.25 s and an iteration
+            later. What a handler does then comes at another iteration in each run.
+        count: ``count(batch) -> int``, of a micro-batch on the host. Of samples: by default the first dimension of the
+            first tensor. Of tokens: by default the update's ``weight_fn``.
+
+    Raises:
+        ValueError: not one unit, a number that is not above 0 or, where it must be, whole; ``count`` without samples
+            or tokens. When attached: nothing counts tokens. In the run: a part of an epoch of unknown length.
+    """
+    units = {
+        "iterations": iterations,
+        "epochs": epochs,
+        "windows": windows,
+        "samples": samples,
+        "tokens": tokens,
+        "seconds": seconds,
+        "minutes": minutes,
+    }
+    given = {unit: number for unit, number in units.items() if number is not None}
+    if len(given) != 1:
+        raise ValueError(f"every() takes one of {', '.join(units)}, got {', '.join(given) or 'none'}.")
+    ((unit, number),) = given.items()
+    is_real = unit in _SECONDS or unit == "epochs"
+    if not is_number(number) or not 0 < number < math.inf or not (is_real or number == int(number)):
+        raise ValueError(f"every({unit}=...) takes a {'' if is_real else 'whole '}number above 0, got {number!r}.")
+    if count is not None and unit not in TOTALS:
+        raise ValueError(f"count has no effect on every({unit}=...): it is of samples or tokens.")
+    if unit in _SECONDS:
+        return Events.ITERATION_COMPLETED(event_filter=Clock(unit, number))
+    if unit in TOTALS:
+        return Events.ITERATION_COMPLETED(event_filter=Counted(unit, int(number), count))
+    if number != int(number):
+        return Events.ITERATION_COMPLETED(event_filter=PartOfEpoch(unit, number))
+    by_counter = {
+        "iterations": Events.ITERATION_COMPLETED,
+        "epochs": Events.EPOCH_COMPLETED,
+        "windows": TrainingEvents.WINDOW_COMPLETED,
+    }
+    return by_counter[unit](every=int(number))
+
+
+class Interval:
+    """The filter of an event that comes every so often; it keeps no state, so one event serves several trainers."""
+
+    def __init__(self, unit: str, number: float) -> None:
+        self.unit, self.number = unit, number
+        self.__qualname__ = str(self)  # the name in describe()
+
+    def __str__(self) -> str:
+        return f"every({self.unit}={self.number:.15g})"
+
+    __repr__ = __str__
+
+    def __call__(self, engine: Any, event: int) -> bool:
+        """Whether it comes at this iteration."""
+        if not hasattr(engine, "intervals"):
+            raise TypeError(f"{self} is for a Trainer, got {type(engine).__name__}: use the filters of its events.")
+        return self._comes(engine)
+
+    def _comes(self, trainer: Any) -> bool:
+        raise NotImplementedError
+
+
+class PartOfEpoch(Interval):
+    """Where the number of parts since the run began goes up."""
+
+    def __init__(self, unit: str, number: float) -> None:
+        super().__init__(unit, number)
+        self._part = Fraction(number).limit_denominator(_LARGEST_DENOMINATOR)
+
+    def _comes(self, trainer: Any) -> bool:
+        length, progress = trainer.state.epoch_length, trainer.progress
+        if length is None or progress.measured:
+            raise ValueError(
+                f"{self} needs data with a length, or run(epoch_length=...): parts of an epoch are unknown."
+            )
+        now = progress.epochs_completed * length + progress.epoch_iteration
+        return bool(self._parts(now, length) > self._parts(now - progress.advanced, length))
+
+    def _parts(self, iterations: int, length: int) -> int:
+        return iterations * self._part.denominator // (length * self._part.numerator)
+
+
+class Counted(Interval):
+    """Where the number of samples or tokens reaches the next multiple."""
+
+    def __init__(self, unit: str, number: int, count: Count | None) -> None:
+        super().__init__(unit, number)
+        self.count = count
+
+    def _comes(self, trainer: Any) -> bool:
+        total = getattr(trainer.state, self.unit)
+        return bool(total // self.number > trainer.intervals.before.get(self.unit, total) // self.number)
+
+
+class Clock(Interval):
+    """Where rank 0's clock is so much later."""
+
+    @property
+    def in_seconds(self) -> float:
+        return self.number * _SECONDS[self.unit]
+
+    def _comes(self, trainer: Any) -> bool:
+        return bool(trainer.intervals.came_at(self) == trainer.state.iteration)
+
+
+class Intervals:
+    """What one trainer counts and measures for the intervals of its handlers; where there is none, nothing."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, float] = {}
+        """Samples and tokens before this iteration, as far as they are counted."""
+        self._counts: dict[str, Count] = {}
+        self._clocks: list[Clock] = []
+        self._due: list[float] = []
+        self._came_at: list[int] = []
+        self._rows: Callable[[], list[list[float]]] | None = None
+        self._attached = False
+
+    def add(self, trainer: Any, interval: Interval) -> None:
+        """An event with this interval gets a handler.
+
+        Raises:
+            ValueError: nothing counts its tokens, or two functions would count the same.
+        """
+        if isinstance(interval, Counted):
+            self._add_count(trainer, interval)
+        elif isinstance(interval, Clock) and not any(each is interval for each in self._clocks):
+            self._clocks.append(interval)
+            self._due.append(self._next(interval))
+            self._came_at.append(-1)
+        if not self._attached and (self._counts or self._clocks):
+            self._attached = True
+            trainer.add_event_handler(Events.ITERATION_STARTED, self._begin_iteration)
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, self._end_iteration)
+
+    def begin(self, state: Any, *, fresh: bool) -> None:
+        """A run begins: clocks start, and what is not counted is not known."""
+        self._rows = None
+        for unit in TOTALS:
+            total = getattr(state, unit)
+            setattr(state, unit, None if unit not in self._counts else 0 if fresh or total is None else total)
+        self._due = [self._next(each) for each in self._clocks]
+        self._came_at = [-1] * len(self._clocks)
+
+    def came_at(self, clock: Clock) -> int:
+        """The iteration at which it came last in this run; -1: at none."""
+        return next(at for each, at in zip(self._clocks, self._came_at, strict=True) if each is clock)
+
+    def _add_count(self, trainer: Any, interval: Counted) -> None:
+        unit, known = interval.unit, self._counts.get(interval.unit)
+        given = interval.count or known or getattr(trainer.update, "weight_fn", None)
+        if unit == "samples":
+            given = interval.count or known or _samples
+        if given is None:
+            raise ValueError(
+                f"{interval} needs a function that counts: every(tokens=..., count=...), or Update(weight_fn=...)."
+            )
+        if known is not None and given is not known:
+            raise ValueError(f"{interval}: {unit} are counted by {known} already, got {given}; give all the same one.")
+        self._counts[unit] = given
+        if getattr(trainer.state, unit) is None:
+            setattr(trainer.state, unit, 0)
+
+    def _begin_iteration(self, trainer: Any) -> None:
+        """Count this rank's samples and tokens; the ranks exchange their numbers beside the update."""
+        if not self._counts:
+            return
+        state = trainer.state
+        batches: Any = state.batch if isinstance(state.batch, Group) else (state.batch,)
+        batches = batches[: len(batches) - state.padding]  # repeated ones weigh nothing
+        own = [float(sum(count(batch) for batch in batches)) for count in self._counts.values()]
+        if self._rows is not None:
+            self._rows()  # of an iteration that was given up
+        self._rows = agreement.start_gather(own)
+
+    def _end_iteration(self, trainer: Any) -> None:
+        state = trainer.state
+        if self._rows is not None:
+            rows, self._rows = mesh.by_data_rank(self._rows()), None
+            for unit, column in zip(self._counts, zip(*rows, strict=True), strict=True):
+                self.before[unit] = getattr(state, unit)
+                setattr(state, unit, self.before[unit] + int(sum(column)))
+        if self._clocks:
+            self._read_clocks(trainer.requests, state.iteration)
+
+    def _read_clocks(self, requests: Any, iteration: int) -> None:
+        now = time.monotonic()
+        due = [place for place, at in enumerate(self._due) if now >= at]
+        if not requests.single_process:
+            for place in due:
+                self._due[place] = math.inf  # until all have agreed
+            if due:
+                requests.request_ticks(due)
+            due = requests.take_ticks()
+        for place in due:
+            self._came_at[place], self._due[place] = iteration, self._next(self._clocks[place])
+
+    def _next(self, clock: Clock) -> float:
+        return time.monotonic() + clock.in_seconds if agreement.rank() == 0 else math.inf
+
+    _end_iteration.phase = Phase.PREPARE  # type: ignore[attr-defined]  # before any handler that asks
+
+
+def _samples(batch: Any) -> int:
+    size = first_dimension(batch)
+    if size is None:
+        raise ValueError(
+            f"every(samples=...) finds no tensor in a {type(batch).__name__}: give count=, a function of a micro-batch."
+        )
+    return size
