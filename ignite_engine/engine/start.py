@@ -98,8 +98,10 @@ def begin(
         StateMismatch: the loaded position is one in other data.
     """
     start, max_epochs, max_iters = _decide(arguments, state, progress, resume)
-    before = progress.source  # a stream may be at its beginning once it has another source
-    position = before.state_dict() if start is Start.CONTINUED and before is not None else None
+    before, continues = progress.source, start is Start.CONTINUED
+    # a new source may begin a stream again, and draw random numbers for its loaders
+    position = before.state_dict() if continues and before is not None else None
+    random_numbers = rng.capture() if continues else None
     source = None if arguments.data is None else progress.new_source(arguments.data)
     windows = source if isinstance(source, WindowedSource) else None
     if windows is not None and arguments.epoch_length is not None:
@@ -137,7 +139,7 @@ def begin(
     else:
         if start is Start.CONTINUED:
             registry.keep_metrics()
-            resume.rng = rng.capture()  # handlers of STARTED may draw
+            resume.rng = random_numbers  # handlers of STARTED may draw, too
         if (reason := progress.grouped_otherwise()) is not None:
             registry.resumed_otherwise.append(reason)
             if agreement.rank() == 0:

@@ -149,6 +149,21 @@ def test_another_run_of_the_trainer_goes_on_where_the_one_before_was(tmp_path: P
     assert seen == [1, 2, 2, 3, 3, 3, 4, 4]
 
 
+def test_a_stop_in_a_window_and_another_run_in_the_same_process_change_no_bit() -> None:
+    """The loader of the window is made again, which draws random numbers."""
+
+    def run(stop: bool) -> Tensor:
+        torch.manual_seed(3)
+        trainer, windows = trainer_of(linear(dropout=True)), Windows([5, 7], stateful)
+        if stop:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_stop("here"))
+            trainer.run(windows, max_epochs=2)
+        trainer.run(windows, max_epochs=2)
+        return weights(trainer)
+
+    assert torch.equal(run(stop=True), run(stop=False))
+
+
 @pytest.mark.parametrize("kind", ["generator", "iterable", "list"])
 def test_a_stream_that_cannot_go_back_to_a_checkpoint_says_so(tmp_path: Path, kind: str) -> None:
     """In a run that goes back within the process, as a rollback does; its windows have no names."""

@@ -13,5 +13,7 @@ def test_stopped_and_resumed_runs_over_windows_end_with_the_bits_of_the_whole_on
 
 
 def test_state_that_matters_and_is_not_saved_is_found() -> None:
-    case = replace(drawn(0), stop="iteration", stops=(2,), counts=[8, 3], planted=True, evaluation="none")
+    case = replace(
+        drawn(0), stop="iteration", stops=(2,), way="stopped", counts=[8, 3], planted=True, evaluation="none"
+    )
     assert len(judged({0: case}).failures) == 1

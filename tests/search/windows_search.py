@@ -1,7 +1,7 @@
 """The judge of ``windows``: a random run over windows, stopped once or twice at a random event and resumed.
 
-Compared with the whole run are the loss, epoch and window of each iteration, the value of each evaluation, the counters
-and the weights at the end.
+Or killed there, or stopped and gone on with in the same process. Compared with the whole run are the loss, epoch and
+window of each iteration, the value of each evaluation, every line of the log, the counters and the weights at the end.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from ignite.engine import Events
 from ignite.metrics import Average
@@ -24,11 +26,12 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
-from ignite_engine.handlers import EMA, Checkpoint, Evaluation
+from ignite_engine.handlers import EMA, Checkpoint, Evaluation, MetricLogger
 from tests.builders import Numbers, linear, mse, weights
 from tests.search.common import PASSED, Failure, Result, case_seeds
 
-STREAMS = ("list", "files", "own", "iterable")
+STREAMS = ("list", "array", "files", "own", "iterable")
+WAYS = ("stopped", "killed", "same process")
 LOADERS = ("loader", "plain", "drawn batches", "stateful", "workers")
 EVALUATIONS = ("none", "before training", "a stream of its own")
 SAVES = {
@@ -64,6 +67,8 @@ class Case:
     average: bool
     weighted: bool
     background: bool
+    way: str
+    log_every: int
     planted: bool = False
     """A counter that changes the loss and is not saved: the judge must find it."""
 
@@ -88,7 +93,13 @@ def drawn(number: int) -> Case:
         draw.random() < 0.3,
         draw.random() < 0.2,
         draw.random() < 0.3,
+        draw.choice(WAYS),
+        draw.choice([1, 2, 5]),
     )
+
+
+class Killed(Exception):
+    """In the place of SIGKILL: nothing is saved after it."""
 
 
 class Own:
@@ -131,14 +142,15 @@ def windows_of(case: Case, folder: Path) -> Windows:
         kind = DataLoader if case.loader == "plain" else StatefulDataLoader
         return kind(Numbers(count), 2, shuffle=True) if count else None
 
-    stream: Any = {"list": list, "own": Own, "iterable": iter, "files": lambda _: Files(folder, "hour_*")}[case.stream](
-        case.counts
-    )
+    kinds: dict[str, Any] = {"list": list, "array": np.array, "own": Own, "iterable": iter}
+    stream = Files(folder, "hour_*") if case.stream == "files" else kinds[case.stream](case.counts)
     return Windows(stream, open_window, per_epoch=case.per_epoch, limit=case.limit)
 
 
-def train(case: Case, folder: Path, run: Path | None, stop_at: int | None) -> tuple[Trainer, list[Any]]:
-    """One process's part of a run, and what happened in it."""
+def train(
+    case: Case, folder: Path, run: Path | None, stops: tuple[int, ...], log: Path
+) -> tuple[Trainer, list[Any], bool]:
+    """One process's part of a run, what happened in it, and whether it was stopped each time."""
     torch.manual_seed(5)
     model, told, calls = linear(dropout=True), list[Any](), [0]
 
@@ -165,35 +177,47 @@ def train(case: Case, folder: Path, run: Path | None, stop_at: int | None) -> tu
             TrainingEvents.EVALUATION_COMPLETED,
             lambda: told.append(("evaluated", state.iteration, state.windows, state.metrics["val/loss"])),
         )
+    MetricLogger(log, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=case.log_every))
     if run is not None:
         checkpoint = Checkpoint(run, background=case.background)
         checkpoint.attach(trainer, SAVES[case.save])
         checkpoint.resume()
-    if stop_at is not None:
-        left = [stop_at]
+    left = [0]
 
-        def stop_if_due() -> None:
-            left[0] -= 1
-            if not left[0]:
-                trainer.request_stop("here")
+    def stop_if_due() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            if case.way == "killed":
+                raise Killed
+            trainer.request_stop("here")
 
-        trainer.add_event_handler(STOPS[case.stop], stop_if_due)
-    trainer.run(windows, **case.length)
-    return trainer, told
+    trainer.add_event_handler(STOPS[case.stop], stop_if_due)
+    for left[0] in stops:
+        try:
+            trainer.run(windows, **case.length)
+        except Killed:
+            return trainer, told, True
+        if trainer.state.status != "interrupted":
+            return trainer, told, False
+    if not stops or case.way == "same process":
+        left[0] = 0
+        trainer.run(windows, **case.length)
+    return trainer, told, bool(stops)
 
 
 def difference(case: Case, folder: Path) -> tuple[str, str | None]:
     """The outcome, and what differs first."""
     for index, count in enumerate(case.counts):
         (folder / f"hour_{index}").write_text(str(count))
-    whole, expected = train(case, folder, None, None)
+    whole, expected, _ = train(case, folder, None, (), folder / "whole")
     found: list[Any] = []
     stopped = False
-    for stop_at in (*case.stops, None):
-        trainer, told = train(case, folder, folder / "run", stop_at)
+    here = case.way == "same process"
+    for stops in [case.stops] if here else [*((each,) for each in case.stops), ()]:
+        trainer, told, was_stopped = train(case, folder, None if here else folder / "run", stops, folder / "log")
         found += told
-        stopped = stopped or trainer.state.status == "interrupted"
-        if stop_at is not None and trainer.state.status != "interrupted":
+        stopped = stopped or was_stopped
+        if stops and not was_stopped:
             break
     outcome = PASSED if stopped else "not stopped"
     for each in (*(each for each in expected if each not in found), *(each for each in found if each not in expected)):
@@ -202,6 +226,10 @@ def difference(case: Case, folder: Path) -> tuple[str, str | None]:
         one, other = getattr(whole.state, name), getattr(trainer.state, name)
         if one != other:
             return outcome, f"state.{name}: {one} != {other}"
+    logs = [(folder / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "log")]
+    for ours, theirs in zip_longest(*logs):
+        if ours != theirs:
+            return outcome, f"the log: {ours} != {theirs}"
     return outcome, None if torch.equal(weights(whole), weights(trainer)) else "weights"
 
 
@@ -252,6 +280,7 @@ def _values(case: Case) -> dict[str, Any]:
         "accumulation": case.steps,
         "per_epoch": case.per_epoch,
         "limit": case.limit,
+        "way": case.way,
     }
 
 
@@ -266,6 +295,7 @@ FEATURES = tuple(
         "accumulation": (None, 1, 2, 3),
         "per_epoch": (None, 1, 2, 3),
         "limit": (None, 3, 5),
+        "way": WAYS,
     }.items()
     for value in values
 )
