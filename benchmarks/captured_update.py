@@ -1,0 +1,99 @@
+"""The update captured in one graph (``examples/captured_update.py``) against the plain loop and against ``Update``.
+
+    python -m benchmarks.captured_update [--rounds N] [--micro-batches N] [--json PATH]
+
+The model of the overhead benchmark in fp32, clipped at 1.0, an update per batch, on one thread. See
+``benchmarks/README.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.contenders.ours import loss_fn
+from benchmarks.overhead import machine
+from benchmarks.ratios import ratio_of_medians
+from benchmarks.workload import CLIP_NORM, LOG_EVERY, build
+from ignite_engine import Trainer, Update
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+WARMUP_ROUNDS = 2  # the first compiles
+
+
+def measured(rounds: int, micro_batches: int) -> dict[str, list[float]]:
+    """CPU time of an update in microseconds by contender and round.
+
+    The contenders take turns in one process, in an order drawn for each round; a round is an epoch.
+    """
+    from captured_update import CapturedUpdate
+
+    plain, eager, captured = (build(micro_batches, rounds) for _ in range(3))
+
+    def plain_round() -> None:
+        for inputs, targets in plain.batches:
+            plain.optimizer.zero_grad()
+            loss = cross_entropy(plain.model(inputs), targets)
+            loss.backward()
+            clip_grad_norm_(plain.model.parameters(), CLIP_NORM)
+            plain.optimizer.step()
+
+    def round_of(trainer: Trainer, batches: object) -> Callable[[], None]:
+        def one_round() -> None:
+            trainer.run(batches, max_epochs=trainer.state.epoch + 1)  # type: ignore[arg-type]  # sized and iterable
+
+        return one_round
+
+    turns = {
+        "plain": plain_round,
+        "Update": round_of(Trainer(Update(eager.model, eager.optimizer, loss_fn, clip_norm=CLIP_NORM)), eager.batches),
+        "captured": round_of(
+            Trainer(CapturedUpdate(captured.model, captured.optimizer, loss_fn, clip_norm=CLIP_NORM)),  # type: ignore[arg-type]
+            captured.batches,
+        ),
+    }
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    order = random.Random(0)
+    for _ in range(WARMUP_ROUNDS + rounds):
+        for name in order.sample(list(turns), len(turns)):
+            since = time.process_time()
+            turns[name]()
+            times[name].append((time.process_time() - since) / micro_batches * 1e6)
+    return {name: each[WARMUP_ROUNDS:] for name, each in times.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.captured_update", description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--micro-batches", type=int, default=20 * LOG_EVERY, help=f"a multiple of {LOG_EVERY}")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    times = measured(options.rounds, options.micro_batches)
+    print(f"{machine()}\n{options.rounds} rounds of {options.micro_batches} updates, CPU time")
+    print(f"{'':<10}{'us':>8}  {'to plain [95 %]':<24}to Update [95 %]")
+    rows = {}
+    for name, values in times.items():
+        ratios = {to: ratio_of_medians(values, times[to]) for to in ("plain", "Update")}
+        rows[name] = {"us": values, "ratios": {to: asdict(each) for to, each in ratios.items()}}
+        print(f"{name:<10}{median(values):8.1f}  {ratios['plain']!s:<24}{ratios['Update']}")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"machine": machine(), "contenders": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
