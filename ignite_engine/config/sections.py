@@ -339,7 +339,7 @@ class CheckpointSection(Section):
 class LoggingSection(Section):
     """What is logged while training."""
 
-    every: EveryOrMinutes = EveryOrMinutes(iterations=50)  # of loss, LR, throughput and memory
+    every: EveryOrMinutes | None = None  # of loss, LR, throughput and memory; default: 50, in a short run less
     console: SwitchOrKeys = True  # one line per log point on rank 0; a list: of these metrics
     progress: bool = True  # a bar with the time left
     memory: bool = True

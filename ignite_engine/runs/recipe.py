@@ -219,7 +219,7 @@ def _attach(
     def already_finished(engine: Engine, count: int) -> bool:
         return run.trained_nothing
 
-    log_point = interval_event(logging.every, task)
+    log_point = interval_event(logging.every or _log_interval(run.total), task)
     trainer.add_event_handler(Events.STARTED, run.log_length)
     for name, schedule in schedules.items():
         own_name = f"lr_schedule/{name}" if config.optimizers or set(schedules) != {"optimizer"} else "lr_schedule"
@@ -345,6 +345,15 @@ def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
         sinks.append(handlers.CSVSink(path / "metrics.csv"))
     run.log_states = frozenset({"clearml", "csv", "tensorboard"})
     return handlers.MetricLogger(path, sinks=sinks, console=logging.console)
+
+
+def _log_interval(total: int | None) -> Every:
+    """50 iterations, or as many as give a short run ten points.
+
+    Args:
+        total: updates of the run; None: unknown.
+    """
+    return Every(iterations=50 if total is None else max(1, min(50, total // 10)))
 
 
 def interval_event(interval: Every, task: Task) -> Any:

@@ -137,6 +137,14 @@ def test_intervals_of_all_units(build: Callable[..., Run], tmp_path: Path) -> No
         build(sections)
 
 
+def test_short_run_is_logged_ten_times_unless_it_says_how_often(build: Callable[..., Run]) -> None:
+    short, own = build({"run": {"max_iterations": 20}}), build({"logging": {"every": 5}}, folder="own")
+    short.train(), own.train()
+
+    assert [line["iteration"] for line in lines_of(short) if "loss" in line] == list(range(2, 21, 2))
+    assert [line["iteration"] for line in lines_of(own) if "loss" in line] == [5, 8]
+
+
 def test_digest_is_of_sorted_names_and_bytes_whatever_the_wrapping() -> None:
     model = torch.nn.BatchNorm1d(3)
     expected = hashlib.sha256()
@@ -231,7 +239,7 @@ def test_resume_with_other_groups_says_where_the_run_and_its_schedule_end(
 def test_folder_that_is_deleted_under_the_run_is_whole_at_its_end(
     build: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = build()
+    run = build({"logging": {"every": 8}})
     run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: shutil.rmtree(run.directory.path))
     assert run.train()["status"] == "completed"
     names = {each.name for each in run.directory.path.iterdir()}
