@@ -13,6 +13,7 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Phase, Trainer
+from ignite_engine.handlers.history import History
 from ignite_engine.handlers.media import MediaFiles
 from ignite_engine.handlers.meters import Meter
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
@@ -28,7 +29,8 @@ class MetricLogger:
     What is in ``state.meters`` (:class:`~ignite_engine.handlers.Meter`) is written beside the means, by its name.
 
     Args:
-        directory: gets a ``metrics.jsonl``, and ``media`` for what is in ``state.media``; None: no files.
+        directory: gets a ``metrics.jsonl``, a ``history.jsonl`` (starts and stops), and ``media`` for what is in
+            ``state.media``; None: no files.
         sinks: further ones; an error in a sink is a warning, and training continues.
         console: print a line at each log point; a list: with these columns (:class:`ConsoleSink`).
         name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
@@ -52,6 +54,7 @@ class MetricLogger:
     ) -> None:
         self.name = name
         self.sinks: list[Sink] = [*sinks]
+        self._history = None if directory is None else History(directory)
         if directory is not None:
             self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))
             self.sinks.append(MediaFiles(directory, name=f"{name}/media"))
@@ -71,6 +74,8 @@ class MetricLogger:
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._collect)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(Events.COMPLETED, self._write_rest)
+        if self._history is not None:
+            self._history.attach(trainer)
         for sink in self.sinks:
             attach_sink(sink, trainer)
 

@@ -104,11 +104,11 @@ class RunDirectory:
     def read_history(self) -> list[dict[str, Any]]:
         """What :meth:`note` wrote since the run was last started afresh; a line that cannot be read is left out."""
         found: list[dict[str, Any]] = []
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             for line in self.history.read_text(encoding="utf-8", errors="replace").splitlines():
                 with contextlib.suppress(ValueError):
                     each = json.loads(line)
-                    if isinstance(each, dict) and isinstance(each.get("iteration"), int):
+                    if isinstance(each, dict) and isinstance(each.get("iteration"), int) and "what" in each:
                         found = [each] if each.get("what") == "started" else [*found, each]
         return found
 

@@ -19,7 +19,7 @@ HANDLERS = ROOT / "handlers"
 
 TABLE = ROOT / "docs" / "architecture.md"
 # Parts that several handlers share.
-SHARED_HANDLER_MODULES = {"sinks", "columns", "media", "meters", "followed_metric"}
+SHARED_HANDLER_MODULES = {"history", "sinks", "columns", "media", "meters", "followed_metric"}
 # Imported only inside the function that needs them.
 HEAVY = {"clearml", "tensorboard", "matplotlib", "pydantic"}
 

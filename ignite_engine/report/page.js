@@ -219,3 +219,8 @@ document.querySelector("[data-reset]")?.addEventListener("click", reset);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", later);
 let width = 0;
 new ResizeObserver(([main]) => { if (main.contentRect.width !== width) { width = main.contentRect.width; later(); } }).observe(document.querySelector("main"));
+
+for (const figure of document.querySelectorAll("figure.media")) {
+  const views = [...figure.querySelectorAll("[data-view]")];
+  figure.querySelector("[data-views]")?.addEventListener("input", event => views.forEach((view, at) => { view.hidden = at !== +event.target.value; }));
+}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ignite_engine.report.charts import chart, script_data, sparkline
+from ignite_engine.report.media import media_section
 from ignite_engine.report.panels import COLOURS, Panel, compared_panels, panels_of
 from ignite_engine.report.records import Record, read_run
 from ignite_engine.report.scales import Point, short
@@ -69,6 +70,7 @@ def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
         _outcome(run),
         _tiles(_key_numbers(run)),
         *_curves(panels_of(run), [run]),
+        *media_section(run.path / "media"),
         *_config(run.config, defaults),
         *_last_values(run),
         *_environment(run.environment),

@@ -55,6 +55,7 @@ def panels_of(run: Record) -> list[Panel]:
         _panel(run, "Gradient norm", "", {key: key for key in series if key == "grad_norm"}, may_be_log=True),
         *_throughput(run, series),
         _time_split(series),
+        _other_times(run, series),
         *_memory(run, series),
         *(_panel(run, key, "", {key: key}, from_zero=False) for key in others),
     ]
@@ -117,6 +118,14 @@ def _time_split(series: Mapping[str, Points]) -> Panel | None:
         for mark, (name, part) in enumerate([*parts.items(), ("other", rest)])
     ]
     return Panel("Time per iteration", "ms, mean over ranks", lines, stacked=True)
+
+
+def _other_times(run: Record, series: Mapping[str, Points]) -> Panel | None:
+    """Times that are no part of an iteration, such as those of handlers and sinks."""
+    known = {"time/step_ms", *TIMES.values()}
+    keys = [key for key in series if key.startswith("time/") and key.endswith("_ms") and key not in known]
+    lines = {key.removeprefix("time/").removesuffix("_ms"): key for key in keys}
+    return _panel(run, "Other times", "ms", lines)
 
 
 def _memory(run: Record, series: Mapping[str, Points]) -> list[Panel | None]:

@@ -124,9 +124,10 @@ def read_run(directory: str | Path) -> Record:
         )
     series, not_finite = _read_metrics(run.metrics)
     summary, best = run.read_summary(), checkpoint.get("best") or {}
-    if not summary and checkpoint:
+    history = run.read_history()
+    if not summary:  # a run of the Python API
         known = ("iteration", "epoch", "world_size")
-        summary = {name: checkpoint[name] for name in known if name in checkpoint}
+        summary = {name: checkpoint[name] for name in known if name in checkpoint} | _last_known(history)
     config, written = checkpoint.get("config"), _mapping(run.config, yaml.safe_load)
     return Record(
         run.path,
@@ -135,10 +136,20 @@ def read_run(directory: str | Path) -> Record:
         written or (config if isinstance(config, dict) else {}),
         summary,
         _mapping(run.environment, json.loads) or _part(checkpoint, "environment"),
-        run.read_history(),
+        history,
         (str(best["metric"]), str(best["mode"])) if {"metric", "mode"} <= best.keys() else None,
         _last_lines(run.logs / "rank_0.log"),
     )
+
+
+def _last_known(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Status, iteration and reason, as the last line of the history says."""
+    if not history:
+        return {}
+    last = history[-1]
+    if last["what"] in ("started", "resumed"):
+        return {"status": "running"}
+    return {"status": last["what"], "iteration": last["iteration"], "reason": last.get("reason")}
 
 
 def _part(values: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -139,8 +139,6 @@ class Run:
             if self.began_at:
                 self._metrics_before = self.directory.read_summary().get("metrics", {})
             self._write_summary("running", resumed)
-            if rank == 0:
-                self.directory.note("started" if resumed is None else "resumed", self.began_at)
             trainer.run(self.loader, **self.length)
         except BaseException as raised:
             error, status = cause_of(raised), trainer.state.status
@@ -404,8 +402,6 @@ class Run:
                     )
                     self._begin_directory()
                 self.directory.write_summary(summary)
-                if status != "running" and self.start:
-                    self.directory.note(status, state.iteration, state.reason)
             except OSError as error:
                 if status != "failed":
                     raise

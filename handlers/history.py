@@ -1,0 +1,38 @@
+"""When a run was started, stopped and resumed, for its report."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from ignite.engine import Events
+
+from ignite_engine import Trainer
+from ignite_engine.ranks import agreement
+from ignite_engine.run_directory import RunDirectory
+from ignite_engine.state import Start
+
+
+class History:
+    """Adds a line to ``history.jsonl`` in the run's folder at each start, and one when it has ended in whatever way.
+
+    A kill leaves none of the latter. That the folder cannot be written is said by the log beside it.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = RunDirectory(directory)
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(Events.STARTED, self._start)
+
+    def _start(self, trainer: Trainer) -> None:
+        self._note("started" if trainer.state.start is Start.FRESH else "resumed", trainer)
+        trainer.call_at_end(self._end)
+
+    def _end(self, trainer: Trainer) -> None:
+        self._note(trainer.state.status, trainer)
+
+    def _note(self, what: str, trainer: Trainer) -> None:
+        if agreement.rank() == 0:
+            with contextlib.suppress(OSError):
+                self.directory.note(what, trainer.state.iteration, trainer.state.reason)

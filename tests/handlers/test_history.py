@@ -1,0 +1,58 @@
+"""What a run's folder says of its starts and stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ignite.engine import Events
+
+from ignite_engine.handlers import Checkpoint, MetricLogger
+from ignite_engine.report import read_run
+from ignite_engine.report.timeline import marks
+from ignite_engine.run_directory import RunDirectory
+from tests.builders import numbers_loader, trainer_of
+
+
+def start(folder: Path, stop_at: int | None = None, fail_at: int | None = None) -> None:
+    trainer = trainer_of()
+    MetricLogger(folder, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    checkpoint = Checkpoint(folder / "checkpoints")
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    checkpoint.resume()
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def end() -> None:
+        if trainer.state.iteration == stop_at:
+            trainer.request_stop("enough")
+        if trainer.state.iteration == fail_at:
+            raise ZeroDivisionError("no")
+
+    trainer.run(numbers_loader(), max_epochs=2)
+
+
+def test_each_start_and_how_it_ended_is_kept(tmp_path: Path) -> None:
+    start(tmp_path, stop_at=5)
+    with pytest.raises(ZeroDivisionError):
+        start(tmp_path, fail_at=9)
+    start(tmp_path)
+    history = [(each["what"], each["iteration"]) for each in RunDirectory(tmp_path).read_history()]
+
+    assert history == [
+        ("started", 0),
+        ("interrupted", 5),
+        ("resumed", 5),
+        ("failed", 9),
+        ("resumed", 8),
+        ("completed", 12),
+    ]
+    assert (read_run(tmp_path).status, read_run(tmp_path).summary["reason"]) == ("completed", "max_epochs")
+    assert [at for at, _ in marks(read_run(tmp_path))] == [5, 8, 9]
+    assert marks(read_run(tmp_path))[0] == (5, "enough, resumed")
+
+
+def test_history_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "history.jsonl").mkdir()
+    start(tmp_path)
+
+    assert read_run(tmp_path).series["loss"][-1][0] == 12 and read_run(tmp_path).history == []

@@ -1,0 +1,24 @@
+"""The phases of a start are timed, from Python as from a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ignite_engine import fit
+from tests.builders import linear, mse
+
+
+def test_phases_of_a_start_in_python_are_in_the_log_and_in_the_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = (torch.ones(8, 3), torch.ones(8, 1))
+    run = fit(linear(), mse, data, directory=tmp_path / "run", max_epochs=1, logging={"clearml": False})
+    phases = run.summary["startup_s"]
+
+    assert {"task", "model", "data", "trainer", "directory", "resume"} <= phases.keys()
+    assert all(seconds >= 0 for seconds in phases.values())
+    (line,) = [each for each in caplog.messages if each.startswith("Start-up took ")]
+    assert all(f"{phase} " in line for phase in phases)
