@@ -18,6 +18,7 @@ from ignite_engine.handlers.progress import Progress
 from ignite_engine.handlers.sinks import ConsoleSink, CSVSink, JSONLSink
 from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
 from ignite_engine.handlers.throughput import Throughput
+from ignite_engine.handlers.trackers import MLflowSink, WandBSink
 from ignite_engine.handlers.weight_drift import WeightDrift
 from ignite_engine.schedules import (
     Schedule,
@@ -44,6 +45,7 @@ __all__ = [
     "Image",
     "JSONLSink",
     "LRSchedule",
+    "MLflowSink",
     "MediaFiles",
     "MemoryLogger",
     "Meter",
@@ -57,6 +59,7 @@ __all__ = [
     "TensorBoardSink",
     "Throughput",
     "WallClockLimit",
+    "WandBSink",
     "WeightDrift",
     "constant",
     "warmup_constant",

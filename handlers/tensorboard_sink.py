@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import socket
 import time
@@ -18,9 +17,8 @@ import yaml
 from ignite.engine import Events
 
 from ignite_engine import Trainer
-from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.handlers.media import png
-from ignite_engine.handlers.sinks import GuardedSink, Values, number_of
+from ignite_engine.handlers.sinks import GuardedSink, Values, new_numbers, require, settings_of
 
 
 class TensorBoardSink:
@@ -50,7 +48,7 @@ class TensorBoardSink:
         guarded = GuardedSink(self)
         guarded.attach(trainer)
         if idist.get_rank() == 0:
-            guarded.guard(_require_tensorboard)()
+            guarded.guard(require)("tensorboard")
 
         def start(trainer: Trainer) -> None:
             if trainer.starts_fresh(self.name):
@@ -65,12 +63,7 @@ class TensorBoardSink:
         Raises:
             ModuleNotFoundError: tensorboard is not installed.
         """
-        numbers = {name: number_of(value) for name, value in values.items()}
-        new = {
-            name: number
-            for name, number in numbers.items()
-            if number is not None and iteration > self._written.get(name, -1)
-        }
+        new = new_numbers(iteration, values, self._written)
         if not new or idist.get_rank() != 0:
             return
         self._report(iteration, {name: {"simple_value": number} for name, number in new.items()})
@@ -161,7 +154,7 @@ class TensorBoardSink:
                 tag="config", **_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
             )
             self._add(step=step, summary=Summary(value=[shown]))
-            self._add(summary=hparams_pb(_hyperparameters(self.config)))
+            self._add(summary=hparams_pb(settings_of(self.config)))
 
     def _add(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -179,18 +172,3 @@ def _text(name: str, text: str) -> dict[str, Any]:
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
     return {"tensor": tensor, "metadata": create_summary_metadata(display_name=name, description="")}
-
-
-def _hyperparameters(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
-    """What the dashboard can take: those of each dotted key that are set, lists as text."""
-    values = {dotted(path): value for path, value in walk(dict(config), whole=lambda each: not isinstance(each, dict))}
-    return {
-        key: value if isinstance(value, bool | int | float | str) else str(value)
-        for key, value in values.items()
-        if value is not None
-    }
-
-
-def _require_tensorboard() -> None:
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ModuleNotFoundError("No module named 'tensorboard'", name="tensorboard")

@@ -23,7 +23,7 @@ from ignite.engine import Events
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.handlers.media import png
-from ignite_engine.handlers.sinks import GuardedSink, Values, number_of
+from ignite_engine.handlers.sinks import GuardedSink, Values, new_numbers
 
 _SCRIPT = Path(__file__).with_name("session.py")
 _MOST_BYTES = 64 * 2**20
@@ -105,8 +105,7 @@ class ClearMLLogger:
             return
         new = {
             name: number if math.isfinite(number) else str(number)
-            for name, number in ((name, number_of(value)) for name, value in values.items())
-            if number is not None and iteration > self._written.get(name, -1)
+            for name, number in new_numbers(iteration, values, self._written).items()
         }
         if new:
             self._session.send({"iteration": iteration, "values": new})

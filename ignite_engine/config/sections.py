@@ -347,6 +347,10 @@ class LoggingSection(Section):
     clearml: bool = True  # a ClearML task: in the run's folder, or on the server that the user has configured
     clearml_project: Annotated[str, Field(min_length=1)] = "ignite_engine"
     tensorboard: bool = False  # scalars in the run's folder
+    wandb: bool = False  # a Weights & Biases run; needs ignite-engine[wandb]
+    wandb_project: Annotated[str, Field(min_length=1)] = "ignite_engine"
+    mlflow: bool = False  # an MLflow run; needs ignite-engine[mlflow]
+    mlflow_experiment: Annotated[str, Field(min_length=1)] = "ignite_engine"
     csv: bool = False  # a table of all values in the run's folder
     report: bool = True  # a page with the curves, when the run ends
 

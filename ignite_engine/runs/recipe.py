@@ -341,9 +341,15 @@ def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
         sinks.append(handlers.ClearMLLogger(path, project=project, task=task, config=run.config))
     if logging.tensorboard:
         sinks.append(handlers.TensorBoardSink(path, config=run.config))
+    if logging.wandb:
+        project, run_name = logging.wandb_project, config.name
+        sinks.append(handlers.WandBSink(path, project=project, run_name=run_name, config=run.config))
+    if logging.mlflow:
+        experiment, run_name = logging.mlflow_experiment, config.name
+        sinks.append(handlers.MLflowSink(path, experiment=experiment, run_name=run_name, config=run.config))
     if logging.csv:
         sinks.append(handlers.CSVSink(path / "metrics.csv"))
-    run.log_states = frozenset({"clearml", "csv", "tensorboard"})
+    run.log_states = frozenset({"clearml", "csv", "mlflow", "tensorboard", "wandb"})
     return handlers.MetricLogger(path, sinks=sinks, console=logging.console)
 
 

@@ -175,7 +175,7 @@ def test_missing_package_is_one_warning_when_it_is_attached(
     trainer = trainer_of()
     MetricLogger(sinks=[TensorBoardSink(tmp_path / "other")], console=False).attach(trainer)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warned) == 1 and "install tensorboard" in warned[0]
+    assert len(warned) == 1 and "install ignite-engine[tensorboard]" in warned[0]
     assert "The sink tensorboard (TensorBoardSink) failed: ModuleNotFoundError" in warned[0]
     trainer.run(numbers_loader(24))
 

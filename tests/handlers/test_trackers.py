@@ -1,0 +1,301 @@
+"""Weights & Biases and MLflow get each value once, over failures and resumes.
+
+The stand-ins have what the libraries document of the functions that are called; the last tests use the libraries
+themselves where they are installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.handlers import Checkpoint, GracefulStop, Histogram, Image, MetricLogger, MLflowSink, WandBSink
+from tests.builders import numbers_loader, trainer_of
+
+CONFIG = {"optimizer": {"lr": 0.5, "betas": [1, 2]}, "no": None}
+
+
+class WandB(ModuleType):
+    """Runs by id on a server, which takes no step that is not later than the last one."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.server: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self.inits: list[dict[str, Any]] = []
+        self.ended: list[tuple[dict[str, Any], int]] = []
+        self.Settings = lambda **given: given
+        self.Image = lambda pixels: ("image", pixels.shape)
+        self.Html = lambda html: ("html", html)
+        self.Histogram = lambda np_histogram: ("histogram", sum(np_histogram[0]))
+        self.run: Any = None
+
+    def init(self, **given: Any) -> None:
+        self.inits.append(given)
+        name = given["id"] or f"run{len(self.server)}"
+        points = self.server.setdefault(name, [])
+        assert not points or given["resume"] == "allow"
+        summary: dict[str, Any] = {}
+        self.run = SimpleNamespace(
+            id=name,
+            starting_step=points[-1][0] + 1 if points else 0,
+            log=lambda values, step: points.append((step, values)),
+            summary=summary,
+            finish=lambda exit_code: self.ended.append((summary, exit_code)),
+        )
+
+
+class MLflow(ModuleType):
+    """Runs by id; every point that is logged is kept, as in its store."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.points: dict[str, list[tuple[str, int, float]]] = {}
+        self.params: list[Any] = []
+        self.artifacts: list[str] = []
+        self.settings: list[Any] = []
+        self.ended: list[str] = []
+        self.tags: dict[str, str] = {}
+        self._active: Any = None
+        self.set_tracking_uri = self.set_experiment = self.settings.append
+        self.flush_async_logging = lambda: None
+        self.MlflowClient = lambda: self
+
+    def active_run(self) -> Any:
+        return self._active
+
+    def start_run(self, run_id: str | None = None, run_name: str | None = None) -> Any:
+        name = run_id or f"run{len(self.points)}"
+        self.points.setdefault(name, [])
+        self._active = SimpleNamespace(info=SimpleNamespace(run_id=name, run_name=run_name))
+        return self._active
+
+    def end_run(self, status: str = "FINISHED") -> None:
+        self._active = None
+        self.ended.append(status)
+
+    def set_tag(self, key: str, value: str) -> None:
+        self.tags[key] = value
+
+    def log_params(self, params: Any) -> None:
+        self.params.append(params)
+
+    def log_metrics(self, values: Any, step: int, synchronous: bool, run_id: str) -> None:
+        assert not synchronous
+        self.points[run_id] += [(name, step, value) for name, value in values.items()]
+
+    def log_text(self, text: str, artifact_file: str, run_id: str) -> None:
+        self.artifacts.append(f"{artifact_file}: {text}")
+
+    def log_dict(self, dictionary: Any, artifact_file: str, run_id: str) -> None:
+        self.artifacts.append(f"{artifact_file}: {sum(dictionary['counts'])}")
+
+    def log_artifact(self, local_path: str, artifact_path: str, run_id: str) -> None:
+        self.artifacts.append(f"{artifact_path}/{Path(local_path).name}: {Path(local_path).read_bytes()[1:4]!r}")
+
+    def get_run(self, run_id: str) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(metrics={name: value for name, _, value in self.points[run_id]}))
+
+    def get_metric_history(self, run_id: str, key: str) -> Any:
+        return [SimpleNamespace(step=step) for name, step, _ in self.points[run_id] if name == key]
+
+
+@pytest.fixture(autouse=True)
+def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, package: Any) -> Any:
+    package.__spec__ = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    return package
+
+
+def built(run: Path, sink: Any, *, die_at: int | None = None) -> Trainer:
+    trainer = trainer_of()
+    MetricLogger(sinks=[sink], console=False).attach(trainer)
+    checkpoint = Checkpoint(run / "checkpoints")
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+
+    @trainer.on(Events.ITERATION_COMPLETED(every=3))
+    def show() -> None:
+        trainer.state.media |= {"val/image": Image(torch.eye(2)), "text": "<a>", "weights": Histogram([1.0, 2.0])}
+
+    if die_at is not None:
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
+    checkpoint.resume()
+    return trainer
+
+
+def twice(run: Path, make: Any, die_at: int) -> list[Any]:
+    """A run that dies and is resumed; returns both sinks."""
+    sinks = [make(run), make(run)]
+    with pytest.raises(ZeroDivisionError):
+        built(run, sinks[0], die_at=die_at).run(numbers_loader(24))
+    built(run, sinks[1]).run(numbers_loader(24))
+    return sinks
+
+
+@pytest.mark.parametrize("die_at", [6, 8])
+def test_wandb_run_is_resumed_and_has_each_value_once(
+    die_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = stand_in(monkeypatch, WandB())
+    first, second = twice(tmp_path, lambda run: WandBSink(run, config=CONFIG, project="p", offline=False), die_at)
+
+    assert first.run_id == second.run_id == "run0" and list(wandb.server) == ["run0"]
+    points = wandb.server["run0"]
+    assert [step for step, values in points if "loss" in values] == list(range(1, 13))
+    assert [step for step, _ in points] == sorted(step for step, _ in points)
+    shown = [(step, *values.items()) for step, values in points if "loss" not in values]
+    assert shown[:3] == [
+        (3, ("val/image", ("image", (2, 2, 1)))),
+        (3, ("text", ("html", "<pre>&lt;a&gt;</pre>"))),
+        (3, ("weights", ("histogram", 2.0))),
+    ]
+    assert [each[0] for each in shown] == [3] * 3 + [6] * 3 + [9] * 3 + [12] * 3
+    assert [(each["project"], each["config"], each["mode"], each["resume"]) for each in wandb.inits] == [
+        ("p", CONFIG, None, None),
+        ("p", CONFIG, None, "allow"),
+    ]
+    failed, completed = wandb.ended
+    assert failed == ({"status": "failed", "reason": "ZeroDivisionError: division by zero"}, 1)
+    assert completed == ({"status": "completed", "reason": "max_epochs"}, 0)
+
+
+@pytest.mark.parametrize("die_at", [6, 8])
+def test_mlflow_run_is_resumed_and_has_each_value_once(
+    die_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = stand_in(monkeypatch, MLflow())
+    first, second = twice(tmp_path, lambda run: MLflowSink(run, config=CONFIG, experiment="e"), die_at)
+
+    assert first.run_id == second.run_id == "run0" and list(mlflow.points) == ["run0"]
+    counts = Counter((name, step) for name, step, _ in mlflow.points["run0"])
+    assert sorted(step for name, step in counts if name == "loss") == list(range(1, 13))
+    assert set(counts.values()) == {1}
+    assert mlflow.params == [{"optimizer.lr": 0.5, "optimizer.betas": "[1, 2]"}]
+    assert mlflow.settings == [f"sqlite:///{tmp_path}/mlflow.db", "e"] * 2
+    assert mlflow.artifacts[:3] == [
+        "val/image/00000003.png: b'PNG'",
+        "text/00000003.txt: <a>",
+        "weights/00000003.json: 2.0",
+    ]
+    assert mlflow.ended == ["FAILED", "FINISHED"] and mlflow.tags == {"reason": "max_epochs"}
+
+
+def test_mlflow_run_of_the_user_is_used_and_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = stand_in(monkeypatch, MLflow())
+    mlflow.start_run(run_id="mine")
+    built(tmp_path, MLflowSink(tmp_path)).run(numbers_loader(4))
+
+    assert len(mlflow.points["mine"]) == 4 and mlflow.settings == [] and mlflow.ended == []
+
+
+def test_interrupted_run_is_killed_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = stand_in(monkeypatch, MLflow())
+    trainer = built(tmp_path, MLflowSink(tmp_path))
+    GracefulStop(exit=False).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_stop("enough"))
+    trainer.run(numbers_loader(24))
+
+    assert mlflow.ended == ["KILLED"] and mlflow.tags == {"reason": "enough"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "netrc", "mode"),
+    [
+        ({}, "", "offline"),
+        ({"WANDB_API_KEY": "k"}, "", None),
+        ({}, "machine api.wandb.ai login user password k", None),
+        ({}, "machine elsewhere.org login user password k", "offline"),
+        ({"WANDB_BASE_URL": "https://elsewhere.org"}, "machine elsewhere.org login user password k", None),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "", "offline"),
+    ],
+)
+def test_wandb_is_online_where_it_has_a_key_and_never_asks_for_one(
+    variables: dict[str, str], netrc: str, mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = stand_in(monkeypatch, WandB())
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / ".netrc").write_text(netrc)
+    (tmp_path / ".netrc").chmod(0o600)
+    built(tmp_path, WandBSink(tmp_path)).run(numbers_loader(4))
+
+    assert [each["mode"] for each in wandb.inits] == [mode]
+
+
+@pytest.mark.parametrize("sink", [WandBSink, MLflowSink])
+def test_missing_package_is_one_warning_when_it_is_attached(
+    sink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = "wandb" if sink is WandBSink else "mlflow"
+    monkeypatch.setitem(sys.modules, package, None)
+    trainer = built(tmp_path, sink(tmp_path))
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    state = trainer.run(numbers_loader(24))
+
+    assert state.status == "completed" and len(warned) == 1
+    assert sum("The sink" in record.getMessage() for record in caplog.records) == 1
+    assert f"install ignite-engine[{package}], or remove the sink." in warned[0]
+
+
+@pytest.mark.parametrize(("sink", "package"), [(WandBSink, WandB), (MLflowSink, MLflow)])
+def test_failure_is_one_warning_and_training_continues(
+    sink: Any, package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand = stand_in(monkeypatch, package())
+    stand.init = stand.start_run = lambda **_: 1 / 0
+    state = built(tmp_path, sink(tmp_path)).run(numbers_loader(24))
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+    assert state.status == "completed" and len(warned) == 1 and "ZeroDivisionError" in warned[0]
+
+
+def test_other_ranks_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, mlflow = stand_in(monkeypatch, WandB()), stand_in(monkeypatch, MLflow())
+    monkeypatch.setattr("ignite.distributed.get_rank", lambda: 1)
+    built(tmp_path / "a", WandBSink(tmp_path)).run(numbers_loader(4))
+    built(tmp_path / "b", MLflowSink(tmp_path)).run(numbers_loader(4))
+
+    assert wandb.inits == [] and mlflow.points == {}
+
+
+# -- the libraries themselves -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_itself_writes_offline_under_one_id(tmp_path: Path) -> None:
+    import wandb
+
+    first, second = twice(tmp_path, WandBSink, 6)
+    folders = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+
+    assert first.run_id == second.run_id and len(folders) == 2
+    assert all(name.endswith(f"-{first.run_id}") for name in folders) and wandb.run is None
+    assert list((tmp_path / "wandb").glob("offline-run-*/files/media/images/val/image_*.png"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
+def test_mlflow_itself_has_each_value_once(tmp_path: Path) -> None:
+    import mlflow
+
+    _, sink = twice(tmp_path, lambda run: MLflowSink(run, config=CONFIG), 6)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    run = client.get_run(sink.run_id)
+
+    assert [each.step for each in client.get_metric_history(sink.run_id, "loss")] == list(range(1, 13))
+    assert (run.info.status, run.data.tags["reason"]) == ("FINISHED", "max_epochs")
+    assert run.data.params == {"optimizer.lr": "0.5", "optimizer.betas": "[1, 2]"}
