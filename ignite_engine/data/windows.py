@@ -19,11 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine import rng
 from ignite_engine.data.loader import resumable
-from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.source import DataSource, Position, length_of
 from ignite_engine.errors import EmptyData, StateMismatch, StopRequested, check_type, is_number, is_whole, leave_out
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import GroupWeights
 
 logger = logging.getLogger(__name__)
 
@@ -561,32 +559,10 @@ class WindowedSource:
         self.window.agree_lengths()
         return self.window
 
-    def size_of(self, group: Any) -> int:
-        """How far ``group`` moves the position."""
-        return self._open_window.size_of(group)
-
-    def padded(self, count: int) -> tuple[int, int]:
-        """As :meth:`DataSource.padded`, in the open window."""
-        return self._open_window.padded(count)
-
-    @property
-    def pads(self) -> bool:
-        """A rank may have to repeat a batch, or groups are weighed ahead."""
-        return self._open_window.pads
-
-    @property
-    def weights(self) -> GroupWeights | None:
-        """Of the group that was taken last, where the ranks have agreed on them."""
-        return self._open_window.weights
-
-    @property
-    def read_errors(self) -> ReadErrors | None:
-        """What of the open window could not be read."""
-        return None if self.window is None else self.window.read_errors
-
     def consumed(self, batches: int) -> None:
-        """So many are trained on."""
-        self._open_window.consumed(batches)
+        """So many of the open window are trained on."""
+        assert self.window is not None, "a group was fetched from it"
+        self.window.consumed(batches)
         self._opened_with = None
 
     def abandon(self) -> None:
@@ -598,11 +574,6 @@ class WindowedSource:
         """The run is over: end the workers of the open window."""
         if self.window is not None:
             self.window.close()
-
-    @property
-    def _open_window(self) -> DataSource:
-        assert self.window is not None, "a group was fetched from it"
-        return self.window
 
     def begin(self) -> None:
         """The open window has a batch: it counts."""

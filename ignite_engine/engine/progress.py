@@ -160,6 +160,11 @@ class Progress:
         """The source, where it is one of windows."""
         return self.source if isinstance(self.source, WindowedSource) else None
 
+    @property
+    def _present(self) -> DataSource | None:
+        """Over what is iterated now: the source, or its open window."""
+        return self.source.window if isinstance(self.source, WindowedSource) else self.source
+
     # -- counting -------------------------------------------------------------------------------------------------
 
     def epoch_is_full(self) -> bool:
@@ -170,15 +175,15 @@ class Progress:
     def group_fetched(self, group: Any) -> None:
         self.at_boundary = False
         self._optimizer_steps = self.state.optimizer_steps
-        if self.source is not None:
-            self._batches = self.source.size_of(group)
-            if self.source.pads:
-                self.state.padding, self.state.group_total = self.source.padded(self._batches)
-                self.state.group_weights = self.source.weights
+        if (source := self._present) is not None:
+            self._batches = source.size_of(group)
+            if source.pads:
+                self.state.padding, self.state.group_total = source.padded(self._batches)
+                self.state.group_weights = source.weights
 
     def samples_of_group(self) -> list[int] | None:
         """Dataset indices of this rank's group that was fetched last; None if the data is not a ``loader()``'s."""
-        source = self.source.window if isinstance(self.source, WindowedSource) else self.source
+        source = self._present
         if source is None or source.sampler is None:
             return None
         size, order = source.data.batch_size, copy(source.sampler)
@@ -194,7 +199,7 @@ class Progress:
 
     def rest_is_unread(self) -> bool:
         """Whether the epoch is full with what could not be read at the end of the pass, which is then consumed."""
-        errors = None if self.source is None else self.source.read_errors
+        errors = None if self._present is None else self._present.read_errors
         if errors is None or not errors.groups:
             return False
         self._batches = errors.batches
@@ -202,9 +207,9 @@ class Progress:
         return self.epoch_is_full()
 
     def _consume(self) -> None:
-        if self.source is None:
+        if self.source is None or self._present is None:
             return
-        if (errors := self.source.read_errors) is not None:
+        if (errors := self._present.read_errors) is not None:
             self.epoch_iteration += errors.groups
             self.state.read_errors += errors.count
         self.source.consumed(self._batches)
