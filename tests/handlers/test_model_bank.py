@@ -76,6 +76,20 @@ def loads_of(trainer: Trainer, bank: ModelBank) -> list[tuple[int, dict[int, tup
     return seen
 
 
+def run_with_a_late_source(
+    folder: Path, event: Any, *, comes_at: int, save_every: int
+) -> tuple[Trainer, Checkpoint, list[tuple[int, Any]]]:
+    """A run, resumed where it has a checkpoint, whose bank has nothing to load before an iteration; and its loads."""
+    source = folder.with_name(f"{folder.name}_source")
+    sources = [LoadSource(source, HEAD, optional=True, dynamic=True)]
+    trainer, bank, checkpoint = run_of(folder, sources, event, save_every=save_every)
+    if checkpoint.resume() is None:
+        bank.load()
+    if not source.exists():
+        at_iteration(trainer, comes_at, lambda: publish(source, 30, 0.5))
+    return trainer, checkpoint, loads_of(trainer, bank)
+
+
 def files_in(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(each): (each.lstat().st_ino, each.lstat().st_mtime_ns) for each in (folder, *folder.rglob("*"))}
 
@@ -143,14 +157,7 @@ def test_only_what_the_plan_names_changes_and_later_sources_win(tmp_path: Path) 
 @pytest.mark.parametrize("how", ["killed in the next iteration", "stopped later", "killed at the boundary's save"])
 def test_a_resumed_run_loads_nothing_twice_and_ends_with_the_same_bits(tmp_path: Path, how: str) -> None:
     def run(folder: str, interrupt: bool) -> tuple[torch.Tensor, list[Any]]:
-        source = tmp_path / f"{folder}_source"
-        sources = [LoadSource(source, HEAD, optional=True, dynamic=True)]
-        trainer, bank, checkpoint = run_of(tmp_path / folder, sources, save_every=4)
-        if checkpoint.resume() is None:
-            bank.load()
-        if not source.exists():
-            at_iteration(trainer, 5, lambda: publish(source, 30, 0.5))
-        loads = loads_of(trainer, bank)
+        trainer, _, loads = run_with_a_late_source(tmp_path / folder, EVERY_3, comes_at=5, save_every=4)
         if interrupt and how == "stopped later":
             trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), lambda: trainer.request_stop("test"))
             trainer.run(numbers_loader(), max_iters=20)
@@ -378,17 +385,10 @@ def test_after_a_window_it_is_loaded_and_saved_at_the_boundary_between_windows(t
     """That iteration has a boundary already, at which it was saved without what is loaded now."""
 
     def run(folder: str, stop: bool) -> tuple[torch.Tensor, list[Any]]:
-        source = tmp_path / f"{folder}_source"
-        sources = [LoadSource(source, HEAD, optional=True, dynamic=True)]
         event = TrainingEvents.WINDOW_COMPLETED(every=2)
-        trainer, bank, checkpoint = run_of(tmp_path / folder, sources, event, save_every=1)
-        if checkpoint.resume() is None:
-            bank.load()
-        if not source.exists():
-            at_iteration(trainer, 2, lambda: publish(source, 30, 0.5))
+        trainer, checkpoint, loads = run_with_a_late_source(tmp_path / folder, event, comes_at=2, save_every=1)
         if stop:
             trainer.add_event_handler(Events.ITERATION_STARTED(once=8), _fail)
-        loads = loads_of(trainer, bank)
         windows = Windows(range(4), lambda name: numbers_loader(6 + name))
         with contextlib.suppress(KeyError):
             trainer.run(windows, max_epochs=1)
