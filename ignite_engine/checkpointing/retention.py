@@ -38,7 +38,9 @@ class BestCheckpoint:
         return cls(checkpoint.path, checkpoint.manifest.metrics[metric], checkpoint.iteration, metric)
 
     def __str__(self) -> str:
-        return f"{self.metric} {self.value:.5g} at iteration {self.iteration}, {self.path}"
+        here = Path.cwd()
+        path = self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
+        return f"{self.metric} {self.value:.5g} at iteration {self.iteration}, {path}"
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,13 @@ def tokens_of(batch: Any) -> int:
 )
 def test_each_epoch_has_as_many_parts_and_the_last_is_its_end(part: float, length: int, places: list[int]) -> None:
     trainer = trainer_of()
-    seen = seen_at(trainer, epochs=part)
+    event = every(epochs=part)
+    seen: list[int] = []
+    trainer.add_event_handler(event, lambda: seen.append(trainer.state.iteration))
     trainer.run(numbers_loader(2 * length), max_epochs=3)
     assert seen == [epoch * length + place for epoch in range(3) for place in places]
+    assert event.filter.iterations(length, 3 * length) == seen  # what describe() says
+    assert event.filter.iterations(None, 3 * length) is event.filter.iterations(length, None) is None
 
 
 def test_whole_units_are_ignites_own_filters() -> None:
@@ -149,7 +153,8 @@ def test_any_handler_takes_it(tmp_path: Path) -> None:
     trainer.run(numbers_loader(12), max_epochs=1)
     assert sorted(each.name[-2:] for each in tmp_path.glob("iteration*")) == ["03", "06"]
     described = trainer.describe()
-    assert "every(samples=6)" in described and "every(epochs=0.5)" in described
+    assert "MetricLogger  every 0.5 epochs" in described and "every 6 samples" in described
+    assert "MetricLogger (event_filter=every(epochs=0.5))" in described
 
 
 def test_what_is_no_interval_is_one_sentence() -> None:

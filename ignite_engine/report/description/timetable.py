@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ignite.engine import Engine, Events
 
 from ignite_engine.engine.bus import event_name, filter_name, filter_options, name_of
+from ignite_engine.engine.intervals import Interval
 from ignite_engine.engine.length import Length
 from ignite_engine.events import TrainingEvents
 from ignite_engine.report.description.attached import Attached, options_of, set_of
@@ -77,6 +78,10 @@ def times_of(entry: Attached, length: Length) -> Times:
     event = entry.event
     unit = "iteration" if event in _BY_ITERATION else "epoch" if event in _BY_EPOCH else event_name(event).lower()
     options = filter_options(entry.handler)
+    if isinstance(interval := getattr(entry.handler, "filter", None), Interval):
+        counts = interval.iterations(length.per_epoch, length.iterations)
+        at = f", {len(counts):,} times (at {_listed(counts)})" if counts else ""
+        return Times(counts, unit, None, interval.words + at)
     if options is None:
         return Times(None, unit, None, f"when its filter says so ({filter_name(entry.handler)})")
     if event in (Events.STARTED, Events.COMPLETED):
