@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 from ignite.engine import Engine, Events
 from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents, every
-from ignite_engine.handlers import Checkpoint, MetricLogger
-from tests.builders import Passes, linear, numbers_loader, on_two_ranks, trainer_of
+from ignite_engine import Trainer, TrainingEvents, create_evaluator, every, loader
+from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger
+from tests.builders import Numbers, Passes, linear, numbers_loader, on_two_ranks, trainer_of
 
 
 def seen_at(trainer: Trainer, **interval: Any) -> list[int]:
@@ -146,14 +147,41 @@ def test_clocks_come_as_often_as_they_say() -> None:
     assert 2 <= len(seen) <= (time.monotonic() - began) / 0.05 and minutes == []
 
 
+def test_clocks_start_with_the_run() -> None:
+    trainer = trainer_of()
+    seen = seen_at(trainer, seconds=0.5)
+    time.sleep(0.5)
+    trainer.run(numbers_loader(), max_iters=3)
+    assert seen == []
+
+
+class Unreadable(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            raise OSError("not readable")
+        return super().__getitem__(index)
+
+
+def test_what_cannot_be_read_hides_no_part_of_an_epoch() -> None:
+    """Of five batches the second is left out, with which the first part would have ended."""
+    trainer = Trainer(trainer_of().update, max_read_errors=1)
+    seen = seen_at(trainer, epochs=0.4)
+    trainer.run(loader(Unreadable(10), 2), max_epochs=1)
+    assert seen == [2, 3] and trainer.state.iteration == 4
+
+
 def test_any_handler_takes_it(tmp_path: Path) -> None:
     trainer = trainer_of()
     Checkpoint(tmp_path, keep_last=9).attach(trainer, every(samples=6))
     MetricLogger(console=False).attach(trainer, every(epochs=0.5))
+    evaluated: list[int] = []
+    look = create_evaluator(linear(), lambda model, batch: evaluated.append(trainer.state.iteration), {})
+    Evaluation(look, numbers_loader(2)).attach(trainer, every(samples=4))  # before the handlers of other phases
     trainer.run(numbers_loader(12), max_epochs=1)
     assert sorted(each.name[-2:] for each in tmp_path.glob("iteration*")) == ["03", "06"]
+    assert evaluated == [2, 4, 6]
     described = trainer.describe()
-    assert "MetricLogger  every 0.5 epochs" in described and "every 6 samples" in described
+    assert re.search(r"MetricLogger +every 0.5 epochs", described) and "every 6 samples" in described
     assert "MetricLogger (event_filter=every(epochs=0.5))" in described
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ignite.metrics import Loss
 from torch import nn
 
 from ignite_engine import Trainer, Update, create_evaluator, load_weights
-from ignite_engine.checkpointing import CheckpointError, StateMismatch
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation
 from tests.builders import linear, mse, numbers_loader, one, trainer_of, weights
 
@@ -81,6 +82,40 @@ def test_a_run_goes_on_with_what_was_restored(tmp_path: Path) -> None:
     model = linear()
     assert load_weights(model, tmp_path, "last").name == "iteration_00000020"
     assert torch.equal(one(model), weights(trainer)) and loss_of(model) == checkpoint.best.value  # type: ignore[union-attr]
+
+
+def test_a_save_in_the_background_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best one is still being written when it is asked for."""
+    save = CheckpointStore.save
+
+    def slowly(self: CheckpointStore, *args: Any, **options: Any) -> Path:
+        time.sleep(0.3)
+        return save(self, *args, **options)
+
+    monkeypatch.setattr(CheckpointStore, "save", slowly)
+    trainer, checkpoint = trainer_of(), Checkpoint(tmp_path, best="score", mode="max", background=True)
+    checkpoint.attach(trainer, Events.COMPLETED)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(score=-abs(trainer.state.iteration - 4))
+    )
+    seen: list[Any] = []
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: seen.append(checkpoint.restore_best()))
+    trainer.run(numbers_loader(), max_iters=6)
+    assert [each.iteration for each in seen] == [4]
+
+
+def test_another_run_in_this_process_has_its_own_best(tmp_path: Path) -> None:
+    """Also where each of its values is worse than the best of the one before."""
+    trainer, checkpoint = trainer_of(), Checkpoint(tmp_path, best="score", mode="max", save_at_end=False)
+    checkpoint.attach(trainer, Events.COMPLETED)
+    offset = 100.0
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: trainer.state.metrics.update(score=offset - abs(trainer.state.iteration - 2)),
+    )
+    for offset in (100.0, 50.0):
+        trainer.run(numbers_loader(), max_iters=4)
+        assert checkpoint.best is not None and (checkpoint.best.value, checkpoint.best.iteration) == (offset, 2)
 
 
 def test_best_is_that_of_this_run(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_what_is_saved_elsewhere_resumes_to_the_same_bits(tmp_path: Path, backgr
     assert names(tmp_path / "within") == ["iteration_00000004", "iteration_00000006"]  # nothing is pruned there
     assert after == tmp_path / "after" / "iteration_00000009"
     saved = CheckpointStore(tmp_path / "within").checkpoints()[0].manifest
+    assert saved.run_id == CheckpointStore(tmp_path / "run").checkpoints()[-1].manifest.run_id is not None
     assert saved.metrics == {"loss": 0.25} and saved.exact and saved.best == {"metric": "loss", "mode": "min"}
 
     (tmp_path / "within" / "iteration_00000006").rename(tmp_path / "iteration_00000006")
