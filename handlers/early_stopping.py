@@ -17,42 +17,56 @@ logger = logging.getLogger(__name__)
 
 
 class EarlyStopping:
-    """End the run after ``patience`` consecutive values of a metric without an improvement on the best one.
+    """End the run after ``patience`` consecutive values of a metric without an improvement, or at a threshold.
 
     Args:
         key: in ``state.metrics``; its mean over the ranks is compared, so that all of them decide the same.
         mode: whether lower (``min``) or higher (``max``) is better.
-        patience: number of values without an improvement, at least 1.
+        patience: number of values without an improvement, at least 1; None: any, where a threshold is given.
         min_delta: the smallest change that is an improvement, exclusive, in the metric's unit.
+        stopping_threshold: a value as good as this is good enough: the run ends.
+        divergence_threshold: a value worse than this, or one that is not finite, ends the run.
         name: in checkpoints.
 
     The run ends as ``completed``: ``state.reason`` starts with ``early stopping:``, a checkpoint is saved, ``run()``
     returns. A value that is not finite is not an improvement. Started again, the run trains nothing further, unless
-    ``patience`` is larger now.
+    ``patience`` is larger now or the threshold another.
 
     Raises:
-        ValueError: a setting is out of its range.
+        ValueError: a setting is out of its range, or nothing would end the run.
     """
 
     def __init__(
         self,
         key: str,
         *,
-        patience: int,
+        patience: int | None = None,
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
         name: str = "early_stopping",
     ) -> None:
         check_type("key", key, isinstance(key, str), "the name of a metric")
-        check_type("patience", patience, is_whole(patience), "a whole number of values")
+        check_type("patience", patience, patience is None or is_whole(patience), "a whole number of values")
         check_type("min_delta", min_delta, is_number(min_delta), "a number")
-        if patience < 1:
+        thresholds = {"stopping_threshold": stopping_threshold, "divergence_threshold": divergence_threshold}
+        for setting, threshold in thresholds.items():
+            check_type(setting, threshold, threshold is None or is_number(threshold), "a number, or None")
+        if patience is None and stopping_threshold is None and divergence_threshold is None:
+            raise ValueError(
+                "EarlyStopping needs patience, stopping_threshold or divergence_threshold: got none of them."
+            )
+        if patience is not None and patience < 1:
             raise ValueError(f"patience must be at least 1 value without improvement, got {patience}.")
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', got {mode!r}.")
         if not 0 <= min_delta < math.inf:
             raise ValueError(f"min_delta must be a number of at least 0, got {min_delta}; mode gives the direction.")
         self.key, self.mode, self.patience, self.min_delta, self.name = key, mode, patience, min_delta, name
+        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.last: float | None = None
+        """The newest value; None before the first."""
         self.best: float | None = None
         """The best value so far; None before the first finite one."""
         self.bad = 0
@@ -73,11 +87,12 @@ class EarlyStopping:
         value = self._followed.new_value(trainer)
         if value is None:
             return
+        self.last = value
         if improves(value, self.best, self.mode, self.min_delta):
             self.best, self.bad = value, 0
         else:
             self.bad += 1
-            self._finish_if_due(trainer)
+        self._finish_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -85,11 +100,12 @@ class EarlyStopping:
             "mode": self.mode,
             "best": self.best,
             "bad": self.bad,
+            "last": self.last,
             "seen_at": self._followed.seen_at,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore best value and count; ``patience`` and ``min_delta`` are those given now."""
+        """Restore best value and count; the settings are those given now."""
         if (state["key"], state["mode"]) != (self.key, self.mode):
             logger.warning(
                 "%s followed %s (%s) before and follows %s (%s) now: best value and count start over.",
@@ -101,10 +117,11 @@ class EarlyStopping:
             )
             return
         self.best, self.bad, self._followed.seen_at = state["best"], state["bad"], state["seen_at"]
+        self.last = state.get("last")  # it was not always saved
 
     def _start(self, trainer: Trainer) -> None:
         if trainer.starts_fresh(self.name):
-            self.best, self.bad = None, 0
+            self.best, self.last, self.bad = None, None, 0
         self._followed.begin(trainer)
         if not trainer.progress.epoch_is_full():
             self._finish_if_due(trainer)
@@ -118,15 +135,25 @@ class EarlyStopping:
         epoch_ends = trainer.add_event_handler(Events.EPOCH_COMPLETED, at_its_end)
 
     def _finish_if_due(self, trainer: Trainer) -> None:
-        if self.bad < self.patience:
-            return
+        if (why := self._why()) is not None:
+            reason = f"early stopping: {self.key} {why}"
+            logger.info("Iteration %d, %s.", trainer.state.iteration, reason)
+            trainer.finish(reason)
+
+    def _why(self) -> str | None:
+        """Why the run is over; None: it is not."""
+        last, good, bad = self.last, self.stopping_threshold, self.divergence_threshold
+        sign = 1 if self.mode == "min" else -1
+        if last is not None and good is not None and sign * last <= sign * good:
+            return f"is {last:.6g}, as good as stopping_threshold={good:g}"
+        if last is not None and bad is not None and not sign * last <= sign * bad:  # NaN, too
+            return f"is {last:.6g}, worse than divergence_threshold={bad:g}"
+        if self.patience is None or self.bad < self.patience:
+            return None
         if self.best is None:
-            reason = f"early stopping: {self.key} was not finite, {self.bad} times in a row"
-        else:
-            better = "below" if self.mode == "min" else "above"
-            reason = f"early stopping: {self.key} was not {better} {self._bound():.6g}, {self.bad} times in a row"
-        logger.info("Iteration %d, %s.", trainer.state.iteration, reason)
-        trainer.finish(reason)
+            return f"was not finite, {self.bad} times in a row"
+        better = "below" if self.mode == "min" else "above"
+        return f"was not {better} {self._bound():.6g}, {self.bad} times in a row"
 
     def _bound(self) -> float:
         assert self.best is not None

@@ -256,6 +256,8 @@ class EarlyStoppingSection(Section):
     mode: Literal["min", "max"] = "min"  # whether a smaller or a larger value is better
     patience: Count = 5  # new values in a row without improvement
     min_delta: NotNegative = 0.0  # an improvement is larger than this
+    stopping_threshold: Number | None = None  # a value as good as this ends the run
+    divergence_threshold: Number | None = None  # so does one worse than this, or one that is not finite
 
 
 class EmaSection(Section):

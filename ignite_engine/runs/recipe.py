@@ -254,7 +254,12 @@ def _attach(
     stopping = config.early_stopping
     if stopping.metric is not None:
         handlers.EarlyStopping(
-            stopping.metric, mode=stopping.mode, patience=stopping.patience, min_delta=stopping.min_delta
+            stopping.metric,
+            mode=stopping.mode,
+            patience=stopping.patience,
+            min_delta=stopping.min_delta,
+            stopping_threshold=stopping.stopping_threshold,
+            divergence_threshold=stopping.divergence_threshold,
         ).attach(trainer)
     section = config.checkpoint
     given = {each.name: getattr(section, each.name, None) for each in fields(SaveOptions)}

@@ -35,7 +35,7 @@ def trainer_with(values: Sequence[float], key: str = "val/loss", event: Any = Ev
 
 
 def run(
-    trainer: Trainer, max_epochs: int = 8, *, patience: int = 2, folder: Path | None = None, **options: Any
+    trainer: Trainer, max_epochs: int = 8, *, patience: int | None = 2, folder: Path | None = None, **options: Any
 ) -> EarlyStopping:
     stopping = EarlyStopping("val/loss", patience=patience, **options)
     stopping.attach(trainer)
@@ -297,3 +297,42 @@ def test_two_ranks_save_the_best_and_stop_by_the_mean_of_their_values(tmp_path: 
     assert first == second
     reason = "early stopping: val/loss was not below 4, 3 times in a row"
     assert first == [4, "completed", reason, 4.0, 3, [3, 12]]  # 3 updates an epoch
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "ended_at", "why"),
+    [
+        ({"stopping_threshold": 3.0}, FALLING_THEN_FLAT, 4, "is 3, as good as stopping_threshold=3"),
+        (
+            {"mode": "max", "stopping_threshold": 4.5},
+            (1.0, 4.0, 5.0, 6.0),
+            3,
+            "is 5, as good as stopping_threshold=4.5",
+        ),
+        ({"divergence_threshold": 5.0}, (5.0, 4.0, 9.0, 1.0), 3, "is 9, worse than divergence_threshold=5"),
+        ({"divergence_threshold": 5.0}, (4.0, math.nan, 1.0), 2, "is nan, worse than divergence_threshold=5"),
+        ({"mode": "max", "divergence_threshold": 0.5}, (1.0, 0.25, 1.0), 2, "is 0.25, worse than divergence_thresh"),
+        ({"stopping_threshold": 1.0, "divergence_threshold": 9.0}, (5.0, 6.0, 7.0, 8.0), 4, None),
+    ],
+)
+def test_thresholds_end_the_run_at_once_and_again_after_a_resume(
+    tmp_path: Path, options: dict[str, Any], values: tuple[float, ...], ended_at: int, why: str | None
+) -> None:
+    trainer = trainer_with(values)
+    run(trainer, len(values), patience=None, folder=tmp_path, **options)
+    again = trainer_with(values)
+    run(again, len(values), patience=None, folder=tmp_path, **options)
+
+    assert trainer.state.epoch == again.state.epoch == ended_at
+    assert again.state.iteration == trainer.state.iteration
+    reasons = [str(each.state.reason) for each in (trainer, again)]
+    assert all(reason.startswith(f"early stopping: val/loss {why}" if why else "max_epochs") for reason in reasons)
+
+
+def test_stopping_that_nothing_would_cause_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="needs patience, stopping_threshold or divergence_threshold: got none of them"
+    ):
+        EarlyStopping("val/loss")
+    with pytest.raises(TypeError, match="stopping_threshold must be a number, or None, got 'low'"):
+        EarlyStopping("val/loss", stopping_threshold="low")  # type: ignore[arg-type]  # what is tested
