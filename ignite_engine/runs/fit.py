@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from ignite.metrics import Metric
@@ -29,7 +30,7 @@ from ignite_engine.step.losses import LossFn
 from ignite_engine.task import IN_PYTHON, Task
 
 Data = Dataset[Any] | Windows | Sequence[Any]
-"""Map-style data, windows, a list of samples, or a tuple of tensors of equal length."""
+"""Map-style data, windows, a list of samples, or a tuple of tensors or arrays of equal length."""
 
 Values = Mapping[str, Any]
 
@@ -112,7 +113,7 @@ def fit(
     Args:
         model: moved to this process's device, and wrapped for several ranks.
         loss_fn: ``loss_fn(model, batch)``, the mean over the batch; see :class:`~ignite_engine.Update`.
-        train_set: map-style, also a list of samples or a tuple of tensors; or :class:`~ignite_engine.Windows`.
+        train_set: map-style, also a list of samples, a tuple of tensors or arrays, or :class:`~ignite_engine.Windows`.
         val_set: evaluated each epoch and at the end, as ``val``; or several by name.
         directory: of the run.
         max_epochs: passes over the data; this or ``max_iters``.
@@ -225,8 +226,12 @@ def _data(name: str, given: Any) -> Any:
             f"{name} must be a dataset, got a DataLoader: give its dataset, and batch_size, num_workers and collate_fn "
             "to fit()."
         )
-    if isinstance(given, tuple) and given and all(isinstance(each, Tensor) for each in given):
-        return TensorDataset(*given)
+    if isinstance(given, tuple) and given and all(isinstance(each, Tensor | np.ndarray) for each in given):
+        columns = [torch.as_tensor(each) for each in given]
+        if len({len(each) for each in columns}) > 1:
+            lengths = ", ".join(str(len(each)) for each in columns)
+            raise ValueError(f"{name} has columns of {lengths} samples: give as many of each.")
+        return TensorDataset(*columns)
     return given
 
 

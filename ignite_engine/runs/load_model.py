@@ -15,7 +15,7 @@ from ignite_engine.checkpointing.naming import Which
 from ignite_engine.checkpointing.weights_source import read_named
 from ignite_engine.errors import StateMismatch, check_type
 from ignite_engine.states.model_and_optimizer import ModelState, clean_name, unwrap
-from ignite_engine.task import Task, TaskError, build_task, find_task
+from ignite_engine.task import IN_PYTHON, Task, TaskError, build_task, find_task
 
 
 def load_model(
@@ -142,6 +142,11 @@ def _named_task(path: Path, config: Mapping[str, Any], import_task: bool) -> Cal
     name = config.get("task")
     if not isinstance(name, str):
         raise CheckpointError(f"{path} has a config that names no task: give task=.")
+    if name == IN_PYTHON:
+        raise TaskError(
+            f"{path} was made by fit() in Python, so only its program can build the model: make it there and use "
+            "load_weights(model, run), or give a function that makes the task as task=."
+        )
     if not import_task:
         raise TaskError(
             f"{path} was made with the task {name!r}, which would be imported and run: use import_task=True if you "

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ignite_engine
-from ignite_engine import Interrupted, Task, Trainer, fit, seed_everything
+from ignite_engine import Interrupted, Task, Trainer, fit, load_model, load_weights, seed_everything
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.handlers import LRSchedule, warmup_cosine
+from ignite_engine.run_directory import weights_sha256
 from ignite_engine.runs import recipe
 from ignite_engine.runs.run import Run
-from ignite_engine.task import IN_PYTHON
+from ignite_engine.task import IN_PYTHON, TaskError
 from tests.builders import on_two_ranks
 
 QUIET: dict[str, Any] = {
@@ -228,6 +229,25 @@ def test_loader_in_the_place_of_a_dataset_and_batches_without_targets_are_told_w
             metrics={"accuracy": Accuracy()},
             **QUIET,
         )
+
+
+def test_columns_may_be_arrays_and_must_be_of_one_length(tmp_path: Path) -> None:
+    arrays = (INPUTS[:48].numpy(), TARGETS[:48].numpy())
+    run = fit(net(), loss_fn, arrays, VAL, directory=tmp_path / "arrays", max_epochs=3, batch_size=8, **QUIET)
+
+    assert run.summary["weights_sha256"] == fitted(tmp_path / "tensors").summary["weights_sha256"]
+    with pytest.raises(ValueError, match="train_set has columns of 48, 60 samples: give as many of each"):
+        fit(net(), loss_fn, (INPUTS[:48], TARGETS), directory=tmp_path, max_epochs=1)
+
+
+def test_model_of_a_run_of_python_is_loaded_into_one_that_is_made_there(tmp_path: Path) -> None:
+    run = fitted(tmp_path, max_epochs=1)
+    with pytest.raises(TaskError, match=r"was made by fit\(\) in Python.*load_weights\(model, run\)"):
+        load_model(tmp_path)
+    model = net()
+    load_weights(model, tmp_path, which="last")
+
+    assert weights_sha256(model) == run.summary["weights_sha256"]
 
 
 def test_setting_without_effect_is_a_warning_about_the_argument(tmp_path: Path) -> None:
