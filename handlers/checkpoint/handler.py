@@ -99,6 +99,7 @@ class Checkpoint:
     @property
     def store(self) -> CheckpointStore:
         """The checkpoints on disk."""
+        self._saver.settle()
         return self._saver.store
 
     @property

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -74,6 +75,7 @@ class Saver:
         self._changed_rows = ChangedRows(self.store.directory, options.delta_rows)
         self._snapshot = Snapshot()
         self._copies_late = True
+        self._pruning: threading.Thread | None = None
         self._prune_failure = ""
         self._lock = contextlib.ExitStack()
         self._saved_at: tuple[int, int, int] | None = None
@@ -153,11 +155,13 @@ class Saver:
             if agreement.world_size() > 1:
                 self.store = CheckpointStore(directory, agreement.cpu_group("checkpoints saved now"))
             agreement.on_rank_0(lambda: self._hold(stack))
+            stack.callback(self.settle)
             self.filter.check(trainer.registry.capture, trainer.registry.kinds)
             yield
 
     def release(self) -> None:
         """Let other processes save in the folder."""
+        self.settle()
         self._lock.close()
 
     def _check_registered(self, trainer: Trainer) -> None:
@@ -192,6 +196,7 @@ class Saver:
             CheckpointError: it failed, and was the last one of the run; any other failure fires CHECKPOINT_FAILED.
         """
         state = trainer.state
+        self.settle()
         state.checkpoints += 1  # it counts itself: the resumed run continues with this number
         self._saved_at, self._saving_at = _boundary_of(trainer), state.iteration
         started = time.perf_counter()
@@ -212,9 +217,7 @@ class Saver:
         def write() -> Path:
             pieces = shards and shards.of_parts.get("model")
             facts["healthy"] = all_finite([shared.get("model"), pieces, self._changed_rows.kept("model")])
-            path = save(tables=tables, writers=self.options.writers, **facts)
-            self._prune()
-            return path
+            return save(tables=tables, writers=self.options.writers, **facts)
 
         if not background:
             self._report(trainer, write, lambda: time.perf_counter() - started)
@@ -281,9 +284,21 @@ class Saver:
         if not saving.wait(None if agreement.world_size() == 1 else _PEERS_TIMEOUT_S):  # a peer that died never answers
             logger.warning("The checkpoint that was being written was given up: a peer does not answer.")
 
+    def settle(self) -> None:
+        """Wait until what retention does not keep is deleted."""
+        if self._pruning is not None:
+            self._pruning.join()
+            self._pruning = None
+
     def _prune(self) -> None:
+        """Delete beside training what retention does not keep: to unlink a large file may take longer than a save."""
+        if agreement.rank() == 0:
+            self._pruning = threading.Thread(target=self._delete, name="checkpoint-pruning", daemon=True)
+            self._pruning.start()
+
+    def _delete(self) -> None:
         try:
-            self.store.apply(self.options.retention)
+            self.store.prune(self.options.retention)
         except CheckpointError as error:  # one too many is not a reason to stop
             if str(error) != self._prune_failure:
                 logger.warning("%s", error)
@@ -319,6 +334,7 @@ class Saver:
             return
         self.error, self.parent = None, path.name
         state.checkpoint_path, state.saved_iteration, state.save_seconds = path, self._saving_at, seconds()
+        self._prune()
         _tell(trainer, TrainingEvents.CHECKPOINT_SAVED)
 
 

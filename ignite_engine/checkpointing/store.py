@@ -24,6 +24,7 @@ from ignite_engine.checkpointing.shard_files import ShardFiles
 from ignite_engine.checkpointing.shards import Shards
 from ignite_engine.checkpointing.shards import whole as read_whole
 from ignite_engine.checkpointing.verification import Verification
+from ignite_engine.errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +214,13 @@ class CheckpointStore:
             CheckpointError: one could not be deleted; the same on all ranks.
         """
         return self._ranks.rank_zero(lambda: self._prune(retention), lambda causes: f"Pruning failed: {causes}.")
+
+    def prune(self, retention: Retention) -> list[Path]:
+        """As :meth:`apply`, by one rank alone."""
+        try:
+            return self._prune(retention)
+        except Exception as error:
+            raise CheckpointError(f"Pruning failed: {one_line(error)}.") from error
 
     def annotate(
         self, path: str | Path, *, labels: Iterable[str] | None = None, pinned: bool | None = None,

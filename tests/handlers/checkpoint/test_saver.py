@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,32 @@ def test_a_checkpoint_that_cannot_be_pruned_is_one_warning(
     Checkpoint(tmp_path, keep_last=1).attach(trainer, EVERY)
     trainer.run(numbers_loader(), max_iters=6)
     assert iterations(tmp_path) == [1, 6] and caplog.text.count("Permission denied") == 1
+
+
+def test_old_checkpoints_are_deleted_beside_training_and_before_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink, trained_on, seen = os.unlink, threading.Event(), list[tuple[bool, int]]()
+
+    def wait_for_training(path: Any) -> None:
+        if "trash-iteration_00000002" in str(path):
+            seen.append((trained_on.wait(10.0), trainer.state.iteration))
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", wait_for_training)
+    trainer = trainer_of()
+    checkpoint = Checkpoint(tmp_path, keep_last=1)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: trained_on.set())  # after the save of 4
+    left: list[list[int]] = []
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED(once=6),
+        lambda: left.append([each.iteration for each in checkpoint.store.checkpoints()]),
+    )
+    trainer.run(numbers_loader(), max_iters=6)
+
+    assert seen and all(waited for waited, _ in seen), "the save of iteration 4 waited for it"
+    assert left == [[4]] and iterations(tmp_path) == [6]
 
 
 SCRIPT = """
