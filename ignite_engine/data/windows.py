@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine import rng
 from ignite_engine.data.loader import resumable
+from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource, Position, length_of
 from ignite_engine.errors import EmptyData, StateMismatch, StopRequested, check_type, is_number, is_whole, leave_out
 from ignite_engine.ranks import agreement, mesh
@@ -207,8 +208,9 @@ class Windows:
         wait_s: how long to wait for a window that has not come yet, in seconds; then the stream is at its end.
             ``math.inf`` waits for ever. A stop request ends the wait.
         poll_s: seconds between two looks.
-        shared: rank 0 takes the windows of all ranks. False: each rank has a stream of its own; an epoch ends when
-            all are at their end, and a rank without a window takes part in the steps of its peers.
+        shared: rank 0 takes the windows of all ranks, which share out the samples of each. False: each rank has a
+            stream of its own, of which it reads every sample; an epoch ends when all are at their end, and a rank
+            without a window takes part in the steps of its peers.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be.
@@ -323,7 +325,10 @@ class Windows:
             return ()
         is_data = isinstance(data, Iterable) and not isinstance(data, str | os.PathLike)
         check_type("the window's data", data, is_data, "an iterable of batches, or None")
-        return resumable(data, seed=0)
+        data = resumable(data, seed=0)
+        if not self.shared and isinstance(sampler := getattr(data, "sampler", None), ResumableSampler):
+            sampler.rank, sampler.world_size = 0, 1  # the window is this rank's alone: none of it is for its peers
+        return data
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("Windows are iterated by Trainer.run() and Evaluation, which keep their position.")
@@ -626,7 +631,7 @@ class WindowedSource:
             self.data.present, self.data.is_open = self.reader.name, True
         if state["window"] is not None:
             window = self._open()
-            window.load_state_dict(state["window"])
+            window.load_state_dict(state["window"] | ({} if self.data.shared else {"ranks": ranks}))
             if window.position.skipped:
                 window.agree_lengths()
 

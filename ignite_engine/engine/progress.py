@@ -15,6 +15,7 @@ from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.windows import WindowedSource, Windows
+from ignite_engine.ranks import mesh
 from ignite_engine.state import COUNTERS, TOTALS, TrainingState
 from ignite_engine.states.registry import Stateful
 from ignite_engine.states.resume_state import ResumeState
@@ -104,6 +105,11 @@ class Progress:
     def new_source(self, data: Any) -> DataSource | WindowedSource:
         """A source over the user's data; a collective."""
         if isinstance(data, Windows):
+            if self.global_micro_batches is not None and not data.shared and mesh.data_size() > 1:
+                raise ValueError(
+                    "global_micro_batches deals one order of samples out to the ranks, and Windows(shared=False) gives "
+                    "each rank samples of its own: use shared windows, or accumulation_steps."
+                )
             stops = (lambda: False) if self._waiting is None else self._waiting.stops_waiting
             return WindowedSource(data, self._source_of, stops)
         source = self._source_of(data)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from ignite.engine import Engine, Events
 from ignite.metrics import Average
+from torch.utils.data import DataLoader
 
-from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows
+from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows, loader
 from ignite_engine.handlers import Checkpoint, Evaluation
 from ignite_engine.ranks import agreement
 from tests.builders import Numbers, linear, mse, one
@@ -26,7 +27,14 @@ OWN = {0: [[0, 1, 2, 3, 4], [], [5]], 1: [[10, 11, 12], [13, 14], []]}
 """Windows of each rank, batches of one sample; a third rank would have none."""
 
 
-def trains(rank: int) -> dict[str, Any]:
+OPEN = {
+    "batches": lambda samples: [torch.tensor(each) for each in samples],
+    "loader": lambda samples: loader(samples) if samples else None,
+    "plain": lambda samples: DataLoader(samples) if samples else None,  # type: ignore[arg-type]  # a list will do
+}
+
+
+def trains(rank: int, kind: str) -> dict[str, Any]:
     """Which samples a rank with windows of its own trains on, in which window, and the events."""
     seen: list[Any] = []
     told: list[str] = []
@@ -38,7 +46,7 @@ def trains(rank: int) -> dict[str, Any]:
     trainer = Trainer(update, accumulation_steps=2)
     for event in (TrainingEvents.WINDOW_STARTED, TrainingEvents.WINDOW_COMPLETED, Events.EPOCH_COMPLETED):
         trainer.add_event_handler(event, lambda _, event=event: told.append(event.name))
-    windows = Windows(OWN.get(rank, []), lambda samples: [torch.tensor(each) for each in samples], shared=False)
+    windows = Windows(OWN.get(rank, []), OPEN[kind], shared=False)
     state = trainer.run(windows, max_epochs=2)
     return {"seen": seen, "told": told, "iteration": state.iteration, "windows": state.windows}
 
@@ -84,7 +92,7 @@ def evaluated_and_killed(folder: str, rank: int) -> dict[str, Any]:
 
     def run(kill_at: int) -> None:
         trainer = Trainer(lambda engine, batch: None)
-        windows = Windows([[1, 2], [3, 4, 5, 6]][: 2 - rank], lambda own: [torch.tensor([each]) for each in own],
+        windows = Windows([[1, 2], [3, 4, 5, 6]][: 2 - rank], loader,
                           shared=False, limit=2)  # fmt: skip
         evaluator = Engine(lambda engine, batch: float(batch))
         Average().attach(evaluator, "mean")
@@ -109,6 +117,8 @@ def refused(rank: int) -> str:
     """What a rank says whose Windows have another limit than its peer's."""
     with pytest.raises(ValueError, match="limit") as raised:
         Trainer(lambda engine, batch: None).run(Windows([1, 2], lambda _: [torch.ones(1)], limit=1 + rank))
+    with pytest.raises(ValueError, match=r"^global_micro_batches deals one order .* and Windows\(shared=False\) gives"):
+        Trainer(lambda engine, batch: None, global_micro_batches=2).run(Windows([1], loader, shared=False))
     return str(raised.value)
 
 
@@ -117,7 +127,7 @@ def _rank(rank: int, world: int, folder: str, number: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store_{number}", rank=rank, world_size=world)
     report: dict[str, Any] = {}
     if number < 2:
-        report["own"] = trains(rank)
+        report |= {kind: trains(rank, kind) for kind in OPEN}
         report["waiting"] = stopped_while_it_waits(folder, rank)
     if number == 0:
         report["killed"] = evaluated_and_killed(folder, rank)
@@ -141,12 +151,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
     return found
 
 
+@pytest.mark.parametrize("kind", OPEN)
 @pytest.mark.parametrize("number", [0, 1])
 def test_each_rank_trains_on_each_of_its_own_samples_once_in_windows_that_end_together(
-    reports: dict[int, list[dict[str, Any]]], number: int
+    reports: dict[int, list[dict[str, Any]]], number: int, kind: str
 ) -> None:
     for rank, report in enumerate(reports[number]):
-        own = report["own"]
+        own = report[kind]
         once = [(window, sample) for window, samples in enumerate(OWN.get(rank, []), 1) for sample in samples]
         assert own["seen"] == once + [(window + 3, sample) for window, sample in once], rank
         assert own["told"] == (["WINDOW_STARTED", "WINDOW_COMPLETED"] * 3 + ["EPOCH_COMPLETED"]) * 2
