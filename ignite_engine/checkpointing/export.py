@@ -11,7 +11,7 @@ from torch import Tensor
 from ignite_engine.checkpointing.filesystem import replace_file
 from ignite_engine.checkpointing.load.part_names import averages
 from ignite_engine.checkpointing.shards import whole
-from ignite_engine.checkpointing.weights_source import Source, safetensors_torch
+from ignite_engine.checkpointing.weights_source import Source, model_part, safetensors_torch
 from ignite_engine.errors import CheckpointError, one_line
 
 Format = Literal["safetensors", "state_dict"]
@@ -23,9 +23,7 @@ def weights_of(source: Source, weights: str = "raw") -> dict[str, Any]:
     Raises:
         CheckpointError: one line; it holds no model, or no such average.
     """
-    model = source.parts.get("model")
-    if model is None:
-        raise CheckpointError(f"{source.path} holds no model; its parts: {', '.join(sorted(source.parts)) or 'none'}.")
+    model = source.parts[model_part(source)]
     if weights == "raw":
         return {name: whole(value) for name, value in model.items()}
     known = averages(source.parts, source.kinds.get)

@@ -10,7 +10,7 @@ from ignite_engine.checkpointing import layout
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.checkpointing.store import CheckpointStore
-from ignite_engine.errors import CheckpointError
+from ignite_engine.errors import CheckpointError, did_you_mean
 
 Which = Literal["last", "best", "newest"]
 """The newest valid checkpoint of a folder, by either name, or the valid one with the best score."""
@@ -53,7 +53,9 @@ def find_directory(path: str | Path) -> Path:
     """
     path = Path(path)
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist; expected a run's folder or a folder of checkpoints.")
+        near = did_you_mean(path.name, ["best", "last"])
+        hint = near if near.startswith("; did") else "."
+        raise CheckpointError(f"{path} does not exist; expected a run's folder or a folder of checkpoints{hint}")
     for candidate in (path, path / RUNS_FOLDER):
         if any(layout.scan(candidate)):
             return candidate

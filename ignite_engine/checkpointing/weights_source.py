@@ -87,6 +87,22 @@ def read_named(
     return source, weights or "raw"
 
 
+def model_part(source: Source, part: str | None = None) -> str:
+    """The part that is meant by the model: the one of that name, ``model``, or the only one of a model.
+
+    Raises:
+        CheckpointError: one line; there is none, or several.
+    """
+    models = [name for name in source.parts if source.kinds.get(name) == "model"]
+    if part is None:
+        part = models[0] if len(models) == 1 else "model"
+    if part in source.parts:
+        return part
+    if models:
+        raise CheckpointError(f"{source.path} holds no {part}; its models: {', '.join(models)}: give part=.")
+    raise CheckpointError(f"{source.path} holds no {part}; its parts: {', '.join(sorted(source.parts)) or 'none'}.")
+
+
 def safetensors_torch() -> Any:
     """The module ``safetensors.torch``.
 

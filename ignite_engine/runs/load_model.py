@@ -12,7 +12,7 @@ from torch import nn
 from ignite_engine import rng
 from ignite_engine.checkpointing import CheckpointError, LoadPlan, Source, prepare
 from ignite_engine.checkpointing.naming import Which
-from ignite_engine.checkpointing.weights_source import read_named
+from ignite_engine.checkpointing.weights_source import model_part, read_named
 from ignite_engine.errors import StateMismatch, check_type
 from ignite_engine.states.model_and_optimizer import ModelState, clean_name, unwrap
 from ignite_engine.task import IN_PYTHON, Task, TaskError, build_task, find_task
@@ -75,6 +75,7 @@ def load_weights(
     ema: bool | str | None = None,
     metric: str | None = None,
     mode: str | None = None,
+    part: str | None = None,
     strict: bool = True,
 ) -> Path:
     """Load the weights of a checkpoint into a model, in place: ``load_weights(model, "runs/x", "best")``.
@@ -90,6 +91,7 @@ def load_weights(
         ema: load the average; a name if it is not ``ema``. None: of the best the weights that were evaluated,
             otherwise the trained ones.
         metric, mode: by which it is the best; None: as the run says.
+        part: the name under which the run has registered it; None: ``model``, or its only model.
         strict: refuse if names are missing on either side, or shapes differ; otherwise these stay as they are.
 
     Returns:
@@ -101,7 +103,7 @@ def load_weights(
     """
     check_type("model", model, isinstance(model, nn.Module), "a module")
     source, weights = read_named(checkpoint, which, metric=metric, mode=mode, weights=_part_of(ema))
-    _load(source, weights, model, strict=strict)
+    _load(source, weights, model, strict=strict, part=part)
     return source.path
 
 
@@ -109,14 +111,18 @@ def _part_of(ema: bool | str | None) -> str | None:
     return ("ema" if ema else "raw") if isinstance(ema, bool) else ema
 
 
-def _load(source: Source, weights: str, model: nn.Module, *, strict: bool) -> None:
+def _load(source: Source, weights: str, model: nn.Module, *, strict: bool, part: str | None = None) -> None:
     path, state = source.path, ModelState(model)
     plan = LoadPlan.fine_tune(weights=weights, strict=False)
-    parts = source.parts if source.manifest is not None else {"model": _unwrapped(source.parts["model"], state)}
-    if "model" not in parts:
-        raise CheckpointError(f"{path} holds no model; its parts: {', '.join(sorted(parts)) or 'none'}.")
+    part = model_part(source, part)
+    saved = source.parts[part] if source.manifest is not None else _unwrapped(source.parts[part], state)
     states, table = prepare(
-        plan, parts, {"model": state}, source=str(path), left_out=source.left_out, kinds=source.kinds
+        plan,
+        {**source.parts, "model": saved},
+        {"model": state},
+        source=str(path),
+        left_out={"model": source.left_out.get(part, ())},
+        kinds={**source.kinds, "model": "model"},
     )
     row = table["model"]
     if row.differences and (strict or not row.loaded):

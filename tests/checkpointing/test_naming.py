@@ -63,6 +63,7 @@ def test_what_cannot_be_found_is_one_line(run: Path, tmp_path: Path) -> None:
             {"which": "best"},
             "is one checkpoint: give the folder of its run",
         ),
+        (run / "bset", {}, r"bset does not exist; .* checkpoints; did you mean 'best'\?"),
         (tmp_path / "none" / "best", {}, "none does not exist; expected a run's folder"),
     ]
     for path, options, line in cases:

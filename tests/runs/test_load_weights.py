@@ -12,7 +12,7 @@ import torch
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import load_weights
+from ignite_engine import Trainer, load_weights
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.cli import main
 from ignite_engine.errors import StateMismatch
@@ -84,6 +84,33 @@ def test_what_does_not_fit_is_one_sentence(run: tuple[Path, dict[int, torch.Tens
         load_weights(folder, model)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="does not exist"):
         load_weights(model, tmp_path / "nowhere")
+
+
+def test_a_model_of_another_name(tmp_path: Path) -> None:
+    """As an update function of one's own registers it; of several one is named."""
+    first, second = linear(), nn.Linear(2, 1)
+    trainer = Trainer(lambda engine, batch: 0.0)
+    trainer.register("net", first, shared=True)
+    checkpoint = Checkpoint(tmp_path / "one", best="score")
+    checkpoint.attach(trainer)
+    trainer.state.metrics["score"] = 1.0
+    checkpoint.save()
+    model = linear()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    load_weights(model, tmp_path / "one")
+    assert torch.equal(one(model), one(first))
+    assert main(["checkpoints", "export", str(tmp_path / "one"), "-o", str(tmp_path / "one.pt")]) == 0
+
+    trainer.register("head", second, shared=True)
+    checkpoint.save(tmp_path / "two")
+    head = nn.Linear(2, 1)
+    load_weights(head, tmp_path / "two", part="head")
+    assert torch.equal(one(head), one(second))
+    with pytest.raises(
+        CheckpointError, match=r"iteration_00000000 holds no model; its models: net, head: give part=\."
+    ):
+        load_weights(head, tmp_path / "two")
 
 
 def test_exported_weights_need_one_line_of_torch(run: tuple[Path, dict[int, torch.Tensor]], tmp_path: Path) -> None:
