@@ -25,6 +25,7 @@ from ignite_engine.ranks.ddp_buckets import settle_buckets, unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import unshared_state
 from ignite_engine.ranks.watch import cause_of, reason_of, watched_run
 from ignite_engine.state import Start, TrainingState
+from ignite_engine.states.own_update import unsaved_of
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import ResumeState
 from ignite_engine.step.micro_batches import check_steps
@@ -185,6 +186,8 @@ class Trainer(Engine):
             only: of several checkpoint handlers, what this one's filter leaves out; None: what any of them does.
         """
         reasons = self.registry.inexact_reasons()
+        if self.registry.filters:  # there is a checkpoint to miss it
+            reasons += unsaved_of(self.update, self.registry)
         source = self.progress.source
         if source is not None and source.inexact is not None:
             reasons.append(source.inexact)

@@ -106,6 +106,12 @@ class Update:
     ) -> None:
         check_type("model", model, isinstance(model, nn.Module), "a module")
         check_type("loss_fn", loss_fn, callable(loss_fn), "a function loss_fn(model, batch)")
+        if getattr(loss_fn, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss"):
+            criterion = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+            raise TypeError(
+                f"loss_fn must be a function loss_fn(model, batch), got {criterion}, which takes predictions and "
+                "targets: write one that calls it, such as lambda model, batch: criterion(model(batch[0]), batch[1])."
+            )
         check_type("weight_fn", weight_fn, weight_fn is None or callable(weight_fn), "a function of a batch, or None")
         check_type("clip_norm", clip_norm, clip_norm is None or is_number(clip_norm), "a number or None")
         if clip_norm is not None and not clip_norm > 0:

@@ -83,7 +83,7 @@ class Arguments(Source):
         return f"{self.function}()"
 
     def say(self, key: str, complaint: str) -> str:
-        return self._in_python(super().say(key, complaint))
+        return self._in_python(super().say("" if key == "task" else key, complaint))  # the arguments are the task
 
     def say_of(self, key: str, sentence: str) -> str:
         return self._in_python(super().say_of(key, sentence))

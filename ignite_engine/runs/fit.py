@@ -151,6 +151,7 @@ def fit(
 
     Under torchrun or SLURM every process calls it and they train together; in a ``Parallel`` it is called by each rank.
     """
+    check_type("model", model, isinstance(model, nn.Module), "a module")
     task = Task(
         model,
         loss_fn,

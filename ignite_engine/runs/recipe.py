@@ -280,10 +280,15 @@ def _attach(
     if by_clock:
         handlers.SaveEvery(**{unit: number}).attach(trainer)
     _attach_stops(config, run)
-    for users_own in task.handlers:
+    for place, users_own in enumerate(task.handlers):
         handler, *events = users_own if isinstance(users_own, tuple) else (users_own,)
         if hasattr(handler, "attach"):
             handler.attach(trainer, *events)
+        elif not callable(handler) or not events:
+            raise TypeError(
+                f"handlers[{place}] must be an object with attach(trainer), or a pair of one or of a function and its "
+                f"event, got {handler!r}."
+            )
         else:
             trainer.add_event_handler(*events, handler)
 

@@ -207,6 +207,7 @@ def test_wrong_value_is_one_line_that_names_the_argument(tmp_path: Path, argumen
         ({"max_epochs": 3, "run": {"max_epochs": 4}}, r"^fit\(\) got max_epochs twice, as max_epochs and in run"),
         ({"checkpoint": 5}, r"^checkpoint must be a mapping of settings, got 5\.$"),
         ({"schedule": 5}, r"^schedule must be a name, options, or a function of the optimizer, got 5\.$"),
+        ({"handlers": [print]}, r"^handlers\[0\] must be an object with attach\(trainer\), or a pair"),
         ({"optimizer": 5}, r"^optimizer must be a name, options, an optimizer, or a function"),
     ],
 )
@@ -229,6 +230,16 @@ def test_loader_in_the_place_of_a_dataset_and_batches_without_targets_are_told_w
             metrics={"accuracy": Accuracy()},
             **QUIET,
         )
+
+
+def test_part_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
+    for criterion in (nn.CrossEntropyLoss(), nn.functional.cross_entropy):
+        with pytest.raises(TypeError, match=r"loss_fn must be a function .*, got .*ross.?[eE]ntropy"):
+            fit(net(), criterion, TRAIN, directory=tmp_path, max_epochs=1, **QUIET)
+    with pytest.raises(TypeError, match="model must be a module, got a list"):
+        fit([net()], loss_fn, TRAIN, directory=tmp_path, max_epochs=1)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(ConfigError, match=r"^fit\(\): the data 'train_set' is a generator, expected __len__"):
+        fit(net(), loss_fn, (x for x in [1]), directory=tmp_path, max_epochs=1)  # type: ignore[arg-type]
 
 
 def test_columns_may_be_arrays_and_must_be_of_one_length(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,32 @@ def test_checkpoint_without_any_parameters_is_said_to_be_inexact(
         strict.run([1, 2])
     trainer.register("generator", model)
     assert reason not in trainer.reproducibility()
+
+
+def test_optimizer_of_ones_own_update_that_nobody_registered_is_said_to_be_missing(tmp_path: Path) -> None:
+    model = linear()
+    adam, scaler = torch.optim.Adam(model.parameters()), torch.amp.GradScaler("cpu")
+
+    def step(engine: Any, batch: Any) -> float:
+        scaler.step(adam)
+        return 1.0
+
+    class Step:
+        def __init__(self) -> None:
+            self.optimizers = {"first": adam}
+
+        def __call__(self, engine: Any, batch: Any) -> float:
+            return 1.0
+
+    for update, names in ((step, ["adam", "scaler"]), (Step(), ["optimizers['first']"]), (Step().__call__, None)):
+        trainer = Trainer(update)
+        Checkpoint(tmp_path).attach(trainer)
+        trainer.register("model", model)
+        missing = [reason.partition(" ")[0] for reason in trainer.reproducibility()]
+        assert sorted(missing) == (names or ["optimizers['first']"])
+        trainer.register("optimizer", adam, shared=True)
+        trainer.register("scaler", scaler, shared=True)
+        assert trainer.reproducibility() == []
 
 
 def test_tensors_of_an_object_of_its_own_kind_count_as_parameters(tmp_path: Path) -> None:
