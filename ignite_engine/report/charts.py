@@ -90,6 +90,8 @@ def script_data(values: Sequence[Mapping[str, Any]]) -> str:
 
 def sparkline(points: Sequence[Point]) -> str:
     """A curve without axes, for beside a number."""
+    if not math.isfinite(max(point[1] for point in points) - min(point[1] for point in points)):
+        return ""
     axes = Axes(Panel("", "", [Line("", points, 0)], from_zero=False))
     places = "L".join(f"{axes.x(x) / 10:.1f} {axes.y(y) / 10:.1f}" for x, y in thin(points, 25))
     box = 'viewBox="0 0 100 30" preserveAspectRatio="none" aria-hidden="true"'

@@ -49,7 +49,7 @@ class Record:
     @property
     def name(self) -> str:
         """The config's ``run.name``, or the directory's name."""
-        return str((self.config.get("run") or {}).get("name") or self.path.absolute().name)
+        return str(_part(self.config, "run").get("name") or self.path.absolute().name)
 
     @property
     def status(self) -> str:
@@ -58,10 +58,10 @@ class Record:
     @property
     def followed(self) -> tuple[str, str] | None:
         """The metric that the run followed, and whether ``min`` or ``max`` is good; None: it followed none."""
-        checkpoint, stopping = (self.config.get(key) or {} for key in ("checkpoint", "early_stopping"))
-        for section, name in ((checkpoint, "best"), (stopping, "metric")):
-            if isinstance(section, Mapping) and isinstance(section.get(name), str):
-                return str(section[name]), str(section.get("mode") or "min")
+        for key, name in (("checkpoint", "best"), ("early_stopping", "metric")):
+            section = _part(self.config, key)
+            if isinstance(section.get(name), str):
+                return str(section[name]), "max" if section.get("mode") == "max" else "min"
         return self.judged_by
 
     def best(self, key: str, mode: str | None = None) -> tuple[int, float] | None:
@@ -123,23 +123,37 @@ def read_run(directory: str | Path) -> Record:
             f"{run.summary.name}; give the one that the config names as run.directory."
         )
     series, not_finite = _read_metrics(run.metrics)
-    summary, best = run.read_summary(), checkpoint.get("best") or {}
+    summary, best = _usable(run.read_summary()), _part(checkpoint, "best")
     history = run.read_history()
     if not summary:  # a run of the Python API
         known = ("iteration", "epoch", "world_size")
         summary = {name: checkpoint[name] for name in known if name in checkpoint} | _last_known(history)
-    config, written = checkpoint.get("config"), _mapping(run.config, yaml.safe_load)
+    written = _mapping(run.config, yaml.safe_load)
     return Record(
         run.path,
         series,
         not_finite,
-        written or (config if isinstance(config, dict) else {}),
+        written or _part(checkpoint, "config"),
         summary,
         _mapping(run.environment, json.loads) or _part(checkpoint, "environment"),
         history,
-        (str(best["metric"]), str(best["mode"])) if {"metric", "mode"} <= best.keys() else None,
+        (str(best["metric"]), "max" if best.get("mode") == "max" else "min") if "metric" in best else None,
         _last_lines(run.logs / "rank_0.log"),
     )
+
+
+_NUMBERS = ("iteration", "epoch", "wall_s", "parameters", "world_size")
+
+
+def _usable(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A summary whose numbers are numbers and whose groups are groups; what was written by hand or torn is left out."""
+
+    def fits(key: str, value: Any) -> bool:
+        if key in _NUMBERS:
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        return key not in ("metrics", "startup_s") or isinstance(value, dict)
+
+    return {key: value for key, value in summary.items() if fits(key, value)}
 
 
 def _last_known(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -161,7 +175,7 @@ def _newest_manifest(run: RunDirectory) -> dict[str, Any]:
     """What the newest checkpoint says of itself; empty without one."""
     manifests = [*run.checkpoints.glob("*/manifest.json"), *run.path.glob("*/manifest.json")]
     found = [_mapping(path, json.loads) for path in manifests if not path.parent.name.startswith(".")]
-    return max(found, key=lambda each: each.get("sequence", 0), default={})
+    return max(found, key=lambda each: each["sequence"] if isinstance(each.get("sequence"), int) else 0, default={})
 
 
 def _read_metrics(path: Path) -> tuple[dict[str, Points], dict[str, list[int]]]:

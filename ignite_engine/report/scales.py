@@ -33,6 +33,8 @@ def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
 def short(value: float, digits: int = 4) -> str:
     """``value`` as a label: 12.3k, 0.0015, 2e-5."""
     size = abs(value)
+    if not math.isfinite(value):
+        return str(value)
     if value == 0:
         return "0"
     if size < 1e-3 or size >= 1e15:

@@ -71,6 +71,7 @@ def seconds(run: Record) -> float | None:
 
 def _time_of(entry: Mapping[str, Any]) -> datetime.datetime | None:
     try:
-        return datetime.datetime.fromisoformat(str(entry.get("at")))
+        at = datetime.datetime.fromisoformat(str(entry.get("at")))
     except ValueError:
         return None
+    return at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)

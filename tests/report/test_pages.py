@@ -377,6 +377,29 @@ def test_numbers_of_any_size_are_written_short(tmp_path: Path) -> None:
     assert Page(path).curves["Loss"]["train"] == [[1, 1e300], [2, 2e300]] and "0" * 50 not in path.read_text()
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.yaml", "run: 3\ncheckpoint: [1]\nearly_stopping: x"),
+        ("summary.json", '{"status": 5, "iteration": "x", "metrics": [1], "startup_s": 3, "wall_s": null}'),
+        ("environment.json", '{"packages": []}'),
+        ("history.jsonl", '{"what": "started", "iteration": 0, "at": "2026-01-01"}\n{"what": 3, "iteration": 1}\n[]\n'),
+        ("checkpoints/a/manifest.json", '{"sequence": "x", "best": [1], "config": 3, "environment": 4}'),
+        ("media/index.jsonl", '{"iteration": 1, "a": 5, "b": null}\n'),
+        ("metrics.jsonl", "".join(json.dumps(row(n, loss=(-1) ** n * 1.7e308)) + "\n" for n in range(1, 5))),
+        ("metrics.jsonl", '{"iteration": "1", "loss": {}}\n{"iteration": 2, "": 1, "/": 2}\n{"iteration": 1, "": 1}\n'),
+    ],
+)
+def test_run_with_a_file_that_is_not_what_it_should_be_is_shown(tmp_path: Path, file: str, text: str) -> None:
+    run = run_directory(tmp_path / "run", ROWS)
+    (run / file).parent.mkdir(parents=True, exist_ok=True)
+    (run / file).write_text(text)
+    page = Page(write_report(run))
+    write_comparison([run, run], tmp_path / "compare.html")
+
+    assert page.words["h1"] == ["run"]
+
+
 def test_page_carries_the_licence_of_what_draws_its_charts(tmp_path: Path) -> None:
     text = write_report(run_directory(tmp_path / "run", ROWS)).read_text()
 
