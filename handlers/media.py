@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ignite_engine.checkpointing.filesystem import replace_file
-from ignite_engine.handlers.sinks import JSONLSink, Values
+from ignite_engine.handlers.sinks import JSONLSink
 
 BINS = 64
 CHANNELS = (1, 3, 4)
@@ -102,9 +102,6 @@ class MediaFiles:
     def __init__(self, directory: str | Path, *, name: str = "media") -> None:
         self.folder, self.name = Path(directory) / "media", name
         self._index = JSONLSink(self.folder / "index.jsonl")
-
-    def write(self, iteration: int, values: Values) -> None:
-        """Numbers are for other sinks."""
 
     def image(self, name: str, iteration: int, pixels: np.ndarray[Any, Any]) -> None:
         self._keep(name, iteration, ".png", png(pixels))

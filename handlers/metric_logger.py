@@ -53,7 +53,7 @@ class MetricLogger:
         name: str = "metric_logger",
     ) -> None:
         self.name = name
-        self.sinks: list[Sink] = [*sinks]
+        self.sinks: list[Sink | MediaFiles] = [*sinks]
         self._history = None if directory is None else History(directory)
         if directory is not None:
             self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))

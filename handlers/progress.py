@@ -11,7 +11,7 @@ from html import escape
 from time import perf_counter
 
 import ignite.distributed as idist
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 
 from ignite_engine import Trainer
 from ignite_engine.events import Phase, TrainingEvents
@@ -47,7 +47,7 @@ class Progress:
         self._drawn = False
         self._html: Html | None = None
         self._next_time = self._next_iteration = self._not_before = 0.0
-        self._started_at, self._first_iteration, self._printed_iteration = 0.0, 0, -1
+        self._started_at, self._first_iteration, self._printed_iteration, self._more_iterations = 0.0, 0, -1, 0
 
     def attach(self, trainer: Trainer, event: object = Events.ITERATION_COMPLETED) -> None:
         if idist.get_rank() != 0:
@@ -65,6 +65,10 @@ class Progress:
     def _start(self, trainer: Trainer) -> None:
         self._html = Html() if in_notebook() else None
         self._started_at, self._first_iteration, self._printed_iteration = perf_counter(), trainer.state.iteration, -1
+        # after a resume with other groups or ranks, iterations before and after are not of the same size
+        state, position = trainer.state, trainer.progress
+        of_now = position.epochs_completed * (state.epoch_length or 0) + position.epoch_iteration
+        self._more_iterations = state.iteration - of_now if state.epoch_length else 0
         self._schedule(trainer, self._started_at)
         if self._html is None and sys.stderr.isatty():
             # of the handlers, not of a logger: those of a logger do not see what comes from its children
@@ -81,7 +85,7 @@ class Progress:
             trainer.call_at_end(end)
 
     def _schedule(self, trainer: Trainer, now: float) -> None:
-        redrawn, total = self._html is not None or sys.stderr.isatty(), total_iterations(trainer)
+        redrawn, total = self._html is not None or sys.stderr.isatty(), self._total(trainer)
         self._next_time = now + (REDRAW_HTML_S if self._html is not None else REDRAW_S if redrawn else LINE_S)
         self._next_iteration, self._not_before = math.inf, now + LINES_APART_S
         if total is not None and not redrawn:
@@ -132,7 +136,7 @@ class Progress:
 
     def _position(self, trainer: Trainer, now: float) -> tuple[str, float | None, list[str]]:
         """Where the run is in words, the share of it that is done if that is known, and its times."""
-        state, total = trainer.state, total_iterations(trainer)
+        state, total = trainer.state, self._total(trainer)
         elapsed, done = now - self._started_at, state.iteration - self._first_iteration
         epochs = f"/{state.max_epochs}" if state.max_epochs else ""
         where, times = f"epoch {state.epoch}{epochs}  iter {state.iteration}", [f"elapsed {_clock(elapsed)}"]
@@ -141,6 +145,15 @@ class Progress:
         if done > 0:
             times.append(f"ETA {_clock(elapsed / done * max(total - state.iteration, 0))}")
         return f"{where}/{total}", min(state.iteration / total, 1.0), times
+
+    def _total(self, trainer: Trainer) -> int | None:
+        """The iteration at which the run ends; None in the first pass over data of unknown length."""
+        state = trainer.state
+        if state.max_iters is not None:
+            return int(state.max_iters)
+        if state.max_epochs is None or not state.epoch_length:
+            return None
+        return int(state.max_epochs) * int(state.epoch_length) + self._more_iterations
 
     def _values(self, trainer: Trainer) -> list[str]:
         metrics = trainer.state.metrics
@@ -176,16 +189,6 @@ class Progress:
             sys.stderr.write("\n")
             sys.stderr.flush()
             self._drawn = False
-
-
-def total_iterations(trainer: Engine) -> int | None:
-    """The iteration at which the run ends; None in the first pass over data of unknown length."""
-    state = trainer.state
-    if state.max_iters is not None:
-        return int(state.max_iters)
-    if state.max_epochs is None or not state.epoch_length:
-        return None
-    return int(state.max_epochs) * int(state.epoch_length)
 
 
 def _clock(seconds: float) -> str:

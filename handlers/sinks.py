@@ -44,7 +44,7 @@ class Sink(Protocol):
     def write(self, iteration: int, values: Values) -> None: ...
 
 
-def attach_sink(sink: Sink, trainer: Trainer) -> None:
+def attach_sink(sink: Any, trainer: Trainer) -> None:
     """Make ``sink`` write what is new at each METRICS_READY; a sink with its own ``attach`` subscribes itself."""
     attach = getattr(sink, "attach", None)
     if attach is not None:
@@ -62,7 +62,7 @@ class GuardedSink:
 
     phase = Phase.LOG
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Any) -> None:
         self.sink = sink
         self.__qualname__ = f"{type(sink).__name__}.write"  # the name in describe()
         self._warned = False
@@ -75,11 +75,14 @@ class GuardedSink:
 
     def __call__(self, trainer: Trainer) -> None:
         state, started = trainer.state, perf_counter()
-        if state.metrics.fresh:
-            self.guard(self.sink.write)(state.iteration, {"epoch": state.epoch, **state.metrics.fresh})
-        if state.media and idist.get_rank() == 0:
-            for name, item in state.media.items():
-                self.guard(self._pass_on)(name, state.iteration, item)
+        write = getattr(self.sink, "write", None)  # a sink of media needs none
+        media = state.media if idist.get_rank() == 0 else {}
+        if write is not None and state.metrics.fresh:
+            self.guard(write)(state.iteration, {"epoch": state.epoch, **state.metrics.fresh})
+        for name, item in media.items():
+            self.guard(self._pass_on)(name, state.iteration, item)
+        if write is None and not media:
+            return
         name = str(getattr(self.sink, "name", type(self.sink).__name__)).rpartition("/")[2]
         state.sink_seconds[name] = state.sink_seconds.get(name, 0.0) + perf_counter() - started
 

@@ -237,9 +237,9 @@ class PhaseTimes:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def log(self) -> None:
-        """One line: all phases and their sum."""
-        phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
-        logger.info("Start-up took %.2f s: %s.", sum(self.seconds.values()), phases)
+        """One line: the sum of all phases, and those that can be noticed."""
+        phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items() if seconds >= 0.05)
+        logger.info("Start-up took %.1f s%s.", sum(self.seconds.values()), f": {phases}" if phases else "")
 
 
 def write_whole(path: Path, text: str) -> None:

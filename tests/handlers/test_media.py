@@ -138,7 +138,9 @@ def test_files_and_their_index(tmp_path: Path) -> None:
 
 
 def test_without_media_there_is_no_folder(tmp_path: Path) -> None:
-    counting(directory=tmp_path).run(range(2))
+    trainer = counting(directory=tmp_path)
+    trainer.run(range(2))
+    assert list(trainer.state.sink_seconds) == ["jsonl"]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
