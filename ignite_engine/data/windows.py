@@ -352,7 +352,8 @@ class WindowReader:
         self._stream = self.windows.begun_by(self)
         self._before = self._stream.state_dict()
         self.name: Any = None
-        self._fingerprint: str | None = None
+        self.fingerprint: str | None = None
+        """Of the file of that name, where this rank takes it."""
         self.over = False
         """The stream had no more when it was asked last."""
 
@@ -383,7 +384,7 @@ class WindowReader:
             if self.name is None and not ended:
                 name = self._look()
                 ended, self.name = name is _END, None if name is _END else name
-                self._fingerprint = _fingerprint(self.name)
+                self.fingerprint = _fingerprint(self.name)
             has = self.name is not None and self._looks_here
             waits = not has and not ended and time.monotonic() < until
             return has, waits, self._stops(), self.name if self.windows.shared and has else None
@@ -443,11 +444,13 @@ class WindowReader:
     def state_dict(self) -> dict[str, Any]:
         """Before the window that was taken and is not done, or after the last one."""
         before = self._before if self.name is not None else self._stream.state_dict()
-        own = {"stream": before, "name": _text(self.name), "over": self.over}
-        return own | ({} if self._fingerprint is None or self.name is None else {"fingerprint": self._fingerprint})
+        return {"stream": before, "name": _text(self.name), "over": self.over}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, begun: bool = True) -> None:
         """Continue there; a window that was taken and not done is taken again. A collective.
+
+        Args:
+            begun: some of it was trained on. Otherwise another one may be in its place, or none.
 
         Raises:
             StateMismatch: it is another one now; of a shared stream on every rank.
@@ -461,19 +464,19 @@ class WindowReader:
             self._before = self._stream.state_dict()
             name = self._look(state["name"])
             missing = name is _END or name is None
-            self._fingerprint = None if missing else _fingerprint(name)
+            self.fingerprint = None if missing else _fingerprint(name)
+            found = "there is none" if missing else f"the next one is {_text(name)}"
             if missing or state["name"] not in ("", _text(name)):
-                found = "there is none" if missing else f"the next one is {_text(name)}"
-                raise StateMismatch(
-                    f"The checkpoint was made in the window {state['name']}, now {found}: bring it back, "
-                    f"or leave the position out with {leave_out('data')}."
-                )
-            if self._fingerprint != state.get("fingerprint", self._fingerprint):
-                raise StateMismatch(
-                    f"The window {state['name']} has other bytes than where the checkpoint was made: bring them back, "
-                    f"or leave the position out with {leave_out('data')}."
-                )
-            return name
+                problem = f"The checkpoint was made in the window {state['name']}, now {found}: bring it back"
+            elif self.fingerprint != state.get("fingerprint", self.fingerprint):
+                where = "than where the checkpoint was made: bring them back"
+                problem = f"The window {state['name']} has other bytes {where}"
+            else:
+                return name
+            if begun:
+                raise StateMismatch(f"{problem}, or leave the position out with {leave_out('data')}.")
+            self._stream.load_state_dict(self._before)
+            return None
 
         self.name = agreement.on_rank_0(load) if self.windows.shared else load()
 
@@ -603,8 +606,9 @@ class WindowedSource:
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, and that in the open window; of one that was not trained on how it was opened."""
         window = None if self.window is None or self._opened_with is not None else self.window.state_dict()
-        own = {"begun": self.begun, "of_epoch": self._of_epoch, "number": self.position.pass_number}
+        own: dict[str, Any] = {"begun": self.begun, "of_epoch": self._of_epoch, "number": self.position.pass_number}
         own |= {"opened_with": self._opened_with} if self._opened_with is not None else {}
+        own |= {"fingerprint": self.reader.fingerprint} if window is not None and self.reader.fingerprint else {}
         return {"windows": self.reader.state_dict() | own, "window": window, "ranks": mesh.data_size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -624,9 +628,11 @@ class WindowedSource:
                 f"The data position was saved on {state['ranks']} ranks, resumed on {ranks}: each continues with its "
                 "own windows, some may come twice or never."
             )
-        self.reader.load_state_dict(own)
+        self.reader.load_state_dict(own, begun=own["begun"])
         self._between.pass_number, self._of_epoch = own["number"], own["of_epoch"]
         self.begun, self._opened_with = own["begun"], own.get("opened_with")
+        if any(agreement.gather_objects(own["name"] is not None and self.reader.name is None)):
+            self._opened_with = None  # of this rank or a peer: all take the next one together
         if self._opened_with is not None:
             self.data.present, self.data.is_open = self.reader.name, True
         if state["window"] is not None:

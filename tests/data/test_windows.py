@@ -603,6 +603,26 @@ def test_resume_where_a_window_of_that_name_has_other_bytes_is_one_line(tmp_path
     assert run(stop=False).state.windows == 2
 
 
+@pytest.mark.parametrize("how", ["repaired", "removed"])
+def test_a_torn_window_may_be_repaired_or_removed_before_the_resume(tmp_path: Path, how: str) -> None:
+    """Nothing of it was trained on."""
+
+    def run(folder: str, *counts: int | str) -> Tensor:
+        files = write_windows(tmp_path / f"{folder}_hours", *counts)  # type: ignore[arg-type]  # a torn one is no number
+        if "" not in counts and (files / "hour_002.txt").exists() and how == "removed":
+            (files / "hour_001.txt").unlink(missing_ok=True)
+        trainer = trainer_of()
+        checkpoint = Checkpoint(tmp_path / folder, on_exception=True)
+        checkpoint.attach(trainer, Events.COMPLETED)
+        checkpoint.resume()
+        trainer.run(Windows(Files(files, "hour_*"), open_file), max_epochs=1)
+        return weights(trainer)
+
+    with pytest.raises(ValueError, match="invalid literal"):
+        run("torn", 5, "", 7)
+    assert torch.equal(run("torn", 5, 3, 7), run("whole", 5, 3, 7))
+
+
 @pytest.mark.parametrize("change", ["gone", "other data", "windows for a loader"])
 def test_resume_where_the_window_is_another_is_one_line(tmp_path: Path, change: str) -> None:
     folder = write_windows(tmp_path / "hours", 5, 7)
