@@ -404,7 +404,7 @@ def test_two_ranks_share_one_run(folder: Path) -> None:
     train = start(folder, "train", *command, "logging.console=false")
     error = train.communicate(timeout=300)[1]
     assert train.returncode == 0, error
-    ours = ("Start-up took", "epoch ", "Completed at ")
+    ours = ("Start-up took", "epoch ", "Completed at ", "Best ")
     assert [line for line in error.splitlines() if not line.startswith(ours)] == [], "no line of a library"
     evaluate = start(folder, "evaluate", *command, "data.eval_batch_size=3")
     out, error = evaluate.communicate(timeout=300)
