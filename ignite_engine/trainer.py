@@ -120,8 +120,16 @@ class Trainer(Engine):
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Batches of the loader in one iteration; None: no grouping. It is the same for the whole run."""
+        """Batches of the loader in one iteration; None: no grouping.
+
+        Where it is given, a handler may assign another number on every rank: it counts from the next pass over the data
+        on, and is saved. Before a run it counts at once.
+        """
         return self.progress.accumulation_steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, steps: int) -> None:
+        self.progress.change_accumulation(steps)
 
     @property
     def global_micro_batches(self) -> int | None:

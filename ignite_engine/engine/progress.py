@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -15,10 +16,13 @@ from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.windows import WindowedSource, Windows
-from ignite_engine.ranks import mesh
+from ignite_engine.ranks import agreement, mesh
 from ignite_engine.state import COUNTERS, TOTALS, TrainingState
 from ignite_engine.states.registry import Stateful
 from ignite_engine.states.resume_state import ResumeState
+from ignite_engine.step.micro_batches import check_steps
+
+logger = logging.getLogger(__name__)
 
 
 class Ending(Enum):
@@ -77,10 +81,49 @@ class Progress:
         """Iteration and epoch at that ending."""
         self._batches = self._optimizer_steps = 0
         self._saved_with = self._grouping
+        self.built_with = accumulation_steps
+        """``accumulation_steps`` of a run that starts."""
+        self._next_steps: int | None = None
+        """What it changes to with the next pass."""
 
     @property
     def _grouping(self) -> tuple[int | None, int | None]:
         return self.accumulation_steps, self.global_micro_batches
+
+    def change_accumulation(self, steps: int) -> None:
+        """Group other numbers of batches from the next pass over the data on, or, before a run, in all of it.
+
+        Raises:
+            ValueError: it is below 1, or batches are not grouped by it.
+        """
+        check_steps(steps, "accumulation_steps")
+        if self.accumulation_steps is None:
+            how = "global_micro_batches" if self.global_micro_batches is not None else "no grouping"
+            raise ValueError(
+                f"accumulation_steps can change in a Trainer that was made with some, and this one has {how}: make it "
+                "Trainer(update, accumulation_steps=1)."
+            )
+        if self.state.status == "running":
+            self._next_steps = steps
+        else:
+            self.accumulation_steps = self.built_with = steps
+            self._saved_with = self._grouping
+
+    def start_over(self) -> None:
+        """A run starts fresh: accumulation that an earlier one has changed is as it was built."""
+        self.accumulation_steps, self._next_steps = self.built_with, None
+        self._saved_with = self._grouping
+
+    def _change_steps(self) -> None:
+        steps, self._next_steps = self._next_steps, None
+        if steps is None or steps == self.accumulation_steps:
+            return
+        self.accumulation_steps = steps
+        self._saved_with = self._grouping
+        if isinstance(self.source, DataSource):
+            self.source.steps = steps
+        if agreement.rank() == 0:
+            logger.info("From iteration %d on an iteration is %d micro-batches.", self.state.iteration + 1, steps)
 
     def parts(self) -> dict[str, Stateful]:
         """The parts of a checkpoint by name."""
@@ -147,6 +190,7 @@ class Progress:
             assert self.state.epoch_length is not None
             return repeat(None, self.state.epoch_length)
         if self.source.position.between_passes:
+            self._change_steps()
             self.source.agree_lengths()  # the data may have grown
             self.state.padding, self.state.group_total, self.state.group_weights = 0, 0, None
             if self.whole_passes and self.source.iterations:
@@ -279,6 +323,8 @@ class Progress:
             "epoch_iteration": self.epoch_iteration,
             "epoch_ends": self.epoch_ends,
             "accumulation_steps": self.accumulation_steps,
+            "accumulation_built_with": self.built_with,
+            "next_accumulation_steps": self._next_steps,
             "micro_batch_limit": self.state.micro_batch_limit,
             "global_micro_batches": self.global_micro_batches,
         }
@@ -292,6 +338,9 @@ class Progress:
         self.epoch_ends = saved.get("epoch_ends", False)
         self.state.micro_batch_limit = saved.get("micro_batch_limit")  # it was not always saved
         self.state.epoch = self.epochs_completed
+        if saved.get("accumulation_built_with") is not None and saved["accumulation_built_with"] == self.built_with:
+            # the same program: a change within the run is not undone by a resume
+            self.accumulation_steps, self._next_steps = saved["accumulation_steps"], saved["next_accumulation_steps"]
         self._saved_with = saved["accumulation_steps"], saved.get("global_micro_batches")
         self._resume.counters = True
 

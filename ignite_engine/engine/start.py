@@ -98,6 +98,8 @@ def begin(
         StateMismatch: the loaded position is one in other data.
     """
     start, max_epochs, max_iters = _decide(arguments, state, progress, resume)
+    if start is Start.FRESH:
+        progress.start_over()
     before, continues = progress.source, start is Start.CONTINUED
     # a new source may begin a stream again, and draw random numbers for its loaders
     position = before.state_dict() if continues and before is not None else None

@@ -110,11 +110,6 @@ def test_filter_of_an_event_that_counts_nothing_is_an_error_as_in_ignite() -> No
         trainer.run(DATA, max_epochs=2)
 
 
-def test_accumulation_steps_cannot_change_during_a_run() -> None:
-    with pytest.raises(AttributeError):
-        trainer_of(accumulation_steps=2).accumulation_steps = 4  # type: ignore[misc]  # what is tested
-
-
 def test_boundary_of_an_epochs_last_iteration_is_after_the_epoch() -> None:
     trainer, seen = Trainer(constant), list[tuple[int, int]]()
     trainer.add_event_handler(

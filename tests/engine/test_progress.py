@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ignite.engine import Events
 
+from ignite_engine import Trainer, seed_everything
 from ignite_engine.engine.progress import Progress
+from ignite_engine.handlers import Checkpoint
 from ignite_engine.state import TrainingState
 from ignite_engine.states.resume_state import ResumeState
 from ignite_engine.step.micro_batches import Group
+from tests.builders import linear, numbers_loader, on_two_ranks, trainer_of, weights
 
 
 def progress_over(data: Any, accumulation_steps: int | None = None) -> Progress:
@@ -54,7 +60,8 @@ def test_position_in_the_epoch_follows_from_the_data_where_groups_have_another_s
     now: int, epoch_iteration: int
 ) -> None:
     progress = progress_over(list(range(8)), now)
-    counters = progress.state_dict() | {"epoch_iteration": 2, "accumulation_steps": 2, "iteration": 2}
+    saved_with = {"accumulation_steps": 2, "accumulation_built_with": 2}
+    counters = progress.state_dict() | {"epoch_iteration": 2, "iteration": 2} | saved_with
     progress.load_state_dict(counters)
     assert progress.source is not None
     progress.source.position.batch, progress.whole_passes = 4, True
@@ -75,3 +82,70 @@ def test_counters_say_what_was_done_before_an_update_failed() -> None:
     assert progress.state.iteration == 4
     with progress.before_the_failure(lambda engine, batch: None) as weights_agree:
         assert not weights_agree  # a plain function does not say whether it has stepped
+
+
+# --- accumulation that changes during a run ---------------------------------------------------------------------------
+
+
+def growing(folder: Path | None, stop: int | None = None, count: int = 22) -> tuple[Trainer, list[int]]:
+    """Four epochs of 11 batches; from the third on three of them are an iteration. The sizes of all groups."""
+    trainer, sizes = trainer_of(linear(dropout=True), accumulation_steps=1), []
+
+    def change(trainer: Trainer) -> None:
+        if trainer.state.epoch == 2:
+            trainer.accumulation_steps = 3
+
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, change)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda trainer: sizes.append(len(trainer.state.batch)))
+    if folder is not None:
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer, Events.COMPLETED)
+        checkpoint.resume()
+    if stop is not None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda trainer: trainer.request_stop("asked"))
+    trainer.run(numbers_loader(count, shuffle=True), max_epochs=4)
+    return trainer, sizes
+
+
+@pytest.mark.parametrize("stop", [5, 11, 21, 22, 23, 26, 28])
+def test_changed_accumulation_counts_from_the_next_pass_on_and_is_resumed_exactly(
+    tmp_path: Path, stop: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    seed_everything(3)
+    whole, sizes = growing(None)
+    seed_everything(3)
+    _, before = growing(tmp_path, stop)
+    resumed, after = growing(tmp_path)
+
+    assert sizes == [1] * 22 + [3, 3, 3, 2] * 2
+    assert before + after == sizes
+    assert torch.equal(weights(whole), weights(resumed))
+    assert (resumed.state.iteration, resumed.state.epoch) == (30, 4)
+    assert resumed.reproducibility() == [] and "other bits" not in caplog.text
+
+
+def test_changed_accumulation_is_asked_for_in_a_trainer_that_groups() -> None:
+    trainer = trainer_of(accumulation_steps=2)
+    trainer.accumulation_steps = 4
+    assert trainer.run(numbers_loader(16), max_epochs=1).iteration == 2
+    with pytest.raises(ValueError, match="accumulation_steps must be a whole number of at least 1, got 0"):
+        trainer.accumulation_steps = 0
+    with pytest.raises(ValueError, match=r"this one has no grouping: make it Trainer\(update, accumulation_steps=1\)"):
+        trainer_of().accumulation_steps = 2
+
+
+def test_a_run_that_starts_over_groups_as_it_was_built() -> None:
+    trainer, _ = growing(None)
+    assert trainer.accumulation_steps == 3
+    trainer.state.max_epochs = None
+    trainer.run(numbers_loader(22), max_epochs=1)
+
+    assert trainer.accumulation_steps == 1 and trainer.state.iteration == 11
+
+
+@pytest.mark.distributed
+def test_two_ranks_change_their_accumulation_together(tmp_path: Path) -> None:
+    answers = on_two_ranks(lambda rank: {"sizes": growing(None, count=42)[1]}, tmp_path / "meeting")
+
+    assert answers["sizes"][0][:22] == answers["sizes"][1][:22] == [1] * 22
+    assert answers["sizes"][0][22:] == [3, 3, 3, 2] * 2 and len(answers["sizes"][1]) == 30
