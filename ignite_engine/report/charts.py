@@ -69,6 +69,7 @@ def chart(panel: Panel, number: int) -> tuple[str, dict[str, Any]]:
         "log": is_log(panel),
         "zero": panel.from_zero,
         "stacked": panel.stacked,
+        "exact": panel.exact,
         "lines": [
             {
                 "name": line.name,

@@ -28,6 +28,7 @@ const axes = {
   time: { title: "time in training", of: (run, x) => run.hours.length ? between(run.hours, x) : null, show: duration },
 };
 
+const FEW = 30;  // points that are marked one by one, and not smoothed
 let zoom = null, drawn = [], copying = false;
 const settings = () => ({
   axis: axes[control("axis")?.value ?? "iteration"],
@@ -102,16 +103,15 @@ const draw = figure => {
     columns = columns.map(column => column.map((value, at) => sums[at] += value ?? 0));
   }
   if (logY) columns = columns.map(column => column.map(value => value > 0 ? value : null));
-  const faint = asked.smoothing && !chart.stacked ? columns : [];
-  if (faint.length) columns = columns.map(column => smoothed(column, asked.smoothing));
+  const faint = asked.smoothing && !chart.stacked && !chart.exact ? columns : [];
+  if (faint.length) columns = columns.map((column, index) => chart.lines[index].points.length > FEW ? smoothed(column, asked.smoothing) : column);
   const order = chart.lines.map((_, index) => chart.stacked ? chart.lines.length - 1 - index : index);
-  const few = xs.length <= 30;
   const series = order.map(index => {
     const line = chart.lines[index], ink = () => colour("c" + line.mark);
     return {
       label: line.name, stroke: ink, width: 1.6, spanGaps: true, dash: line.dashed ? [6, 4] : undefined,
       fill: chart.stacked ? ink : undefined,
-      points: { show: (few || whole[index].filter(value => value != null).length <= 30) && !chart.stacked, size: 5, fill: ink },
+      points: { show: line.points.length <= FEW && !chart.stacked, size: 5, fill: ink },
       value: (plot, value, at, place) => {
         const values = whole[index], chosen = place ?? values.findLastIndex(each => each != null);
         return words(chart.stacked ? values[chosen] : columns[index][chosen]);
@@ -142,7 +142,7 @@ const draw = figure => {
       } },
     },
     axes: [
-      { ...label, grid: { show: false }, size: 28, gap: 4, space: 70, values: (plot, all) => all.map(each => each == null ? "" : axis.show(each)) },
+      { ...label, grid: { show: false }, size: 28, gap: 4, space: 56, values: (plot, all) => all.map(each => each == null ? "" : axis.show(each)) },
       { ...label, grid, size: 60, gap: 6, values: (plot, all) => all.map(words) },
     ],
     series: [{ label: axis.title, value: (plot, x) => x == null ? "" : axis.show(x) }, ...behind, ...series],

@@ -32,7 +32,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one axis; ``stacked``: each line's values are added to those of the lines before it."""
+    """Curves over one axis; ``stacked``: each line's values are added to those of the lines before it.
+
+    ``exact``: without noise, so it is never smoothed.
+    """
 
     title: str
     unit: str
@@ -40,6 +43,7 @@ class Panel:
     from_zero: bool = True
     may_be_log: bool = False
     stacked: bool = False
+    exact: bool = False
     notes: Sequence[str] = ()
 
 
@@ -51,7 +55,7 @@ def panels_of(run: Record) -> list[Panel]:
     made = [
         _panel(run, "Loss", "", _sets(series, "loss"), from_zero=False, may_be_log=True),
         *(_metric(run, series, name) for name in metrics if name != "loss"),
-        _panel(run, "Learning rate", "", _rates(series)),
+        _panel(run, "Learning rate", "", _rates(series), exact=True),
         _panel(run, "Gradient norm", "", {key: key for key in series if key == "grad_norm"}, may_be_log=True),
         *_throughput(run, series),
         _time_split(series),
@@ -156,6 +160,7 @@ def _panel(
     *,
     from_zero: bool = True,
     may_be_log: bool = False,
+    exact: bool = False,
     scale: float = 1.0,
 ) -> Panel | None:
     """A panel of the series in ``lines``; None without any."""
@@ -166,7 +171,7 @@ def _panel(
         for mark, (name, key) in enumerate(lines.items())
     ]
     notes = [_not_finite(name, run.not_finite[key]) for name, key in lines.items() if key in run.not_finite]
-    return Panel(title, unit, drawn, from_zero, may_be_log, notes=notes)
+    return Panel(title, unit, drawn, from_zero, may_be_log, exact=exact, notes=notes)
 
 
 def _not_finite(name: str, iterations: Sequence[int]) -> str:
@@ -191,7 +196,8 @@ def compared_panels(runs: Sequence[Record], names: Sequence[str]) -> list[Panel]
         lines = [Line(name, run.series[key], mark, dashed=mark >= COLOURS, run=mark) for run, name, mark in having]
         notes = [_not_finite(name, run.not_finite[key]) for run, name, _ in having if key in run.not_finite]
         may_be_log = key == "grad_norm" or key.rpartition("/")[2] == "loss"
-        made.append(Panel(key, "", lines, _place(key) > _METRICS_UNTIL, may_be_log, notes=notes))
+        exact = key == "lr" or key.startswith("lr/")
+        made.append(Panel(key, "", lines, _place(key) > _METRICS_UNTIL, may_be_log, exact=exact, notes=notes))
     return made
 
 
