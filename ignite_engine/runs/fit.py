@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -22,7 +20,7 @@ from ignite_engine.config import ConfigError
 from ignite_engine.config.load import validated
 from ignite_engine.config.yaml_file import Arguments
 from ignite_engine.data import Windows
-from ignite_engine.errors import Interrupted, check_type, did_you_mean
+from ignite_engine.errors import check_type, did_you_mean
 from ignite_engine.ranks.launch import Parallel, is_launched
 from ignite_engine.runs import recipe
 from ignite_engine.runs.run import Run
@@ -199,16 +197,12 @@ def fit(
             runs.append(recipe.build_run(config, task))
             runs[0].train()
 
-    try:
-        if is_launched() and not dist.is_initialized():
-            backend = config.distributed.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-            with Parallel(backend, heartbeat_timeout=config.distributed.heartbeat_timeout) as parallel:
-                parallel.run(train)
-        else:
-            train()
-    except Interrupted as stop:
-        if stop.signal != signal.SIGINT or not hasattr(sys, "ps1") or not runs:
-            raise  # else a session, with all that is in it, would end
+    if is_launched() and not dist.is_initialized():
+        backend = config.distributed.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        with Parallel(backend, heartbeat_timeout=config.distributed.heartbeat_timeout) as parallel:
+            parallel.run(train)
+    else:
+        train()
     return runs[0]
 
 
