@@ -383,11 +383,10 @@ class CSVSink:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remove what was written after the checkpoint."""
-        row = dict(state["row"])
-        if idist.get_rank() == 0 and (row or self.path.exists()):
-            self._drop_from(row.get("iteration", 0))
-            if row:
-                self.write(row["iteration"], row)
+        if row := state["row"]:
+            self.write(row["iteration"], row)  # the first row that is written removes those from its iteration on
+        elif idist.get_rank() == 0 and self.path.exists():
+            self._drop_from(0)
 
     def close(self) -> None:
         self._file.close()

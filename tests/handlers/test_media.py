@@ -17,7 +17,7 @@ from ignite.engine import Events
 from PIL import Image as PILImage
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers import Checkpoint, Histogram, Image, MetricLogger
+from ignite_engine.handlers import Checkpoint, Histogram, Image, MediaFiles, MetricLogger
 from ignite_engine.handlers.media import png
 from tests.builders import numbers_loader, on_two_ranks, trainer_of
 from tests.handlers.test_sinks import lines
@@ -168,6 +168,16 @@ def test_resumed_run_lists_nothing_twice(die_at: int, tmp_path: Path) -> None:
     whole, cut = (sorted((tmp_path / name / "media").rglob("*.*")) for name in ("whole", "cut"))
 
     assert [path.read_bytes() for path in cut] == [path.read_bytes() for path in whole] and len(whole) == 13
+
+
+def test_index_loses_the_lines_after_the_checkpoint_when_it_is_loaded(tmp_path: Path) -> None:
+    sink = MediaFiles(tmp_path)
+    sink.text("a", 1, "first")
+    state = sink.state_dict()
+    sink.text("a", 2, "second")
+    MediaFiles(tmp_path).load_state_dict(state)
+
+    assert lines(tmp_path / "media" / "index.jsonl") == [{"iteration": 1, "a": "a/00000001.txt"}]
 
 
 def test_sink_that_cannot_take_one_warns_once_and_gets_the_rest(caplog: pytest.LogCaptureFixture) -> None:

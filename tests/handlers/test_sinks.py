@@ -301,6 +301,21 @@ def test_csv_of_a_resumed_run_is_that_of_the_whole_one(die_at: int, tmp_path: Pa
     assert rows(tmp_path / "cut" / "metrics.csv") == rows(tmp_path / "whole" / "metrics.csv")
 
 
+def test_csv_loses_the_rows_after_the_checkpoint_when_it_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    sink = CSVSink(path)
+    before = sink.state_dict()
+    sink.write(1, {"a": 1.0})
+    at_1 = sink.state_dict()
+    sink.write(1, {"a": 5.0, "b": 2.0})
+    sink.write(2, {"a": 2.0})
+    sink.close()
+    CSVSink(path).load_state_dict(at_1)
+    assert rows(path) == [{"iteration": "1", "a": "1.0", "b": ""}]
+    CSVSink(path).load_state_dict(before)
+    assert rows(path) == []
+
+
 def test_csv_on_a_full_disk_tears_no_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.csv"
     trainer = counting()

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_engine import Trainer, Update
 from ignite_engine.engine.bus import handlers_of
 from ignite_engine.events import TrainingEvents
+from ignite_engine.handlers import Evaluation
 from ignite_engine.handlers.throughput import Throughput
 
 COMPUTE_S, WAIT_S, ELSEWHERE_S, STEP_S = 0.02, 0.01, 0.1, 0.005
@@ -196,3 +197,23 @@ def test_on_two_ranks_work_is_summed_over_the_time_of_the_slower(tmp_path: Path)
     assert values["throughput/samples_per_s"] / values["throughput/steps_per_s"] == pytest.approx((16 + 18) / 2)
     assert values["throughput/tokens_per_s"] / values["throughput/steps_per_s"] == pytest.approx((40 + 30) / 2)
     assert 1 / values["throughput/steps_per_s"] - 1e-3 * values["time/step_ms"] == pytest.approx(0.1, abs=0.05)
+
+
+def test_time_between_iterations_is_that_of_handlers_without_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only moves where something is done: 1 s an update, 10 s a handler, 100 s an evaluation."""
+    now = [5.0]
+    monkeypatch.setattr("ignite_engine.handlers.throughput.perf_counter", lambda: now[0])
+
+    def takes(seconds: float) -> None:
+        now[0] += seconds
+
+    trainer = Trainer(lambda engine, batch: takes(1.0))
+    Throughput().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    Evaluation(Engine(lambda engine, batch: takes(100.0)), [0]).attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: takes(10.0))
+    seen = published(trainer)
+    trainer.run(range(6))
+
+    # the handler of a log point's own iteration runs after it
+    assert [each["time/handlers_ms"] for each in seen] == [5_000.0, 10_000.0, 10_000.0]
+    assert [each["time/step_ms"] for each in seen] == [1_000.0] * 3
