@@ -164,7 +164,7 @@ def data() -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; with a directory, save there and resume from there."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--directory", type=Path, help="of the checkpoints")
     options = parser.parse_args(arguments)
