@@ -44,17 +44,18 @@ def describe(
     """
     entries = attached_to(engine)
     reasons = list(inexact)
-    conflicts = conflicts_of(engine, length)
+    disk, too_large = _disk(registry, entries, length)
+    conflicts = [*(each.text for each in conflicts_of(engine, length)), *too_large]
     lines = [
         *timetable(engine, entries, length),
         *(_rates(entries, length) if rates else ()),
         *_memory(registry, models),
         *_contents(registry),
-        *_disk(registry, entries, length),
+        *disk,
         "The bus (event: handlers in the order in which they run)",
         *_bus(engine),
         *(["Resume is exact."] if not reasons else ["Resume is approximate:", *(f"  {each}" for each in reasons)]),
-        *(["No conflicts."] if not conflicts else ["Conflicts:", *(f"  {each.text}" for each in conflicts)]),
+        *(["No conflicts."] if not conflicts else ["Conflicts:", *(f"  {each}" for each in conflicts)]),
     ]
     return "\n".join(lines)
 
@@ -114,8 +115,9 @@ def _contents(registry: Registry) -> list[str]:
     return lines
 
 
-def _disk(registry: Registry, entries: Sequence[Attached], length: Length) -> list[str]:
-    lines = []
+def _disk(registry: Registry, entries: Sequence[Attached], length: Length) -> tuple[list[str], list[str]]:
+    """What each checkpoint handler needs, and which of them need more than there is."""
+    lines, too_large = [], []
     for owner in owners(entries):
         if (found := options_of(owner)) is None:
             continue
@@ -125,13 +127,18 @@ def _disk(registry: Registry, entries: Sequence[Attached], length: Length) -> li
         count, named = kept_at_once(options, _saves(entries, owner, length), length.iterations)
         free = free_bytes(store.directory)
         needed = f"{in_units(count * each)} for {count:,} ({', '.join(named)})"
-        room = "" if free is None else f"; {in_units(free)} are free" + (": TOO LITTLE" if free < count * each else "")
+        room = "" if free is None else f"; {in_units(free)} are free"
+        if free is not None and free < count * each:
+            too_large.append(
+                f"The checkpoints in {store.directory} need {needed}, and {in_units(free)} are free: make room, keep "
+                "fewer, or leave parts out (exclude)."
+            )
         lines.append(
             f"Disk: a checkpoint has {each:,} bytes of tensors{' and more after the first step' if more else ''}"
             f"{', or only the rows that changed' if options.delta_rows else ''}; in {store.directory} at most "
             f"{needed}{room}."
         )
-    return lines
+    return lines, too_large
 
 
 def checkpoint_bytes(registry: Registry, sizes: dict[str, Size]) -> int:

@@ -18,6 +18,7 @@ from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.data import Windows
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, LRSchedule, MetricLogger
+from ignite_engine.report.description import text as described
 from ignite_engine.report.description.attached import attached_to
 from ignite_engine.report.description.contents import in_units, optimizer_bytes_later
 from ignite_engine.report.description.timetable import Length, times_of
@@ -180,6 +181,18 @@ def test_size_of_a_checkpoint_is_that_on_disk(tmp_path: Path) -> None:
     assert f"at most {in_units(4 * told)} for 4 (3 last, 1 in flight); " in text and " are free" in text
     assert "10,001 parameters: 10,001 trained, 0 frozen" in text
     assert "weights 39.1 KiB, gradients 39.1 KiB, optimizer state 78.1 KiB, averages 39.1 KiB: 195.3 KiB" in text
+
+
+def test_disk_that_is_too_small_is_a_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of()
+    Checkpoint(tmp_path, keep_last=3).attach(trainer)
+    assert conflicts(trainer) == []
+    monkeypatch.setattr(described, "free_bytes", lambda directory: 40_000)
+    (said,) = conflicts(trainer)
+
+    assert (
+        said.startswith(f"The checkpoints in {tmp_path} need ") and "for 4 (3 last, 1 in flight), and 39.1 KiB" in said
+    )
 
 
 def test_what_is_left_out_of_a_checkpoint_needs_no_disk(tmp_path: Path) -> None:
