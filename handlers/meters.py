@@ -3,13 +3,75 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
 
 How = Literal["sum", "mean", "max", "min"]
+CHUNK = 64
+"""Numbers that are kept one by one until they are added up together: one at a time would cost more."""
+
+
+class Running:
+    """A sum or an extreme of numbers that come in chunks, in constant memory; nothing is read from the device.
+
+    Args:
+        how: ``sum`` and ``mean`` keep the sum.
+    """
+
+    def __init__(self, how: How) -> None:
+        self.how, self.count = how, 0
+        self._total: torch.Tensor | None = None
+        self._bad_at: torch.Tensor | None = None
+
+    def add(self, chunk: Sequence[Any], iterations: Sequence[int] | None = None) -> None:
+        """Take numbers, or tensors of one element.
+
+        Args:
+            iterations: of the numbers, for :meth:`bad_at`.
+        """
+        values = _stacked(chunk)
+        part = values.sum() if self.how in ("sum", "mean") else values.max() if self.how == "max" else values.min()
+        if iterations is not None:
+            first, last = iterations[0], iterations[-1]
+            if last - first + 1 == len(chunk):  # not a copy to the device, which the host would wait for
+                places = torch.arange(first, last + 1, dtype=torch.float64, device=values.device)
+            else:
+                places = torch.tensor(iterations, dtype=torch.float64, device=values.device)
+            bad_at = torch.where(torch.isfinite(values), math.inf, places).min()
+            self._bad_at = bad_at if self._bad_at is None else torch.minimum(self._bad_at.to(bad_at.device), bad_at)
+        self._join(part, len(chunk))
+
+    def append(self, later: Running) -> None:
+        """Take what another one was given after this one."""
+        if later._total is not None:
+            self._join(later._total, later.count)
+
+    def _join(self, part: torch.Tensor, count: int) -> None:
+        if self._total is not None:
+            total = self._total.to(part.device)
+            if self.how in ("sum", "mean"):
+                part = total + part
+            else:
+                part = torch.maximum(total, part) if self.how == "max" else torch.minimum(total, part)
+        self._total, self.count = part, self.count + count
+
+    def number(self) -> float:
+        """The sum or the extreme; NaN for an extreme of none."""
+        none = 0.0 if self.how in ("sum", "mean") else math.nan
+        return none if self._total is None else self._total.item()
+
+    def bad_at(self) -> float:
+        """The first iteration whose number is not finite, infinity if all are."""
+        return math.inf if self._bad_at is None else self._bad_at.item()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "total": self._total, "bad_at": self._bad_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count, self._total, self._bad_at = state["count"], state["total"], state["bad_at"]
 
 
 class Meter:
@@ -30,27 +92,55 @@ class Meter:
         if how not in ("sum", "mean", "max", "min"):
             raise ValueError(f"Meter got how={how!r}, expected 'sum', 'mean', 'max' or 'min'.")
         self.how, self.of = how, of
-        self.values: list[Any] = []
-        """What :meth:`update` was given since the last log point; in checkpoints."""
+        self.reset()
 
     def update(self, value: float | torch.Tensor) -> None:
         """Take a number, or a tensor of one element, of which the value is kept."""
         if isinstance(value, torch.Tensor):
             value = value.detach().clone().reshape(())
+        self.take(value)
+
+    def take(self, value: Any) -> None:
+        """As :meth:`update`, what nobody changes."""
         self.values.append(value)
+        if len(self.values) == CHUNK:
+            self._fold()
 
-    def reduced(self, values: torch.Tensor) -> tuple[float, float]:
-        """This rank's part for :meth:`over_ranks`: the number, and of how many.
+    @property
+    def count(self) -> int:
+        """Of the numbers that it was given."""
+        return self._running.count + len(self.values)
 
-        Args:
-            values: float64, shape ``(count,)``.
-        """
-        count = float(values.numel())
-        if self.how in ("sum", "mean"):
-            return values.sum().item(), count
-        if not count:
-            return math.nan, 0.0
-        return (values.max() if self.how == "max" else values.min()).item(), count
+    def reset(self) -> None:
+        """Forget what it was given."""
+        self.values: list[Any] = []
+        """What it was given last, and is not added up yet."""
+        self._running = Running(self.how)
+
+    def reduced(self) -> tuple[float, float]:
+        """This rank's part for :meth:`over_ranks`: the number, and of how many."""
+        self._fold()
+        return self._running.number(), float(self._running.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values), **self._running.state_dict()}
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """What a checkpoint had comes before what it was given since."""
+        values, running = self.values, self._running
+        self.reset()
+        self.values = list(state["values"])
+        self._running.load_state_dict(state)
+        if running.count:
+            self._fold()
+            self._running.append(running)
+        for value in values:
+            self.take(value)
+
+    def _fold(self) -> None:
+        if self.values:
+            self._running.add(self.values)
+            self.values = []
 
     def over_ranks(self, parts: Sequence[tuple[float, float]]) -> float | None:
         """The number over all ranks, None if no rank has any."""
@@ -78,3 +168,15 @@ class Stopwatch(Meter):
 
     def __exit__(self, *error: object) -> None:
         self.update(1e3 * (perf_counter() - self._started))
+
+
+def _stacked(values: Sequence[Any]) -> torch.Tensor:
+    """Scalars as one tensor of doubles, on the device of the first."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        if all(isinstance(v, torch.Tensor) and v.shape == () and v.dtype is first.dtype for v in values) and all(
+            v.device == first.device for v in values
+        ):
+            return torch.stack(list(values)).double()
+        return torch.stack([torch.as_tensor(v).reshape(()).double().to(first.device) for v in values])
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)

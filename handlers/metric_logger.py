@@ -15,12 +15,14 @@ from ignite.engine import Events
 from ignite_engine import Phase, Trainer
 from ignite_engine.handlers.history import History
 from ignite_engine.handlers.media import MediaFiles
-from ignite_engine.handlers.meters import Meter
+from ignite_engine.handlers.meters import CHUNK, Meter, Running
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
 from ignite_engine.ranks import agreement
 
 Row = Mapping[str, Any]
 logger = logging.getLogger(__name__)
+_WATCHED = ("loss", "grad_norm")
+"""Of which the first that is not finite is named."""
 
 
 class MetricLogger:
@@ -35,11 +37,11 @@ class MetricLogger:
         console: print a line at each log point; a list: with these columns (:class:`ConsoleSink`).
         name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
 
-    Between log points it keeps references to detached scalars: no host sync, no collective. At a log point they are
-    stacked, read once and averaged over the ranks in one collective, meters included. A number that ``update`` returned
-    is logged as ``loss``. The first loss that is not finite is a warning, at the log point after it, with its iteration
-    and rank; so is the first such ``grad_norm`` of an Update without a loss scaler, and a run that ends with such a
-    loss. What a non-finite policy leaves out is in no mean.
+    Between log points it keeps references to the last detached scalars and the sums of those before, on their device:
+    no host sync, no collective. At a log point they are read and averaged over the ranks in one collective, meters
+    included. A number that ``update`` returned is logged as ``loss``. The first loss that is not finite is a warning,
+    at the log point after it, with its iteration and rank; so is the first such ``grad_norm`` of an Update without a
+    loss scaler, and a run that ends with such a loss. What a non-finite policy leaves out is in no mean.
     """
 
     phase = Phase.MEASURE
@@ -60,9 +62,11 @@ class MetricLogger:
             self.sinks.append(MediaFiles(directory, name=f"{name}/media"))
         if console is not False:
             self.sinks.append(ConsoleSink(keys=None if console is True else console))
-        self._interval: list[tuple[int, Row]] = []
+        self._rows: list[tuple[int, Row]] = []
+        """The last values by iteration, which are not added up yet."""
+        self._means: dict[str, Running] = {}
         self._meters: dict[str, Meter] = {}
-        self._loaded: dict[str, list[Any]] = {}
+        self._loaded: dict[str, dict[str, Any]] = {}
         """What a checkpoint had for meters, until they are there."""
         self._not_finite_at: int | None = None
         """The first iteration whose loss was not finite."""
@@ -81,22 +85,25 @@ class MetricLogger:
 
     def __call__(self, trainer: Trainer) -> None:
         """Write the interval's means into ``state.metrics`` and start the next interval."""
-        interval, self._interval = self._interval, []
+        self._add_up()
+        running, self._means = self._means, {}
         meters = self._meters = trainer.state.meters
-        if not interval and not meters:
+        if not running and not meters:
             return
         self._join_loaded()
-        means, first_bad = _means(interval)
-        of_meters = [number for meter in meters.values() for number in meter.reduced(_given(meter, interval))]
+        of_meters = [number for meter in meters.values() for number in meter.reduced()]
+        means = {name: each.number() / each.count for name, each in running.items()}
+        bad = [name in means and not math.isfinite(means[name]) for name in _WATCHED]
+        first_bad = [running[name].bad_at() if is_bad else math.inf for name, is_bad in zip(_WATCHED, bad, strict=True)]
         rows = agreement.gather_floats([*means.values(), *of_meters, *first_bad])
         *columns, losses, norms = zip(*rows, strict=True)
-        for key, column in zip(means, columns):
+        for key, column in zip(running, columns):
             trainer.state.metrics[key] = agreement.mean_of(column)
         for number, (name, meter) in enumerate(meters.items()):
             first = len(means) + 2 * number
             if (value := meter.over_ranks([(row[first], row[first + 1]) for row in rows])) is not None:
                 trainer.state.metrics[name] = value
-            meter.values.clear()
+            meter.reset()
         if getattr(trainer.update, "scaler", trainer) is not None:
             norms = (math.inf,)  # fp16 overflows and skips the step
         if min(norms) < min(losses):
@@ -107,26 +114,37 @@ class MetricLogger:
     def state_dict(self) -> dict[str, Any]:
         """The values of the interval so far, those of meters, and the first iteration whose loss was not finite."""
         self._join_loaded()
-        meters = {name: list(meter.values) for name, meter in self._meters.items() if meter.values}
-        rows = [list(row) for row in self._interval]
-        return {"interval": rows, "not_finite_at": self._not_finite_at, "meters": self._loaded | meters}
+        meters = {name: meter.state_dict() for name, meter in self._meters.items() if meter.count}
+        means = {name: mean.state_dict() for name, mean in self._means.items()}
+        rows = [list(row) for row in self._rows]
+        return {"rows": rows, "means": means, "not_finite_at": self._not_finite_at, "meters": self._loaded | meters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._interval = [(iteration, row) for iteration, row in state["interval"]]
+        self._rows, self._means = [(iteration, row) for iteration, row in state["rows"]], {}
+        for name, mean in state["means"].items():
+            self._means[name] = Running("mean")
+            self._means[name].load_state_dict(mean)
         self._not_finite_at = state["not_finite_at"]
-        self._loaded = dict(state.get("meters", {}))
+        self._loaded = dict(state["meters"])
         for meter in self._meters.values():
-            meter.values.clear()
+            meter.reset()
+
+    def _add_up(self) -> None:
+        rows, self._rows = self._rows, []
+        for name in dict.fromkeys(name for _, row in rows for name in row):
+            values = [row[name] for _, row in rows if name in row]
+            iterations = [iteration for iteration, row in rows if name in row] if name in _WATCHED else None
+            self._means.setdefault(name, Running("mean")).add(values, iterations)
 
     def _join_loaded(self) -> None:
         for name in self._loaded.keys() & self._meters.keys():
-            self._meters[name].values[:0] = self._loaded.pop(name)
+            self._meters[name].continue_from(self._loaded.pop(name))
 
     def _start(self, trainer: Trainer) -> None:
         if trainer.starts_fresh(self.name):
-            self._interval, self._not_finite_at, self._loaded = [], None, {}
+            self._rows, self._means, self._not_finite_at, self._loaded = [], {}, None, {}
             for meter in trainer.state.meters.values():
-                meter.values.clear()
+                meter.reset()
         self._meters = trainer.state.meters
         trainer.state.not_finite_at = self._not_finite_at
 
@@ -134,8 +152,15 @@ class MetricLogger:
         policy = getattr(trainer.update, "non_finite", None)
         if policy is not None and policy.leaves_out(trainer.state.iteration):
             return
+        if self._loaded:
+            self._join_loaded()
         if row := _scalars(trainer.state.output):
-            self._interval.append((trainer.state.iteration, row))
+            self._rows.append((trainer.state.iteration, row))
+            for meter in trainer.state.meters.values():
+                if meter.of in row:
+                    meter.take(row[meter.of])
+            if len(self._rows) == CHUNK:
+                self._add_up()
 
     def _note_first(self, trainer: Trainer, name: str, value: float, firsts: Sequence[float]) -> None:
         """Warn of the first value that is not finite; ``firsts`` are the iterations by rank."""
@@ -174,41 +199,8 @@ def _scalars(output: Any) -> Row:
             if value.numel() == 1:
                 if value.requires_grad:
                     value = value.detach()
-                # a view would keep the whole tensor until the next log point, and in checkpoints
+                # a view would keep the whole tensor until it is added up, and in checkpoints
                 row[name] = value if value.untyped_storage().nbytes() == value.itemsize else value.clone()
         elif isinstance(value, Number):
             row[name] = value
     return row
-
-
-def _means(interval: Sequence[tuple[int, Row]]) -> tuple[dict[str, float], tuple[float, float]]:
-    """Means by name, and the first iterations whose loss and whose gradient norm are not finite, or infinity."""
-    means: dict[str, float] = {}
-    firsts = {"loss": math.inf, "grad_norm": math.inf}
-    for key in dict.fromkeys(key for _, row in interval for key in row):
-        iterations = [iteration for iteration, row in interval if key in row]
-        values = [row[key] for _, row in interval if key in row]
-        stacked = _stacked(values)
-        means[key] = stacked.mean().item()
-        if key in firsts and not math.isfinite(means[key]):
-            bad = [at for at, value in zip(iterations, stacked.tolist(), strict=True) if not math.isfinite(value)]
-            firsts[key] = min(bad, default=math.inf)  # finite ones may have an infinite sum
-    return means, (firsts["loss"], firsts["grad_norm"])
-
-
-def _given(meter: Meter, interval: Sequence[tuple[int, Row]]) -> torch.Tensor:
-    """What a meter was given since the last log point, on the host."""
-    values = meter.values if meter.of is None else [row[meter.of] for _, row in interval if meter.of in row]
-    return _stacked(values).cpu() if values else torch.empty(0, dtype=torch.float64)
-
-
-def _stacked(values: Sequence[Any]) -> torch.Tensor:
-    """Scalars as one tensor of doubles, on the device of the first."""
-    first = values[0]
-    if isinstance(first, torch.Tensor):
-        if all(isinstance(v, torch.Tensor) and v.shape == () and v.dtype is first.dtype for v in values) and all(
-            v.device == first.device for v in values
-        ):
-            return torch.stack(list(values)).double()
-        return torch.stack([torch.as_tensor(v).reshape(()).double().to(first.device) for v in values])
-    return torch.tensor([float(value) for value in values], dtype=torch.float64)

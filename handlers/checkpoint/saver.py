@@ -116,6 +116,7 @@ class Saver:
         self.store.sweep()
         if self._saved_at is not None:  # resumed: the process before may have been killed between a save and its prune
             self._prune()
+            self.settle()
 
     def _take_folder(self, trainer: Trainer) -> None:
         """Keep other processes from saving there until the end of the run; log what a fresh run replaces."""

@@ -173,7 +173,7 @@ FORGOTTEN: dict[str, list[tuple[Any, str]]] = {
     "evaluation": [(Evaluation, "load_state_dict")],
     "best score": [(Checkpoint, "load_state_dict")],
     "interval of the log": [(MetricLogger, "load_state_dict")],
-    "log on disk": [(sinks.JSONLSink, "load_state_dict"), (sinks, "_truncate_from")],
+    "log on disk": [(sinks.JSONLSink, "load_state_dict"), (sinks.LogFile, "drop_from")],
 }
 
 

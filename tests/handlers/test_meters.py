@@ -12,6 +12,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, Meter, MetricLogger, Stopwatch
+from ignite_engine.handlers.meters import Running
 from tests.builders import numbers_loader, on_two_ranks, trainer_of
 from tests.collectives import Collectives
 from tests.handlers.test_metric_logger import reads_counted
@@ -73,9 +74,30 @@ def test_stopwatch_is_the_mean_time_of_a_use(monkeypatch: pytest.MonkeyPatch) ->
     assert trainer.run(range(2)).metrics["time/augment_ms"] == 500.0
 
 
+@pytest.mark.parametrize("bad", [1, 5, 63, 64, 65, 130, 200, None])
+def test_first_that_is_not_finite_is_found_though_iterations_are_left_out(bad: int | None) -> None:
+    running, all_iterations = Running("mean"), [each for each in range(1, 201) if each % 7]
+    for iterations in (all_iterations[:5], all_iterations[5:70], all_iterations[70:]):
+        running.add(
+            [torch.tensor(math.inf if bad is not None and each >= bad else 1e30) for each in iterations], iterations
+        )
+    assert running.bad_at() == (math.inf if bad is None else bad + (bad % 7 == 0))
+
+
+def test_what_a_checkpoint_had_comes_before_what_was_given_since() -> None:
+    before, since = Meter("sum"), Meter("sum")
+    for number in range(100):
+        before.update(float(number))
+    for number in range(100, 300):
+        since.update(float(number))
+    since.continue_from(before.state_dict())
+    assert since.reduced() == (sum(range(300)), 300.0)
+
+
 def test_not_finite_is_what_it_is() -> None:
-    nan = Meter("max").reduced(torch.tensor([1.0, math.nan], dtype=torch.float64))
-    assert math.isnan(Meter("max").over_ranks([(2.0, 1.0), nan]) or 0.0)
+    meter = Meter("max")
+    meter.update(1.0), meter.update(math.nan)
+    assert math.isnan(meter.over_ranks([(2.0, 1.0), meter.reduced()]) or 0.0)
     with pytest.raises(ValueError, match="expected 'sum', 'mean', 'max' or 'min'"):
         Meter("median")  # type: ignore[arg-type]
 

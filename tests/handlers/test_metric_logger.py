@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,8 @@ from ignite.engine import Engine, Events
 from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers import Checkpoint, LRSchedule, MetricLogger, warmup_linear
+from ignite_engine.handlers import Checkpoint, LRSchedule, Meter, MetricLogger, warmup_linear
+from ignite_engine.handlers.meters import CHUNK
 from tests.builders import linear, numbers_loader, trainer_of
 
 READS = ("item", "tolist", "__float__", "__bool__", "__int__", "__index__", "numpy", "cpu", "__array__")
@@ -218,10 +221,12 @@ def test_further_sinks_get_what_is_new() -> None:
 
 def bytes_kept(logger: MetricLogger) -> int:
     """Of the storages that the interval so far keeps alive, as a checkpoint would hold them."""
-    tensors = [
-        value for _, row in logger.state_dict()["interval"] for value in row.values() if isinstance(value, Tensor)
-    ]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    return sum(value.untyped_storage().nbytes() for value in kept(logger) if isinstance(value, Tensor))
+
+
+def kept(logger: MetricLogger) -> list[Any]:
+    """The values of the interval so far that are not added up yet."""
+    return [value for _, row in logger.state_dict()["rows"] for value in row.values()]
 
 
 def test_update_may_return_views_and_whole_predictions_and_a_scalar_of_each_is_kept() -> None:
@@ -231,11 +236,11 @@ def test_update_may_return_views_and_whole_predictions_and_a_scalar_of_each_is_k
 
     trainer, logger = Trainer(update), MetricLogger(console=False)
     logger.attach(trainer, Events.EPOCH_COMPLETED)
-    kept = list[int]()
-    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: kept.append(bytes_kept(logger)))
+    sizes = list[int]()
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: sizes.append(bytes_kept(logger)))
     state = trainer.run(range(4))
 
-    assert kept[:3] == [4, 8, 12] and state.metrics["loss"] == 1.5
+    assert sizes[:3] == [4, 8, 12] and state.metrics["loss"] == 1.5
     assert "predictions" not in state.metrics
 
 
@@ -246,7 +251,7 @@ def test_update_may_return_a_loss_with_its_graph_which_is_not_kept() -> None:
     graphs = list[Any]()
     trainer.add_event_handler(
         TrainingEvents.RESUME_POINT,
-        lambda: graphs.extend(row["loss"].grad_fn for _, row in logger.state_dict()["interval"]),
+        lambda: graphs.extend(value.grad_fn for value in kept(logger)),
     )
 
     assert trainer.run(range(4)).metrics["loss"] == 1.5
@@ -256,10 +261,58 @@ def test_update_may_return_a_loss_with_its_graph_which_is_not_kept() -> None:
 def test_output_without_a_scalar_is_not_kept() -> None:
     trainer, logger = Trainer(lambda engine, batch: (torch.ones(3), torch.ones(3))), MetricLogger(console=False)
     logger.attach(trainer, Events.EPOCH_COMPLETED)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: kept.append(logger.state_dict()["interval"]))
-    kept = list[Any]()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: means.append(logger.state_dict()["rows"]))
+    means = list[Any]()
 
-    assert trainer.run(range(4)).metrics == {} and kept == [[]]
+    assert trainer.run(range(4)).metrics == {} and means == [[]]
+
+
+def test_long_interval_takes_no_more_memory_and_no_larger_checkpoint_than_a_short_one() -> None:
+    logger, sizes = MetricLogger(console=False), list[tuple[int, int]]()
+    trainer = Trainer(lambda engine, batch: {"loss": torch.tensor(float(batch)), "grad_norm": torch.tensor(1.0)})
+    trainer.state.meters["most"] = Meter("max", of="loss")
+    logger.attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.add_event_handler(
+        TrainingEvents.RESUME_POINT(every=100),
+        lambda: sizes.append((len(kept(logger)), len(pickle.dumps(logger.state_dict())))),
+    )
+    state = trainer.run(range(5000))
+
+    assert max(count for count, _ in sizes) < 2 * CHUNK
+    assert max(size for _, size in sizes[1:]) < 1.5 * max(size for _, size in sizes[:5])
+    assert (state.metrics["loss"], state.metrics["most"]) == (4999 / 2, 4999.0)
+
+
+def test_a_mean_has_the_same_bits_wherever_the_interval_was_saved_and_loaded() -> None:
+    values = (torch.randn(400, generator=torch.Generator().manual_seed(0)) * 1e3).tolist()
+
+    def mean_of(cut: int | None) -> Any:
+        states: list[Any] = []
+        for part in filter(None, (range(cut or 0), range(cut or 0, 400))):
+            logger = MetricLogger(console=False)
+            trainer = Trainer(lambda engine, batch: {"loss": torch.tensor(values[batch]), "grad_norm": 1.0})
+            trainer.state.meters["sum"] = Meter("sum", of="loss")
+            logger.attach(trainer, Events.EPOCH_COMPLETED)
+            if part.start:
+                trainer.add_event_handler(Events.STARTED, lambda: logger.load_state_dict(states[-1]))  # noqa: B023
+            trainer.add_event_handler(
+                Events.ITERATION_COMPLETED(once=len(part)),
+                lambda: states.append(torch.load(_saved(logger.state_dict()), weights_only=True)),  # noqa: B023
+            )
+            trainer.run(part)
+        return dict(trainer.state.metrics)
+
+    whole = mean_of(None)
+    assert whole["loss"] == pytest.approx(sum(values) / 400)
+    for cut in (1, 63, 64, 65, 200, 399):
+        assert mean_of(cut) == whole
+
+
+def _saved(state: Any) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return buffer
 
 
 # -- values that are not finite ---------------------------------------------------------------------------------------
