@@ -71,7 +71,7 @@ class EarlyStopping:
         """The best value so far; None before the first finite one."""
         self.bad = 0
         """Number of values since the best one."""
-        self._followed = FollowedMetric(key, f"EarlyStopping(key={key!r})")
+        self._followed = FollowedMetric(key, f"EarlyStopping(key={key!r})", mode)
 
     def attach(self, trainer: Trainer, event: Any = TrainingEvents.METRICS_READY) -> None:
         """Compare at ``event``, if there is a new value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Mapping
@@ -9,8 +10,11 @@ from typing import Any
 
 from ignite.engine import Engine
 
+from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.ranks import agreement
+
+logger = logging.getLogger(__name__)
 
 
 class FollowedMetric:
@@ -20,10 +24,14 @@ class FollowedMetric:
         key: in ``state.metrics``; written on every rank, at the same iterations.
         setting: the handler and its argument, for the warning about a key that nothing writes:
             ``"Checkpoint(best='val/loss')"``.
+        mode: ``min`` or ``max``: which value the handler takes for better; a warning if the key's name says otherwise.
     """
 
-    def __init__(self, key: str, setting: str) -> None:
+    def __init__(self, key: str, setting: str, mode: str | None = None) -> None:
         self.key, self.setting = key, setting
+        if mode is not None and usual_mode(key) not in (None, mode) and agreement.rank() == 0:
+            better = "larger" if mode == "max" else "smaller"
+            logger.warning("%s takes %s values for better: is that meant? mode=%r.", setting, better, mode)
         self.seen_at: int | None = None
         """The iteration of the last value, for the handler's state: each value is used once, also over a resume."""
         self._warned = False

@@ -325,7 +325,11 @@ class Trainer(Engine):
                     raise
                 finally:
                     self._call_at_end()
-                self._begin_again(arguments)
+                try:
+                    self._begin_again(arguments)
+                except BaseException as failure:
+                    self._note_failure(failure)
+                    raise
         if self.state.status == "interrupted" and self.requests.stop is not None:
             signal = self.requests.stop[1]
             if signal is not None:

@@ -64,7 +64,9 @@ class Checkpoint:
         self._must_be_new = must_be_new
         self._saver = Saver(directory, self.options)
         best = self.options.best
-        self._followed = None if best is None else FollowedMetric(best, f"{type(self).__name__}(best={best!r})")
+        self._followed = (
+            None if best is None else FollowedMetric(best, f"{type(self).__name__}(best={best!r})", self.options.mode)
+        )
         self.announces_best = True
         """Log the best one when a run has ended; False: whoever runs it does."""
         self._trainer: Trainer | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,3 +129,18 @@ def superseded(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
             for other in checkpoints
         )
     ]
+
+
+_SMALL_IS_GOOD = frozenset({"loss", "nll", "error", "err", "perplexity", "ppl", "mae", "mse", "rmse", "entropy"})
+_LARGE_IS_GOOD = frozenset(
+    {"acc", "top1", "top5", "f1", "precision", "recall", "auc", "auroc", "iou", "miou", "dice", "map", "bleu", "rouge"}
+    | {"psnr", "ssim", "r2", "reward"}
+)
+
+
+def usual_mode(metric: str) -> Literal["min", "max"] | None:
+    """Whether smaller or larger values of a metric are better, as its name says; None: it does not."""
+    words = re.split(r"[^a-z0-9]+", metric.lower())
+    small = any(word in _SMALL_IS_GOOD for word in words)
+    large = any(word in _LARGE_IS_GOOD or word.startswith("accura") for word in words) or metric.endswith("_per_s")
+    return None if small == large else "min" if small else "max"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
 from ignite_engine.config.yaml_file import SCIENTIFIC, display
 from ignite_engine.errors import did_you_mean
@@ -166,6 +168,13 @@ def _fault(key: str, complaint: str) -> PydanticCustomError:
     return PydanticCustomError("setting", "{complaint}", {"key": key, "complaint": complaint})
 
 
+def _with_usual_mode(values: object, key: str) -> object:
+    """With the mode that the name of the metric under ``key`` tells, if none is given."""
+    if not isinstance(values, Mapping) or "mode" in values or not isinstance(metric := values.get(key), str):
+        return values
+    return {**values, "mode": usual_mode(metric) or "min"}
+
+
 class ScheduleSection(Section):
     """The learning rate over the run, in updates: a warm-up from 0 to ``optimizer.lr``, then the named shape."""
 
@@ -253,11 +262,16 @@ class EarlyStoppingSection(Section):
     """Completing the run when a metric stops improving."""
 
     metric: str | None = None  # a metric's key, such as val/loss; null: no early stopping
-    mode: Literal["min", "max"] = "min"  # whether a smaller or a larger value is better
+    mode: Literal["min", "max"] = "min"  # which value is better, the smaller; default: as the metric's name says
     patience: Count = 5  # new values in a row without improvement
     min_delta: NotNegative = 0.0  # an improvement is larger than this
     stopping_threshold: Number | None = None  # a value as good as this ends the run
     divergence_threshold: Number | None = None  # so does one worse than this, or one that is not finite
+
+    @model_validator(mode="before")
+    @classmethod
+    def _the_name_says_what_is_better(cls, values: object) -> object:
+        return _with_usual_mode(values, "metric")
 
 
 class EmaSection(Section):
@@ -296,7 +310,7 @@ class CheckpointSection(Section):
     every: EveryOrMinutes | None = EveryOrMinutes(epochs=1)
     keep_last: Count = 2
     best: str | None = None  # a metric's key, such as val/loss
-    mode: Literal["min", "max"] = "min"  # whether a smaller or a larger score is better
+    mode: Literal["min", "max"] = "min"  # which score is better, the smaller; default: as the metric's name says
     keep_best: Count = 1
     keep_every: Count | None = None  # those whose iteration is a multiple of it are never deleted
     save_at_end: bool = True  # also where the run completes
@@ -321,6 +335,11 @@ class CheckpointSection(Section):
         if isinstance(self.load, LoadSection):
             return {} if self.load.path is None else {"checkpoint.load": self.load}
         return {f"checkpoint.load.{index}": each for index, each in enumerate(self.load)}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _the_name_says_what_is_better(cls, values: object) -> object:
+        return _with_usual_mode(values, "best")
 
     @model_validator(mode="after")
     def _each_of_several_has_a_path(self) -> CheckpointSection:

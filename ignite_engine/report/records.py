@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.run_directory import RunDirectory
 
 LOG_LINES = 40
@@ -71,7 +71,9 @@ class Record:
             mode: ``min`` or ``max``; None: as the run followed the metric, or else as its name says.
         """
         if mode is None:
-            mode = self.followed[1] if self.followed is not None and self.followed[0] == key else usual_mode(key)
+            mode = (
+                self.followed[1] if self.followed is not None and self.followed[0] == key else usual_mode(key) or "min"
+            )
         points = self.series.get(key)
         if not points:
             return None
@@ -81,30 +83,6 @@ class Record:
         """The newest value of a series."""
         points = self.series.get(key)
         return points[-1][1] if points else None
-
-
-_LARGE_IS_GOOD = (
-    "acc",
-    "auc",
-    "auroc",
-    "f1",
-    "precision",
-    "recall",
-    "r2",
-    "bleu",
-    "rouge",
-    "iou",
-    "map",
-    "psnr",
-    "ssim",
-)
-
-
-def usual_mode(key: str) -> str:
-    """``max`` for a metric whose name says that large values are good, such as val/accuracy or val/f1; else ``min``."""
-    words = re.split(r"[^a-z0-9]+", key.lower())
-    named = any(word.startswith(("accura", "per_s")) or word in _LARGE_IS_GOOD for word in words)
-    return "max" if named or key.endswith("_per_s") else "min"
 
 
 def read_run(directory: str | Path) -> Record:

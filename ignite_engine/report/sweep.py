@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.report.pages import differing, duration, names_of, text_of
-from ignite_engine.report.records import Record, usual_mode
+from ignite_engine.report.records import Record
 from ignite_engine.report.scales import short
 from ignite_engine.report.timeline import seconds
 from ignite_engine.run_directory import flat
@@ -57,7 +58,7 @@ def sweep_table(runs: Sequence[Record], key: str, mode: str | None = None) -> li
 
 def _mode(runs: Sequence[Record], key: str, mode: str | None) -> str | None:
     followed = (run.followed[1] for run in runs if run.followed is not None and run.followed[0] == key)
-    return mode or next(followed, None) or usual_mode(key)
+    return mode or next(followed, None) or usual_mode(key) or "min"
 
 
 def _last_words(keys: Sequence[str]) -> dict[str, str]:

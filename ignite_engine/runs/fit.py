@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config import ConfigError
 from ignite_engine.config.load import validated
 from ignite_engine.config.yaml_file import Arguments
@@ -66,12 +67,6 @@ _ARGUMENTS = {
     "null": "None",
 }
 """The argument of :func:`fit` for each dotted key that has one; how other words of a config are written in Python."""
-
-_SMALLER_IS_BETTER = frozenset({"loss", "nll", "error", "perplexity", "ppl", "mae", "mse", "rmse"})
-_LARGER_IS_BETTER = frozenset(
-    {"accuracy", "acc", "top1", "top5", "f1", "precision", "recall", "auc", "roc_auc", "iou", "miou", "dice", "map"}
-    | {"bleu", "rouge", "psnr", "ssim", "r2", "reward"}
-)
 
 
 def fit(
@@ -240,11 +235,9 @@ def _sets(default: str, name: str, given: Any) -> dict[str, Any]:
 def _mode(best: str | None, mode: str | None) -> str | None:
     if best is None or mode is not None:
         return mode
-    words = {best.rpartition("/")[2].lower(), *best.lower().replace("/", "_").split("_")}
-    smaller, larger = bool(words & _SMALLER_IS_BETTER), bool(words & _LARGER_IS_BETTER)
-    if smaller == larger:
+    if (usual := usual_mode(best)) is None:
         raise ConfigError(f"fit(): mode: got nothing for best={best!r}, expected 'min' or 'max': which one is better.")
-    return "min" if smaller else "max"
+    return usual
 
 
 def _made_of_model(optimizer: Any) -> Callable[[nn.Module], Any]:

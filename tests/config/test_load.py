@@ -39,6 +39,14 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
     assert config.checkpoint.every is not None and config.checkpoint.every.epochs == 1
 
 
+def test_mode_of_a_followed_metric_is_what_its_name_says(tmp_path: Path) -> None:
+    text = MINIMAL + "checkpoint: {best: val/accuracy}\nearly_stopping: {metric: val/loss}\n"
+    config = load_config(written(tmp_path, text))
+    assert (config.checkpoint.mode, config.early_stopping.mode) == ("max", "min")
+    assert load_config(written(tmp_path, text), ["checkpoint.mode=min"]).checkpoint.mode == "min"
+    assert load_config(written(tmp_path, text), ["checkpoint.best=val/score"]).checkpoint.mode == "min"
+
+
 def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
     text = MINIMAL + 'optimizer: {lr: 1e-3, eps: 1e-9, weight_decay: "1e-2"}\ntask_options: {rate: 5E+2}\n'
     config = load_config(written(tmp_path, text), ["update.clip_norm=1e0"])

@@ -139,3 +139,14 @@ def test_improvement_is_finite_and_larger_than_min_delta(
     value: float, best: Any, mode: str, min_delta: float, better: bool
 ) -> None:
     assert improves(value, best, mode, min_delta) is better
+
+
+def test_mode_that_the_name_contradicts_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for key, mode in (("val/accuracy", "max"), ("val/loss", "min"), ("score", "max"), ("val/accuracy", None)):
+        FollowedMetric(key, "Thing", mode)
+    assert caplog.messages == []
+
+    FollowedMetric("val/accuracy", "Checkpoint(best='val/accuracy')", "min")
+    assert caplog.messages == [
+        "Checkpoint(best='val/accuracy') takes smaller values for better: is that meant? mode='min'."
+    ]

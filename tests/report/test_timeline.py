@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ignite_engine.report.records import Record, read_run, usual_mode
+from ignite_engine.report.records import Record, read_run
 from ignite_engine.report.timeline import PLACES, hours, iterations_per_epoch, marks, seconds
 from ignite_engine.run_directory import RunDirectory
 
@@ -60,12 +60,3 @@ def test_time_is_that_of_all_starts_without_the_time_between() -> None:
     assert seconds(Record(Path("run"), {}, history=history)) == 90.0
     assert seconds(Record(Path("run"), {}, summary={"wall_s": 5})) == 5.0
     assert seconds(Record(Path("run"), {})) is None
-
-
-@pytest.mark.parametrize(
-    ("key", "mode"),
-    [("val/loss", "min"), ("val/accuracy", "max"), ("test/top5_acc", "max"), ("val/macro-f1", "max"), ("wer", "min")]
-    + [("throughput/samples_per_s", "max"), ("val/map", "max"), ("val/mape", "min")],
-)
-def test_which_values_are_good_is_told_by_the_name(key: str, mode: str) -> None:
-    assert usual_mode(key) == mode

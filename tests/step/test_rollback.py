@@ -187,6 +187,23 @@ def test_without_a_checkpoint_it_is_refused(tmp_path: Path) -> None:
     assert torch.equal(one(trainer.update.model), one(trainer.update.model).nan_to_num())  # type: ignore[attr-defined]
 
 
+class OneWay(DataLoader[Any]):
+    """It has a state, and cannot go back to it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise OSError("gone")
+
+
+def test_a_run_whose_data_cannot_go_back_has_failed(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path)
+    with pytest.raises(OSError, match="gone"):
+        trainer.run(OneWay(Spoiled(), 2), max_epochs=1)
+    assert (trainer.state.status, trainer.state.reason) == ("failed", "OSError: gone")
+
+
 def test_a_stop_that_was_requested_meanwhile_still_stops(tmp_path: Path) -> None:
     trainer, checkpoint = trainer_of(tmp_path)
     GracefulStop(exit=False).attach(trainer)
