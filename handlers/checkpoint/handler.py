@@ -70,7 +70,7 @@ class Checkpoint:
         self.announces_best = True
         """Log the best one when a run has ended; False: whoever runs it does."""
         self._trainer: Trainer | None = None
-        self._due = self._must = False
+        self._due = self._must = self._improved = False
         self._elsewhere: list[str | Path] = []
         """Folders into which the next step boundary is saved, too."""
         self._best: float | None = None
@@ -323,7 +323,7 @@ class Checkpoint:
 
     def _start(self, trainer: Trainer) -> None:
         self._refuse_old()
-        self._due = self._must = False
+        self._due = self._must = self._improved = False
         if self.options.on_exception and agreement.world_size() > 1:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
         if self.options.when_busy == "skip" and not self.options.background:
@@ -350,7 +350,7 @@ class Checkpoint:
         if self._followed is not None and score is not None:
             values[self._followed.key] = score
             if improves(score, self._best, self.options.mode):
-                self._best, self._due, self._must = score, True, True
+                self._best, self._due, self._improved = score, True, True
         (measured_at, before), iteration = self._measured, trainer.state.iteration
         self._measured = (iteration, before | values if measured_at == iteration else values)
 
@@ -367,14 +367,16 @@ class Checkpoint:
             self._measured = (-1, {})
         self._replaced = trainer.registry.times_replaced
         at_end = state.last and (self.options.save_at_end or state.stopping)
-        must = self._must or at_end or state.save_requested
+        improved = self._improved
+        must = self._must or improved or at_end or state.save_requested
         due = self._due or must
-        self._due = self._must = False
+        self._due = self._must = self._improved = False
         if saver.busy and (state.background_done or state.last):
             saver.finish(trainer)
         while self._elsewhere:
             self._save_in(trainer, self._elsewhere.pop(0))
-        if not due or saver.has_saved(trainer):
+        # one that was saved before an evaluation was done again, after a stop within it, does not have its value
+        if not due or (saver.has_saved(trainer) and not improved):
             return
         if saver.busy:
             if self.options.when_busy == "skip" and not must:

@@ -13,7 +13,7 @@ from ignite.engine import Events
 from ignite.metrics import Loss
 from torch import nn
 
-from ignite_engine import Trainer, Update, create_evaluator, load_weights
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, load_weights
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation
 from tests.builders import linear, mse, numbers_loader, one, trainer_of, weights
@@ -143,6 +143,59 @@ def test_best_is_that_of_this_run(tmp_path: Path) -> None:
     seen.clear()
     again.run(numbers_loader(), max_iters=1)  # fresh again, in this process
     assert seen == [None] and other.best is not None
+
+
+def test_a_value_measured_before_the_first_update_has_its_checkpoint(tmp_path: Path) -> None:
+    """A model that training makes worse: its best weights are those it came with."""
+    trainer, model = trainer_of(), linear()
+    trainer.update.model.load_state_dict(model.state_dict())  # type: ignore[attr-defined]
+    values = iter([1.0, 2.0, 3.0])
+    trainer.add_event_handler(
+        Events.STARTED | Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.update(score=next(values))
+    )
+    checkpoint = Checkpoint(tmp_path, best="score")
+    checkpoint.attach(trainer)
+    trainer.run(numbers_loader(), max_epochs=2)
+
+    assert checkpoint.best is not None and (checkpoint.best.value, checkpoint.best.iteration) == (1.0, 0)
+    checkpoint.restore_best()
+    assert torch.equal(weights(trainer), one(model))
+
+
+def test_a_value_that_a_stop_has_postponed_has_its_checkpoint(tmp_path: Path) -> None:
+    """A stop within an evaluation saves without its value; the evaluation is done again by the run that resumes."""
+
+    def run(folder: Path, stop_at: int | None) -> tuple[Trainer, Checkpoint]:
+        trainer = trainer_of()
+        evaluation = Evaluation(evaluator_of(trainer.update.model), numbers_loader(6))  # type: ignore[attr-defined]
+        evaluation.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+
+        def worse() -> None:
+            if "val/loss" in trainer.state.metrics:
+                trainer.state.metrics["val/loss"] = float(trainer.state.iteration)
+
+        trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, worse)
+        if stop_at is not None:
+            within = evaluation.evaluator.add_event_handler
+
+            def stop() -> None:
+                if trainer.state.iteration == stop_at:
+                    trainer.request_stop("test")
+
+            within(Events.ITERATION_COMPLETED, stop)
+        checkpoint = Checkpoint(folder, best="val/loss", keep_last=1)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(numbers_loader(), max_iters=15)
+        return trainer, checkpoint
+
+    whole, of_whole = run(tmp_path / "whole", None)
+    stopped, _ = run(tmp_path / "stopped", 4)
+    assert (stopped.state.status, stopped.state.iteration) == ("interrupted", 4)
+    resumed, of_resumed = run(tmp_path / "stopped", None)
+    assert resumed.state.status == "completed" and torch.equal(weights(resumed), weights(whole))
+    for checkpoint in (of_whole, of_resumed):
+        assert checkpoint.best is not None and (checkpoint.best.value, checkpoint.best.iteration) == (4.0, 4)
 
 
 def test_without_a_best_one_line_says_why(tmp_path: Path) -> None:
