@@ -155,7 +155,7 @@ def _retention(entries: Sequence[Attached], length: Length) -> Iterator[Conflict
                 for each in entries
                 if set_of(each.owner) is not None and key.startswith(f"{set_of(each.owner)}/") and _counts(each)
             ]
-            since = max((gap for times in measured if (gap := _gap(times, length))), default=0) * patience
+            since = max((each for times in measured if (each := _gap(times, length))), default=0) * patience
             if since >= options.keep_last * gap and not options.keep_every:
                 yield Conflict(
                     f"{type(other).__name__} ends the run {since:,} iterations after the best {key}, of which the "

@@ -14,7 +14,7 @@ from ignite.engine import Engine, Events
 from ignite.metrics import Average
 from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents, Update
+from ignite_engine import Trainer, TrainingEvents, Update, every
 from ignite_engine.data import Windows
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, LRSchedule, MetricLogger
@@ -321,6 +321,19 @@ def test_best_that_is_deleted_before_early_stopping_ends_the_run(tmp_path: Path)
     (said,) = found(3, keep_last=2)
     assert "ends the run 18 iterations after the best val/loss" in said and "give Checkpoint best='val/loss'" in said
     assert found(3, keep_last=4) == found(3, best="val/loss") == []
+
+
+@pytest.mark.parametrize("evaluated", [every(epochs=0.5), Events.EPOCH_COMPLETED])
+def test_best_that_is_deleted_as_checkpoints_come_more_often_than_values(tmp_path: Path, evaluated: Any) -> None:
+    """Also where the interval of the values is not one of iterations, of which nothing is said."""
+    trainer = trainer_of()
+    evaluation_of(trainer).attach(trainer, evaluated)
+    EarlyStopping("val/loss", patience=1).attach(trainer)
+    Checkpoint(tmp_path, keep_last=2).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    found = conflicts(trainer, numbers_loader(), max_epochs=10)
+
+    assert len(found) == (1 if evaluated == Events.EPOCH_COMPLETED else 0)
+    assert all("ends the run 6 iterations after" in each and "every 2 iterations" in each for each in found)
 
 
 def test_keep_every_that_keeps_nothing(tmp_path: Path) -> None:
