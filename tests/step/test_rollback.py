@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from ignite_engine import Start, Trainer, TrainingEvents, Update, loader
+from ignite_engine import Start, Trainer, TrainingEvents, Update, Windows, loader
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.errors import NotFinite
 from ignite_engine.handlers import EMA, Checkpoint, GracefulStop, LRSchedule, MetricLogger, warmup_linear
@@ -187,20 +187,28 @@ def test_without_a_checkpoint_it_is_refused(tmp_path: Path) -> None:
     assert torch.equal(one(trainer.update.model), one(trainer.update.model).nan_to_num())  # type: ignore[attr-defined]
 
 
-class OneWay(DataLoader[Any]):
-    """It has a state, and cannot go back to it."""
+class OneWay:
+    """Windows of a stream that cannot go back."""
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    def next_window(self) -> int:
+        self.left -= 1
+        return self.left
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise OSError("gone")
+        if self.left < 3:
+            raise OSError("gone")
 
 
 def test_a_run_whose_data_cannot_go_back_has_failed(tmp_path: Path) -> None:
     trainer, _ = trainer_of(tmp_path)
     with pytest.raises(OSError, match="gone"):
-        trainer.run(OneWay(Spoiled(), 2), max_epochs=1)
+        trainer.run(Windows(OneWay(), lambda name: loader(Spoiled(), 2)), max_epochs=1)
     assert (trainer.state.status, trainer.state.reason) == ("failed", "OSError: gone")
 
 
