@@ -86,6 +86,13 @@ class Evaluation:
         self.evaluator, self.data, self.label, self.limit = evaluator, data, name, limit
         self.name = f"evaluation/{name}"
         self._windows = WindowReader(data, waits=False) if isinstance(data, Windows) else None
+        if isinstance(data, Windows) and agreement.rank() == 0:
+            for setting in ("limit", "per_epoch", "wait_s"):
+                if getattr(data, setting):
+                    logger.warning(
+                        "Windows(%s=%s) has no effect in the Evaluation of %r: it takes the next window that is there.",
+                        *(setting, getattr(data, setting), name),
+                    )
         self._changes = self._windows is not None or not isinstance(data, Iterable)
         if self._changes and progress is not None:
             raise ValueError("progress continues an evaluation of one loader: leave it out for windows or a function.")

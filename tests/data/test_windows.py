@@ -461,6 +461,18 @@ def test_stopped_where_a_window_is_evaluated_before_it_is_trained_on(
     assert torch.equal(rest, whole) and found == metrics[1:]
 
 
+def test_settings_of_windows_that_an_evaluation_does_not_follow_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    evaluator = create_evaluator(linear(), lambda model, batch: batch)
+    Evaluation(evaluator, Windows([1, 2], lambda name: [torch.ones(1)]))
+    assert caplog.messages == []
+
+    Evaluation(evaluator, Windows([1, 2], lambda name: [torch.ones(1)], limit=1, wait_s=2.0), name="late")
+    assert caplog.messages == [
+        f"Windows({setting}) has no effect in the Evaluation of 'late': it takes the next window that is there."
+        for setting in ("limit=1", "wait_s=2.0")
+    ]
+
+
 def test_an_evaluation_of_windows_takes_the_next_each_time_and_resumes_there(tmp_path: Path) -> None:
     def run(folder: Path, stop: bool) -> list[float]:
         trainer, found = trainer_of(), list[float]()
