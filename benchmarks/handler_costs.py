@@ -1,0 +1,129 @@
+"""What each handler of daily use costs an iteration: a trainer that does nothing else, with it and without.
+
+    python -m benchmarks.handler_costs [--rounds N] [--iterations N] [--json PATH]
+
+In each round every contender runs the same number of iterations, in an order drawn for the round. The times are of this
+process's CPU, so other processes disturb them less. See ``benchmarks/README.md`` for how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from ignite.engine import Events
+
+from benchmarks.overhead import machine
+from ignite_engine import Trainer, every
+from ignite_engine.handlers import CSVSink, Meter, MetricLogger, Progress, Stopwatch, Throughput
+
+STEP_US = 5000.0
+GOAL_PERCENT = 0.5
+BARE, LOGGED, ALL = "nothing", "logger, throughput, bar", "all of them"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; the exit code is 0 whatever it says."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.handler_costs", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="counted rounds, default 15")
+    parser.add_argument("--iterations", type=int, default=2000, help="of a contender in a round, default 2000")
+    parser.add_argument("--json", type=Path, help="write every round there")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    times = measure(options.rounds, options.iterations)
+    print("  ".join(f"{name} {value}" for name, value in machine().items()))
+    bare = median(times[BARE])
+    for name, values in times.items():
+        added = median(values) - bare
+        print(f"{name:28} {median(values):7.2f} us   {added:+7.2f} us   {100 * added / STEP_US:+6.3f} % of a 5 ms step")
+    more = 100 * (median(times[ALL]) - median(times[LOGGED])) / STEP_US
+    print(f"intervals, meters and CSV beside {LOGGED}: {more:.3f} %, goal {GOAL_PERCENT} %")
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), "us_per_iteration": times}))
+    return 0
+
+
+def measure(rounds: int, iterations: int) -> dict[str, list[float]]:
+    """Microseconds of CPU per iteration of each contender in each round; the first is not counted."""
+    contenders: dict[str, Callable[[Trainer, Path], None]] = {
+        BARE: lambda trainer, folder: None,
+        "every(epochs=0.25)": lambda trainer, folder: listen(trainer, every(epochs=0.25)),
+        "every(samples=10_000)": lambda trainer, folder: listen(trainer, every(samples=10_000)),
+        "every(seconds=30)": lambda trainer, folder: listen(trainer, every(seconds=30)),
+        "MetricLogger, log every 50": log,
+        "  and meters": log_meters,
+        "  and CSVSink": lambda trainer, folder: log(trainer, folder, [CSVSink(folder / "metrics.csv")]),
+        "Throughput": lambda trainer, folder: Throughput().attach(trainer),
+        "Progress": lambda trainer, folder: Progress().attach(trainer),
+        LOGGED: watch,
+        ALL: everything,
+    }
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    draw = random.Random(0)
+    for number in range(rounds + 1):
+        for name in draw.sample(list(contenders), len(contenders)):
+            with tempfile.TemporaryDirectory() as folder:
+                trainer = made()
+                contenders[name](trainer, Path(folder))
+                began = time.process_time()
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                    trainer.run([torch.zeros(8)] * iterations, max_epochs=1)
+                if number:
+                    times[name].append(1e6 * (time.process_time() - began) / iterations)
+    return times
+
+
+def made() -> Trainer:
+    """Its update returns what was computed before."""
+    output = {"loss": torch.tensor(0.5), "grad_norm": torch.tensor(1.0)}
+    return Trainer(lambda engine, batch: output)
+
+
+def listen(trainer: Trainer, event: Any) -> None:
+    trainer.add_event_handler(event, lambda: None)
+
+
+def log(trainer: Trainer, folder: Path, sinks: Sequence[Any] = ()) -> None:
+    logger = MetricLogger(folder, console=False, sinks=sinks)
+    logger.attach(trainer, Events.ITERATION_COMPLETED(every=50))
+
+
+def log_meters(trainer: Trainer, folder: Path, sinks: Sequence[Any] = ()) -> None:
+    log(trainer, folder, sinks)
+    stopwatch = trainer.state.meters["time/watched_ms"] = Stopwatch()
+    trainer.state.meters["grad_norm/max"] = Meter("max", of="grad_norm")
+
+    def use() -> None:
+        with stopwatch:
+            pass
+
+    trainer.add_event_handler(Events.ITERATION_STARTED, use)
+
+
+def watch(trainer: Trainer, folder: Path) -> None:
+    log(trainer, folder)
+    Throughput().attach(trainer)
+    Progress().attach(trainer)
+
+
+def everything(trainer: Trainer, folder: Path) -> None:
+    for event in (every(epochs=0.25), every(samples=10_000), every(seconds=30)):
+        listen(trainer, event)
+    log_meters(trainer, folder, [CSVSink(folder / "metrics.csv")])
+    Throughput().attach(trainer)
+    Progress().attach(trainer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
