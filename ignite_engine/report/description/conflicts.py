@@ -78,6 +78,7 @@ def _schedules(entries: Sequence[Attached], length: Length) -> Iterator[Conflict
         if end is None or end == run:
             continue
         name = getattr(entry.owner, "name", type(scheduler).__name__)
+        setting = _LENGTHS.get(type(scheduler), "total")
         kind = "ends at" if end < run else "reaches its end only at"
         after = (
             f" (the LR is {_rates(scheduler, end)} from there on)"
@@ -85,8 +86,8 @@ def _schedules(entries: Sequence[Attached], length: Length) -> Iterator[Conflict
             else ""
         )
         yield Conflict(
-            f"The schedule {name} {kind} {unit} {end:,}{after}, the run at {unit} {run:,}: total={run} makes them end "
-            "together."
+            f"The schedule {name} {kind} {unit} {end:,}{after}, the run at {unit} {run:,}: {setting}={run} makes them "
+            "end together."
         )
 
 
@@ -98,14 +99,11 @@ def _has_the_runs_length(scheduler: Any) -> bool:
 def end_of(scheduler: Any, run: int) -> int | None:
     """The step from which on a schedule stays as it is; None: it does not tell, or has no end."""
     if not isinstance(scheduler, Schedule):
-        ends = {
-            OneCycleLR: "total_steps",
-            CosineAnnealingLR: "T_max",
-            LinearLR: "total_iters",
-            PolynomialLR: "total_iters",
-        }
-        name = ends.get(type(scheduler))
-        return None if name is None else int(getattr(scheduler, name))
+        if type(scheduler) not in _LENGTHS or (
+            isinstance(scheduler, LinearLR) and scheduler.start_factor <= scheduler.end_factor
+        ):
+            return None  # a warm-up alone may end anywhere
+        return int(getattr(scheduler, _LENGTHS[type(scheduler)]))
     last = scheduler.lrs_at(_FOREVER)
     if scheduler.lrs_at(_FOREVER // 2) != last:
         return None

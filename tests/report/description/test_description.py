@@ -244,7 +244,12 @@ def test_interval_longer_than_the_run() -> None:
         (lambda o: warmup_constant(o, 10), None),
         (lambda o: warmup_constant(o, 100), None),
         (lambda o: warmup_inverse_sqrt(o, 4), None),
-        (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=50), "ends at update 50, the run"),
+        (
+            lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=50),
+            "ends at update 50, the run at update 60: T_max=60",
+        ),
+        (lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.1, total_iters=9), "total_iters=60 makes them"),
+        (lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=9), None),
         (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=60), None),
     ],
 )
