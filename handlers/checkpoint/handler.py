@@ -190,6 +190,8 @@ class Checkpoint:
             raise RuntimeError("Checkpoint.save() needs a trainer: call attach(trainer, event) before.")
         is_path = directory is None or (bool(directory) and isinstance(directory, str | PathLike))
         check_type("directory", directory, is_path, "a path or None")
+        if directory is not None and Path(directory).resolve() == self._saver.store.directory.resolve():
+            directory = None  # by the saver that holds the lock of that folder, and prunes it
         if trainer.state.status == "running":
             if directory is None:
                 self._due = self._must = True

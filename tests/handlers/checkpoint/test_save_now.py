@@ -32,6 +32,21 @@ def names(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.glob("*"))
 
 
+def test_a_save_into_the_runs_own_folder_leaves_it_locked_and_is_pruned(tmp_path: Path) -> None:
+    """Named by its path, it was saved by a second holder of the lock, which took it away."""
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    trainer, checkpoint = run_of(tmp_path / "run", keep_last=1)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: checkpoint.save(tmp_path / ("run" if trainer.state.iteration % 2 else "link")),
+    )
+    seen: list[list[str]] = []
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: seen.append(names(checkpoint.store.directory)))
+    trainer.run(numbers_loader(), max_iters=4)
+
+    assert [len(each) for each in seen] == [1, 2, 2, 2] and all(filesystem.LOCK_NAME in each for each in seen)
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_what_is_saved_elsewhere_resumes_to_the_same_bits(tmp_path: Path, background: bool) -> None:
     trainer, checkpoint = run_of(tmp_path / "run", background=background, best="loss", keep_last=1)
