@@ -56,7 +56,8 @@ class FollowedMetric:
 
     def warn_if_never_written(self, trainer: Engine) -> None:
         """Warn at the end of a run in which the key was never written."""
-        if self.seen_at is None and trainer.state.iteration and getattr(trainer.state, "status", "") == "completed":
+        completed = trainer.state.iteration and getattr(trainer.state, "status", "") == "completed"
+        if completed and self.seen_at is None and self.key not in trainer.state.metrics:
             self._warn(trainer.state.metrics)
 
     def _is_mistaken(self, trainer: Engine, written: Mapping[str, Any]) -> bool:

@@ -70,7 +70,7 @@ class Checkpoint:
         self.announces_best = True
         """Log the best one when a run has ended; False: whoever runs it does."""
         self._trainer: Trainer | None = None
-        self._due = self._must = self._improved = False
+        self._due = self._must = False
         self._elsewhere: list[str | Path] = []
         """Folders into which the next step boundary is saved, too."""
         self._best: float | None = None
@@ -248,7 +248,8 @@ class Checkpoint:
         self._refuse_old()
         path = self._trainer.registry.resume(self.store, ignore=ignore, strict=self.options.strict)
         if path is not None:
-            self._saver.resumed(self._trainer, path)
+            manifest = self._saver.resumed(self._trainer, path)
+            self._measured = (manifest.iteration, manifest.metrics)  # of this boundary, if it is saved again
             # a script that sets up no logging shows warnings alone
             level = logging.WARNING if agreement.rank() == 0 else logging.INFO
             logger.log(level, "Resumed from %s at iteration %d.", path, self._trainer.state.iteration)
@@ -325,7 +326,7 @@ class Checkpoint:
 
     def _start(self, trainer: Trainer) -> None:
         self._refuse_old()
-        self._due = self._must = self._improved = False
+        self._due = self._must = False
         if self.options.on_exception and agreement.world_size() > 1:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
         if self.options.when_busy == "skip" and not self.options.background:
@@ -351,8 +352,11 @@ class Checkpoint:
             return
         if self._followed is not None and score is not None:
             values[self._followed.key] = score
+            saved = self._saver.has_saved(trainer)  # an evaluation made again after a resume, or at COMPLETED
             if improves(score, self._best, self.options.mode):
-                self._best, self._due, self._improved = score, True, True
+                self._best, self._due, self._must = score, self._due or not saved, self._must or not saved
+            if saved:
+                self._saver.add_metrics(values)
         (measured_at, before), iteration = self._measured, trainer.state.iteration
         self._measured = (iteration, before | values if measured_at == iteration else values)
 
@@ -369,16 +373,14 @@ class Checkpoint:
             self._measured = (-1, {})
         self._replaced = trainer.registry.times_replaced
         at_end = state.last and (self.options.save_at_end or state.stopping)
-        improved = self._improved
-        must = self._must or improved or at_end or state.save_requested
+        must = self._must or at_end or state.save_requested
         due = self._due or must
-        self._due = self._must = self._improved = False
+        self._due = self._must = False
         if saver.busy and (state.background_done or state.last):
             saver.finish(trainer)
         while self._elsewhere:
             self._save_in(trainer, self._elsewhere.pop(0))
-        # one that was saved before an evaluation was done again, after a stop within it, does not have its value
-        if not due or (saver.has_saved(trainer) and not improved):
+        if not due or saver.has_saved(trainer):
             return
         if saver.busy:
             if self.options.when_busy == "skip" and not must:

@@ -30,7 +30,7 @@ from ignite_engine.checkpointing import (
 )
 from ignite_engine.checkpointing.background import ChangedWhileCopied
 from ignite_engine.checkpointing.changed_rows import ChangedRows
-from ignite_engine.checkpointing.manifest import Facts, read_manifest
+from ignite_engine.checkpointing.manifest import Facts, Manifest, read_manifest
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
 from ignite_engine.checkpointing.rows import Tables
 from ignite_engine.checkpointing.save_filter import check_patterns
@@ -90,10 +90,21 @@ class Saver:
         """Whether the step boundary at which the run is was saved, or is being saved."""
         return self._saved_at == _boundary_of(trainer)
 
-    def resumed(self, trainer: Trainer, path: Path) -> None:
-        """The run was resumed from ``path``."""
+    def resumed(self, trainer: Trainer, path: Path) -> Manifest:
+        """The run was resumed from ``path``, whose manifest is returned."""
+        manifest = read_manifest(path)
         self._saved_at, self.parent = _boundary_of(trainer), path.name
-        self.run_id, self.has_run = read_manifest(path).run_id, True
+        self.run_id, self.has_run = manifest.run_id, True
+        return manifest
+
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """What was measured where the run was saved already, after that; a collective. A failure is a warning."""
+        assert self.parent is not None
+        self.settle()
+        try:
+            self.store.annotate(self.store.directory / self.parent, metrics=metrics)
+        except CheckpointError as error:  # as with a save that fails, training goes on
+            logger.warning("%s", error)
 
     def start(self, trainer: Trainer) -> None:
         """A run starts: check what it saves, take the folder, handle what is in it; a collective.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Events
-from ignite.metrics import Loss
+from ignite.metrics import Average, Loss
 from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, load_weights
@@ -196,6 +196,60 @@ def test_a_value_that_a_stop_has_postponed_has_its_checkpoint(tmp_path: Path) ->
     assert resumed.state.status == "completed" and torch.equal(weights(resumed), weights(whole))
     for checkpoint in (of_whole, of_resumed):
         assert checkpoint.best is not None and (checkpoint.best.value, checkpoint.best.iteration) == (4.0, 4)
+
+
+@pytest.mark.parametrize(
+    "event", [Events.EPOCH_COMPLETED(once=1), Events.ITERATION_COMPLETED(once=6), Events.ITERATION_COMPLETED(once=4)]
+)
+def test_an_evaluation_that_a_stop_interrupted_counts_for_what_was_saved_then(tmp_path: Path, event: Any) -> None:
+    """It is made again before the resumed run trains, and has the best value of the run."""
+
+    def run(folder: Path, stop: bool = False) -> Checkpoint:
+        trainer = trainer_of()
+
+        def score(model: nn.Module, batch: Any) -> float:
+            if stop:
+                trainer.request_stop("enough")
+            return float(trainer.state.iteration)
+
+        evaluator = create_evaluator(trainer.update.model, score, {"score": Average()})  # type: ignore[attr-defined]
+        Evaluation(evaluator, [1, 2]).attach(trainer, event | Events.ITERATION_COMPLETED(every=8))
+        checkpoint = Checkpoint(folder, best="val/score", keep_last=1)
+        checkpoint.attach(trainer, Events.COMPLETED)
+        checkpoint.resume()
+        trainer.run(numbers_loader(), max_iters=16)
+        return checkpoint
+
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "stopped", stop=True)
+    resumed = run(tmp_path / "stopped")
+    assert whole.best is not None and resumed.best is not None
+    assert whole.best.iteration < 8 and whole.best.value == resumed.best.value
+    kept = [sorted(each.name for each in (tmp_path / name).glob("iter*")) for name in ("whole", "stopped")]
+    assert kept[0] == kept[1] == [whole.best.path.name, "iteration_00000016"]
+
+
+def test_a_score_after_the_last_save_is_that_of_what_was_saved(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    trainer.add_event_handler(Events.COMPLETED, lambda: trainer.state.metrics.update(score=0.5))
+    checkpoint = Checkpoint(tmp_path, best="score", mode="max")
+    checkpoint.attach(trainer)
+    trainer.run(numbers_loader(), max_iters=4)
+    assert checkpoint.best is not None and (checkpoint.best.value, checkpoint.best.iteration) == (0.5, 4)
+
+
+def test_saved_once_more_after_a_resume_it_is_still_the_best(tmp_path: Path) -> None:
+    for _ in range(2):  # trained; started again
+        trainer, checkpoint = trainer_of(), Checkpoint(tmp_path, best="score", mode="max")
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED,
+            lambda trainer: trainer.state.metrics.update(score=float(trainer.state.iteration)),
+        )
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(numbers_loader(), max_iters=3)
+    assert checkpoint.save() == tmp_path / "iteration_00000003"
+    assert checkpoint.best is not None and checkpoint.best.value == 3.0 and checkpoint.restore_best() == checkpoint.best
 
 
 def test_without_a_best_one_line_says_why(tmp_path: Path) -> None:
