@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from ignite_engine import rng
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config import ConfigError
 from ignite_engine.config.load import validated
@@ -160,6 +161,8 @@ def fit(
     )
     if metrics and val_set is None and test_set is None:
         raise ConfigError("fit(): metrics: got some, but no val_set to measure them on.")
+    if metrics and predict is None:
+        _check_pairs(task)
     values = _values(sections)
     given: dict[str, dict[str, Any]] = {
         "run": {"directory": str(directory), "max_epochs": max_epochs, "max_iterations": max_iters, "seed": seed},
@@ -202,12 +205,22 @@ def fit(
 
 
 def _predict_pair(model: nn.Module, batch: Any) -> Any:
-    if not isinstance(batch, list | tuple) or len(batch) != 2:
-        raise TypeError(
-            f"metrics take predictions and targets, and a batch is a {type(batch).__name__} here, not (inputs, "
-            "targets): give fit() predict, a function predict(model, batch) that returns what they take."
-        )
     return model(batch[0]), batch[1]
+
+
+def _check_pairs(task: Task) -> None:
+    """Refuse what :func:`_predict_pair` cannot take by the first sample of each set, not after an epoch of training."""
+    for name, data in {**task.val_sets, **task.test_sets}.items():
+        if isinstance(data, Windows) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data)):
+            continue
+        with rng.isolated():
+            batch = data[0] if task.collate_fn is None else task.collate_fn([data[0]])
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
+            raise TypeError(
+                f"metrics take predictions and targets, and what {name!r} holds is a {got}, not (inputs, targets): "
+                "give fit() predict, a function predict(model, batch) that returns what they take."
+            )
 
 
 def _data(name: str, given: Any) -> Any:

@@ -216,20 +216,39 @@ def test_wrong_argument_is_one_sentence(tmp_path: Path, arguments: dict[str, Any
         fitted(tmp_path, **arguments)
 
 
-def test_loader_in_the_place_of_a_dataset_and_batches_without_targets_are_told_what_to_do(tmp_path: Path) -> None:
+def test_loader_in_the_place_of_a_dataset_is_told_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="train_set must be a dataset, got a DataLoader: give its dataset, and batch_s"):
         fit(net(), loss_fn, DataLoader(TensorDataset(*TRAIN)), directory=tmp_path, max_epochs=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"give fit\(\) predict, a function predict\(model, batch\)"):
+
+
+@pytest.mark.parametrize(
+    ("samples", "collate_fn", "held"),
+    [
+        ([{"x": each, "y": 0} for each in INPUTS], None, "a dict,"),
+        (list(INPUTS), None, "a Tensor,"),
+        ([(each, each, 0) for each in INPUTS], None, "a tuple of 3,"),
+        (list(INPUTS), lambda samples: {"x": torch.stack(samples)}, "a dict,"),
+    ],
+)
+def test_samples_that_are_no_pairs_are_told_what_to_do_before_the_run_trains(
+    samples: Any, collate_fn: Any, held: str, tmp_path: Path
+) -> None:
+    def untrained(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise AssertionError("it trains")
+
+    with pytest.raises(TypeError, match=rf"what 'val' holds is {held} .*give fit\(\) predict, a function predict\(mod"):
         fit(
             net(),
-            lambda model, batch: model(batch).mean(),
-            list(INPUTS),
-            list(INPUTS),
-            directory=tmp_path,
+            untrained,
+            samples,
+            samples,
+            collate_fn=collate_fn,
+            directory=tmp_path / "run",
             max_epochs=1,
             metrics={"accuracy": Accuracy()},
             **QUIET,
         )
+    assert not (tmp_path / "run").exists()
 
 
 def test_part_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
