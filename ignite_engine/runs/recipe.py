@@ -236,8 +236,8 @@ def _attach(
             each.attach(trainer, interval_event(evaluation.every, task))
         if evaluation.at_end:  # before the last checkpoint, which it may make the best
             each.attach(trainer, Events.ITERATION_COMPLETED(event_filter=after_the_last_update))
+            each.attach(trainer, Events.EPOCH_COMPLETED(event_filter=last_epoch))  # which may have been cut short
             if isinstance(run.loader, Windows):
-                each.attach(trainer, Events.EPOCH_COMPLETED(event_filter=last_epoch))
                 each.attach(trainer, TrainingEvents.WINDOW_COMPLETED(event_filter=last_window))
         each.attach(trainer, Events.COMPLETED(event_filter=already_finished))
     if evaluation.progressive:

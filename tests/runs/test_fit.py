@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ignite_engine
-from ignite_engine import Interrupted, Task, Trainer, fit, load_model, load_weights, seed_everything
+from ignite_engine import Interrupted, Task, Trainer, TrainingEvents, fit, load_model, load_weights, seed_everything
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.handlers import LRSchedule, warmup_cosine
 from ignite_engine.run_directory import weights_sha256
@@ -259,6 +259,23 @@ def test_part_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
         fit([net()], loss_fn, TRAIN, directory=tmp_path, max_epochs=1)  # type: ignore[arg-type]  # what is tested
     with pytest.raises(ConfigError, match=r"^fit\(\): the data 'train_set' is a generator, expected __len__"):
         fit(net(), loss_fn, (x for x in [1]), directory=tmp_path, max_epochs=1)  # type: ignore[arg-type]
+
+
+def test_last_epoch_that_is_cut_short_is_evaluated_once_at_its_end(tmp_path: Path) -> None:
+    """So that the last checkpoint has a value, and may be the best."""
+    seen: list[int] = []
+
+    class Watch:
+        def attach(self, trainer: Trainer) -> None:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), lambda: trainer.terminate_epoch())
+            trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: seen.append(trainer.state.iteration))
+
+    for evaluation in ({"every": {"epochs": 0.5}}, {"every": None}):
+        seen.append(0)
+        run = fitted(tmp_path / str(len(seen)), max_epochs=2, handlers=[Watch()], evaluation=evaluation)
+        manifest = run.checkpoint.store.checkpoints()[-1].manifest  # type: ignore[union-attr]
+        assert manifest.iteration == 10 and "val/loss" in manifest.metrics
+    assert seen == [0, 3, 6, 9, 10, 0, 10]
 
 
 def test_columns_may_be_arrays_and_must_be_of_one_length(tmp_path: Path) -> None:
