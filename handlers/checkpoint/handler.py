@@ -352,6 +352,8 @@ class Checkpoint:
             return
         if self._followed is not None and score is not None:
             values[self._followed.key] = score
+            if self._saver.busy and self._saver.has_saved(trainer):
+                self._saver.finish(trainer)  # it is written, or was not saved
             saved = self._saver.has_saved(trainer)  # an evaluation made again after a resume, or at COMPLETED
             if improves(score, self._best, self.options.mode):
                 self._best, self._due, self._must = score, self._due or not saved, self._must or not saved

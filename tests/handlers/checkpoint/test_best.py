@@ -252,6 +252,30 @@ def test_saved_once_more_after_a_resume_it_is_still_the_best(tmp_path: Path) -> 
     assert checkpoint.best is not None and checkpoint.best.value == 3.0 and checkpoint.restore_best() == checkpoint.best
 
 
+def test_a_value_that_comes_while_its_checkpoint_is_written_is_that_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the checkpoint before: ``terminate()`` outside an iteration publishes at a saved boundary."""
+    save = CheckpointStore.save
+
+    def slowly(self: CheckpointStore, *args: Any, **options: Any) -> Path:
+        time.sleep(0.3)
+        return save(self, *args, **options)
+
+    monkeypatch.setattr(CheckpointStore, "save", slowly)
+    trainer, checkpoint = trainer_of(), Checkpoint(tmp_path, best="score", mode="max", background=True)
+    checkpoint.attach(trainer)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: trainer.state.metrics.update(score=1.0))
+
+    def end() -> None:
+        trainer.state.metrics.update(score=9.0)
+        trainer.terminate()
+
+    trainer.add_event_handler(Events.EPOCH_STARTED(once=3), end)
+    trainer.run(numbers_loader(), max_epochs=4)
+    assert [each.manifest.metrics for each in checkpoint.store.checkpoints()] == [{"score": 1.0}, {"score": 9.0}]
+
+
 def test_without_a_best_one_line_says_why(tmp_path: Path) -> None:
     for options, line in (
         ({"best": None}, "follows no metric, so no checkpoint is the best"),
