@@ -170,7 +170,7 @@ def fit(
         "optimizer": {"lr": lr},
         "schedule": {},
         "update": {"precision": precision, "accumulation_steps": accumulation_steps, "clip_norm": clip_norm},
-        "checkpoint": {"best": best, "mode": _mode(best, mode)},
+        "checkpoint": {"best": best, "mode": _mode(best, mode, task)},
     }
     if isinstance(optimizer, str | Mapping):
         given["optimizer"] |= {"name": optimizer} if isinstance(optimizer, str) else _plain(optimizer)
@@ -245,10 +245,14 @@ def _sets(default: str, name: str, given: Any) -> dict[str, Any]:
     return {key: _data(f"{name}[{key!r}]" if isinstance(given, Mapping) else name, each) for key, each in named.items()}
 
 
-def _mode(best: str | None, mode: str | None) -> str | None:
+def _mode(best: str | None, mode: str | None, task: Task) -> str | None:
     if best is None or mode is not None:
         return mode
     if (usual := usual_mode(best)) is None:
+        measured = [f"{name}/{metric}" for name in task.val_sets for metric in task.metrics or ["loss"]]
+        near = did_you_mean(best, measured)
+        if best not in measured and near.startswith("; did"):
+            raise ConfigError(f"fit(): best: got {best!r}, expected a metric of this run{near}")
         raise ConfigError(f"fit(): mode: got nothing for best={best!r}, expected 'min' or 'max': which one is better.")
     return usual
 
@@ -256,6 +260,11 @@ def _mode(best: str | None, mode: str | None) -> str | None:
 def _made_of_model(optimizer: Any) -> Callable[[nn.Module], Any]:
     if hasattr(optimizer, "param_groups"):
         return lambda model: optimizer
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        name = optimizer.__name__
+        raise TypeError(
+            f"optimizer is the class {name}: give its name, {name!r}, or lambda model: {name}(model.parameters(), ...)."
+        )
     expected = "a name, options, an optimizer, or a function that makes it of the model"
     check_type("optimizer", optimizer, callable(optimizer), expected)
     return optimizer  # type: ignore[no-any-return]  # the user's

@@ -132,7 +132,10 @@ def lightning(names: dict[str, Any]) -> None:
         "often/accuracy", "lightning"
     ) == [4]
     assert {"averages", "ema", "early_stopping"} <= set(names["trainer"].registry.objects)
-    assert iterations_with("inputs", "lightning") == [2, 4, 6] and iterations_with("lr", "lightning") == [2, 3, 4, 5, 6]
+    assert iterations_with("inputs", "lightning") == [2, 4, 6] and iterations_with("sanity/accuracy", "lightning") == [
+        0
+    ]
+    assert iterations_with("lr", "lightning") == [0, 2, 3, 4, 5, 6]
 
 
 def accelerate(names: dict[str, Any]) -> None:

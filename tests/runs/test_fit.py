@@ -183,6 +183,10 @@ def test_optimizer_may_be_made_already_and_handlers_have_events(tmp_path: Path) 
         ({"optimizer": {"name": "SGD", "momentun": 0.9}}, r"^fit\(\): optimizer\.momentun: .*did you mean 'momentum'"),
         ({"schedule": "cosin"}, r"^fit\(\): schedule: got 'cosin', .*did you mean 'cosine'\?$"),
         ({"best": "val/acuracy", "mode": "max"}, r"^fit\(\): best: got 'val/acuracy', expected a metric of this run"),
+        (
+            {"best": "val/entrpy", "metrics": {"entropy": Accuracy()}},
+            r"^fit\(\): best: got 'val/entrpy', expected a metric of this run; did you mean 'val/entropy'\?$",
+        ),
         ({"best": "val/score"}, r"^fit\(\): mode: got nothing for best='val/score', expected 'min' or 'max'"),
         ({"checkpoint": {"keep_lst": 3}}, r"^fit\(\): checkpoint\.keep_lst: got 3 for a key .*mean 'keep_last'\?$"),
         (
@@ -208,6 +212,7 @@ def test_wrong_value_is_one_line_that_names_the_argument(tmp_path: Path, argumen
         ({"checkpoint": 5}, r"^checkpoint must be a mapping of settings, got 5\.$"),
         ({"schedule": 5}, r"^schedule must be a name, options, or a function of the optimizer, got 5\.$"),
         ({"handlers": [print]}, r"^handlers\[0\] must be an object with attach\(trainer\), or a pair"),
+        ({"optimizer": torch.optim.SGD}, r"^optimizer is the class SGD: give its name, 'SGD', or lambda model: SGD\("),
         ({"optimizer": 5}, r"^optimizer must be a name, options, an optimizer, or a function"),
     ],
 )
