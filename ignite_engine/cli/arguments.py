@@ -25,6 +25,8 @@ class Parser(argparse.ArgumentParser):
         unknown = re.search(r"invalid choice: '([^']*)'", message)
         if unknown and "command" in message:
             message = f"got {unknown[1]!r}, which is not a command{did_you_mean(unknown[1], commands.COMMANDS)}"
+        if message.endswith("required: command"):
+            message = f"expected a command: {', '.join(commands.COMMANDS)}; --help says what each does"
         # argparse lists the overrides too, which are optional
         self.exit(commands.USAGE_ERROR, f"error: {message.replace(', section.key=value', '')}\n")
 

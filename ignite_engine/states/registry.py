@@ -143,7 +143,8 @@ class Registry:
     def type_name(self, name: str, obj: Any) -> str:
         """What a person calls the type of the object."""
         wrapped = {ModelState: "model", OptimizerState: "optimizer", MetricState: "metric"}.get(type(obj), "")
-        return name if name in ("data", "rng") else type(getattr(obj, wrapped, obj)).__name__
+        own = {"trainer": "counters", "data": "data", "rng": "rng"}
+        return own.get(name) or type(getattr(obj, wrapped, obj)).__name__
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """States of the shared objects, and of this rank's own."""

@@ -176,6 +176,7 @@ def test_size_of_a_checkpoint_is_that_on_disk(tmp_path: Path) -> None:
     there = sum(file.stat().st_size for file in saved.glob("*.pt"))
 
     assert told == pytest.approx(there, rel=0.1) and told < there
+    assert "trainer: counters, per rank\n" in text
     assert "model: Sequential, one copy, 40,004 bytes\n" in text
     assert "optimizer: AdamW, one copy, 80,024 bytes after the first step\n" in text
     assert f"at most {in_units(4 * told)} for 4 (3 last, 1 in flight); " in text and " are free" in text
