@@ -120,12 +120,13 @@ class MetricLogger:
         return {"rows": rows, "means": means, "not_finite_at": self._not_finite_at, "meters": self._loaded | meters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rows, self._means = [(iteration, row) for iteration, row in state["rows"]], {}
-        for name, mean in state["means"].items():
+        rows = state["rows"] if "rows" in state else state["interval"]  # as it was called before there were sums
+        self._rows, self._means = [(iteration, row) for iteration, row in rows], {}
+        for name, mean in state.get("means", {}).items():
             self._means[name] = Running("mean")
             self._means[name].load_state_dict(mean)
         self._not_finite_at = state["not_finite_at"]
-        self._loaded = dict(state["meters"])
+        self._loaded = dict(state.get("meters", {}))
         for meter in self._meters.values():
             meter.reset()
 

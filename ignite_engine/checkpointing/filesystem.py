@@ -17,13 +17,15 @@ import platform
 import secrets
 import stat
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-# Large enough that the calls cost nothing, small enough that a piece is still in the cache when it is written after
-# it was hashed.
 PIECE_BYTES = 1 << 20
+"""At a time, where a file is read, and of what is collected before it is written."""
+_LARGE_PIECE_BYTES = 8 << 20
+"""At a time, where what is written is hashed beside it: to hand a piece to another thread takes some 50 us."""
 LOCK_NAME = ".lock"
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class FileRecord:
 
 
 class HashingFile(io.RawIOBase):
-    """A new file that is hashed while it is written, so that it need not be read again.
+    """A new file that is hashed while it is written, so that it need not be read again; large pieces in a thread.
 
     After a failed write it swallows what follows and keeps the error in ``error``: the zip writer of torch answers a
     write error with one of its own that hides the reason.
@@ -47,6 +49,7 @@ class HashingFile(io.RawIOBase):
         self._path = path
         self._hash = hashlib.sha256()
         self._bytes = 0
+        self._hasher: ThreadPoolExecutor | None = None
         self.error: OSError | None = None
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
@@ -57,13 +60,28 @@ class HashingFile(io.RawIOBase):
         view = memoryview(data).cast("B")
         if self.error is not None:
             return len(view)
-        piece = view[:PIECE_BYTES]
+        piece = view[:_LARGE_PIECE_BYTES]
+        if len(piece) <= PIECE_BYTES:
+            written = self._write(piece)
+            self._hash.update(piece[:written])
+            return written
+        if self._hasher is None:
+            self._hasher = ThreadPoolExecutor(1, "checkpoint-hash")
+        hashed = self._hasher.submit(self._hash.update, piece)
+        try:
+            written = 0
+            while written < len(piece):
+                written += self._write(piece[written:])
+        finally:
+            hashed.result()  # the memory is the caller's again
+        return written
+
+    def _write(self, piece: memoryview) -> int:
         try:
             written = os.write(self._descriptor, piece)
         except OSError as error:
             self.error = OSError(error.errno, error.strerror, str(self._path))
             raise self.error from error
-        self._hash.update(piece[:written])
         self._bytes += written
         return written
 
@@ -79,6 +97,8 @@ class HashingFile(io.RawIOBase):
         if not self.closed:
             super().close()
             os.close(self._descriptor)
+            if self._hasher is not None:
+                self._hasher.shutdown()
 
 
 def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> FileRecord:

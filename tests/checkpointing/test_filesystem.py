@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, filesystem
-from ignite_engine.checkpointing.filesystem import DirectoryInUse, held, open_regular, remove_tree, replace_file
+from ignite_engine.checkpointing.filesystem import (
+    DirectoryInUse,
+    FileRecord,
+    held,
+    open_regular,
+    remove_tree,
+    replace_file,
+    write_file,
+)
 from tests.checkpointing.file_faults import FileOperations, in_child
 from tests.checkpointing.states import save
 
@@ -103,3 +112,34 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str) -> 
     with pytest.raises(CheckpointError, match=r"is not a regular file|is missing"):
         store.load(path, 0)
     assert store.latest().checkpoint is None
+
+
+@pytest.mark.parametrize("at_once", [None, 3 << 20])
+def test_what_is_hashed_beside_the_write_is_what_is_in_the_file(
+    at_once: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may take a part of what it is given."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:at_once]))
+    content = os.urandom(20 << 20)
+    record = write_file(tmp_path / "file", lambda file: [file.write(b"head"), file.write(content), file.write(b"tail")])
+
+    written = (tmp_path / "file").read_bytes()
+    assert written == b"head" + content + b"tail"
+    assert record == FileRecord(len(written), hashlib.sha256(written).hexdigest())
+
+
+def test_full_disk_in_the_middle_of_a_large_write_is_that_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = os.write, iter(range(10))
+
+    def fill(descriptor: int, data: memoryview) -> int:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[: 1 << 20])
+
+    monkeypatch.setattr(os, "write", fill)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        write_file(tmp_path / "file", lambda file: file.write(bytes(20 << 20)))
+    assert error.value.filename == str(tmp_path / "file")

@@ -107,6 +107,7 @@ def sharded(folder: Path, layout: str) -> Any:
     # the source prunes what was found before it is loaded
     before, path = whole_digests(trainer), folder / "teacher" / "iteration_00000004"
     read = trainer.registry.read(Found.of(path))
+    agreement.wait_for_all()
     agreement.on_rank_0(lambda: shutil.rmtree(path))
     pruned = trainer.registry.load_again(plan, read, {}, {})
     unchanged = layout == "ddp" or (isinstance(pruned, str) and before == whole_digests(trainer))
