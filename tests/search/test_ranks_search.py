@@ -18,7 +18,7 @@ def plain(**drawn: Any) -> dict[str, Any]:
     """The plainest case on 3 ranks, stopped in its middle."""
     plan = plan_of(0) | {name: values[0] for name, values in CHOICES.items()} | {name: [] for name in LISTS}
     stop = {"how": "request_stop", "event": "ITERATION_COMPLETED", "after": 0.5}
-    ranks = {"ranks": "3", "ddp": "default", "stop rank": 1, "rewinds": False}
+    ranks = {"ranks": "3", "ddp": "default", "stop rank": 1, "rewinds": False, "votes at once": True}
     return plan | ranks | {"stops": [stop]} | drawn
 
 
