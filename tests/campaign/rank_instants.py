@@ -66,7 +66,8 @@ def _run(number: int, bench: Bench) -> dict[str, Any]:
     began = time.monotonic()
     code = _end_of(process, family, folder)
     facts |= {"code": code, "seconds": round(time.monotonic() - began, 1), "newest": newest_iteration(folder)}
-    _check_end(NUMBERS[signalled], TARGETS[target], launcher, code, folder)
+    sent_to = TARGETS[target] if family else "launcher"  # there was no rank yet
+    _check_end(NUMBERS[signalled], sent_to, launcher, code, folder)
     (folder / "fast").touch()
     again = _start(launcher, ranks, config)
     if again.wait(ENDS_WITHIN_S) != 0:
