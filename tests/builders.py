@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
+from ignite_engine.handlers import Checkpoint
 from tests.checkpointing.file_faults import start_child, wait_for
 
 
@@ -120,3 +121,13 @@ def on_two_ranks(cases: Callable[[int], dict[str, Any]], meeting_point: Path) ->
     results = [wait_for(child, timeout_s=180) for child in children]
     assert [code for code, _ in results] == [0, 0]
     return {name: [result[name] for _, result in results] for name in results[0][1]}
+
+
+def resume_and_run(trainer: Trainer, directory: Path, die_at: int | None, *, save_every: int) -> None:
+    """Two epochs of 6 batches, from where ``directory`` has them; it raises ZeroDivisionError after ``die_at``."""
+    checkpoint = Checkpoint(directory / "checkpoints")
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=save_every))
+    if die_at is not None:
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
+    checkpoint.resume()
+    trainer.run(numbers_loader(12, 2, shuffle=True), max_epochs=2)

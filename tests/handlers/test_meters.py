@@ -11,9 +11,9 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers import Checkpoint, Meter, MetricLogger, Stopwatch
+from ignite_engine.handlers import Meter, MetricLogger, Stopwatch
 from ignite_engine.handlers.meters import Running
-from tests.builders import numbers_loader, on_two_ranks, trainer_of
+from tests.builders import on_two_ranks, resume_and_run, trainer_of
 from tests.collectives import Collectives
 from tests.handlers.test_metric_logger import reads_counted
 from tests.handlers.test_sinks import lines
@@ -125,12 +125,7 @@ def test_resumed_run_has_the_meters_of_the_whole_one(late: bool, die_at: int, tm
         def count() -> None:
             trainer.state.meters["given"].update(0.1 * trainer.state.iteration)
 
-        checkpoint = Checkpoint(directory / "checkpoints")
-        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        if die_at is not None:
-            trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
-        checkpoint.resume()
-        trainer.run(numbers_loader(12, 2, shuffle=True), max_epochs=2)
+        resume_and_run(trainer, directory, die_at, save_every=2)
 
     run(tmp_path / "whole")
     with pytest.raises(ZeroDivisionError):

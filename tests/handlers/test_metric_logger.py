@@ -22,7 +22,7 @@ from torch import Tensor
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, LRSchedule, Meter, MetricLogger, warmup_linear
 from ignite_engine.handlers.meters import CHUNK
-from tests.builders import linear, numbers_loader, trainer_of
+from tests.builders import linear, numbers_loader, resume_and_run, trainer_of
 
 READS = ("item", "tolist", "__float__", "__bool__", "__int__", "__index__", "numpy", "cpu", "__array__")
 
@@ -166,12 +166,7 @@ def test_resumed_run_has_the_lines_of_the_whole_one(stop_at: int, tmp_path: Path
     def run(directory: Path, die_at: int | None = None) -> None:
         trainer = trainer_of()
         MetricLogger(directory, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
-        checkpoint = Checkpoint(directory / "checkpoints")
-        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        if die_at is not None:
-            trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
-        checkpoint.resume()
-        trainer.run(numbers_loader(12, 2, shuffle=True), max_epochs=2)
+        resume_and_run(trainer, directory, die_at, save_every=2)
 
     run(tmp_path / "whole")
     with pytest.raises(ZeroDivisionError):

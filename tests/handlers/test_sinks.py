@@ -27,7 +27,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, ConsoleSink, CSVSink, JSONLSink, MetricLogger, Throughput
-from tests.builders import numbers_loader, trainer_of
+from tests.builders import numbers_loader, resume_and_run, trainer_of
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -283,12 +283,7 @@ def test_csv_of_a_resumed_run_is_that_of_the_whole_one(die_at: int, tmp_path: Pa
         trainer = trainer_of()
         MetricLogger(sinks=[CSVSink(directory / "metrics.csv")], console=False).attach(trainer)
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: trainer.state.metrics.update(late=1.0))
-        checkpoint = Checkpoint(directory / "checkpoints")
-        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
-        if die_at is not None:
-            trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
-        checkpoint.resume()
-        trainer.run(numbers_loader(12, 2, shuffle=True), max_epochs=2)
+        resume_and_run(trainer, directory, die_at, save_every=4)
 
     run(tmp_path / "whole")
     with pytest.raises(ZeroDivisionError):

@@ -84,8 +84,7 @@ def test_a_run_goes_on_with_what_was_restored(tmp_path: Path) -> None:
     assert torch.equal(one(model), weights(trainer)) and loss_of(model) == checkpoint.best.value  # type: ignore[union-attr]
 
 
-def test_a_save_in_the_background_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best one is still being written when it is asked for."""
+def save_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     save = CheckpointStore.save
 
     def slowly(self: CheckpointStore, *args: Any, **options: Any) -> Path:
@@ -93,6 +92,11 @@ def test_a_save_in_the_background_is_waited_for(tmp_path: Path, monkeypatch: pyt
         return save(self, *args, **options)
 
     monkeypatch.setattr(CheckpointStore, "save", slowly)
+
+
+def test_a_save_in_the_background_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best one is still being written when it is asked for."""
+    save_slowly(monkeypatch)
     trainer, checkpoint = trainer_of(), Checkpoint(tmp_path, best="score", mode="max", background=True)
     checkpoint.attach(trainer, Events.COMPLETED)
     trainer.add_event_handler(
@@ -256,13 +260,7 @@ def test_a_value_that_comes_while_its_checkpoint_is_written_is_that_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not that of the checkpoint before: ``terminate()`` outside an iteration publishes at a saved boundary."""
-    save = CheckpointStore.save
-
-    def slowly(self: CheckpointStore, *args: Any, **options: Any) -> Path:
-        time.sleep(0.3)
-        return save(self, *args, **options)
-
-    monkeypatch.setattr(CheckpointStore, "save", slowly)
+    save_slowly(monkeypatch)
     trainer, checkpoint = trainer_of(), Checkpoint(tmp_path, best="score", mode="max", background=True)
     checkpoint.attach(trainer)
     trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: trainer.state.metrics.update(score=1.0))
