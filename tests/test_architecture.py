@@ -18,6 +18,7 @@ CORE = ROOT / "ignite_engine"
 HANDLERS = ROOT / "handlers"
 
 TABLE = ROOT / "docs" / "architecture.md"
+TOP_FOLDERS = {".ci", "benchmarks", "configs", "docs", "examples", "handlers", "ignite_engine", "tests"}
 # Parts that several handlers share.
 SHARED_HANDLER_MODULES = {"history", "sinks", "columns", "media", "meters", "followed_metric"}
 # Imported only inside the function that needs them.
@@ -213,6 +214,14 @@ def test_every_step_on_the_page_names_a_module_or_an_event() -> None:
 
     assert len(steps) > 30
     assert [step for step in steps if not re.search(r"\.py::|`[A-Z]+_[A-Z_]+`|`state\.\w+`", step)] == []
+
+
+def test_nothing_that_a_run_wrote_is_kept_at_the_top() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    folders = {name.split("/")[0] for name in tracked.splitlines() if "/" in name}
+    assert folders == TOP_FOLDERS
 
 
 def test_core_knows_no_handler_config_or_recipe() -> None:
