@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test ignite check lint types imports format campaign search bench clean
+.PHONY: help install train test ignite check lint types imports format campaign search bench docs clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -28,7 +28,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	  "Python 3.11 or newer is needed, $(PYTHON) is %d.%d: use make PYTHON=/path/to/python3.11." % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt torch setuptools
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs]'
 	@touch $@
 
 train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 3 minutes on 2 cores); ARGS="run.seed=1 ..."
@@ -66,5 +66,8 @@ search: $(STAMP)  ## compare random updates and resumed runs, also of several ra
 bench: $(STAMP)  ## measure the overhead against a hand-written loop
 	$(BIN)/python -m benchmarks.overhead $(ARGS)
 
+docs: $(STAMP)  ## build the site into site/, where a broken link or docstring is an error; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:  ## remove .venv, builds and caches, but no runs
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
