@@ -20,7 +20,7 @@ from ignite_engine.ranks.ddp_buffers import data_parallel, own_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.step.device import device_of, to_device
-from ignite_engine.step.precision import autocast, check_precision
+from ignite_engine.step.precision import Precision, autocast, check_precision
 
 PredictFn = Callable[[Any, Any], Any]
 
@@ -50,7 +50,11 @@ class _Evaluator(Engine):
 
 
 def create_evaluator(
-    model: nn.Module, predict: PredictFn, metrics: Mapping[str, Metric] | None = None, *, precision: str = "fp32"
+    model: nn.Module,
+    predict: PredictFn,
+    metrics: Mapping[str, Metric] | None = None,
+    *,
+    precision: Precision = "fp32",
 ) -> Engine:
     """An Ignite engine whose ``state.output`` is ``predict(model, batch)``, in eval mode and without gradients.
 
@@ -59,7 +63,7 @@ def create_evaluator(
             may have different numbers of batches (and with FSDP2 in :class:`~ignite_engine.handlers.Evaluation`).
         predict: gets the batch on the model's device; returns what the metrics take, usually ``(y_pred, y)``.
         metrics: attached under their names; they reduce over the data-parallel ranks themselves.
-        precision: of the forward pass, ``fp32``, ``bf16`` or ``fp16``.
+        precision: of the forward pass, ``fp32``, ``bf16`` or ``fp16``, or a function that returns its context.
     """
     check_type("model", model, isinstance(model, nn.Module), "a module")
     check_type("predict", predict, callable(predict), "a function predict(model, batch)")
@@ -67,7 +71,8 @@ def create_evaluator(
     check_type("metrics", metrics, is_named, "a mapping of names to metrics, or None")
     for name, metric in (metrics or {}).items():
         check_type(f"metrics[{name!r}]", metric, isinstance(metric, Metric), "a metric of Ignite's")
-    check_precision(precision)
+    if not callable(precision):
+        check_precision(precision)
     bare = unwrap(model)
     inner = data_parallel(bare)
 

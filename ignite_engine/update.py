@@ -35,7 +35,7 @@ from ignite_engine.step.micro_batches import (
 )
 from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_of_first
 from ignite_engine.step.optimizer_step import needs_closure, step
-from ignite_engine.step.precision import LossScaler, autocast, check_precision, loss_scaler
+from ignite_engine.step.precision import LossScaler, Precision, autocast, check_precision, loss_scaler
 from ignite_engine.step.rank_local import inside_ddp
 from ignite_engine.step.without_trace import without_rows, without_trace
 
@@ -56,7 +56,8 @@ class Update:
             micro-batch, one element, or ``(mean, {name: detached scalar})``, the same names each time. In the place of
             the mean may be several losses by name, in a dict or a named tuple: they are summed in their order, and each
             is reported as ``loss/<name>``. None of them may be called ``loss``.
-        precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; fp16 with a loss scaler).
+        precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; fp16 with a loss scaler); or a function that returns the
+            context of a micro-batch's forward pass, such as FP8's.
         clip_norm: largest joint L2 norm of all gradients of the optimizers' parameters, in the units of the loss;
             None does not clip.
         weight_fn: weight of a micro-batch, e.g. its number of tokens, called on the host batch; None weighs each 1.
@@ -93,7 +94,7 @@ class Update:
         optimizer: Optimizer | Mapping[str, Optimizer],
         loss_fn: LossFn,
         *,
-        precision: str = "fp32",
+        precision: Precision = "fp32",
         clip_norm: float | None = None,
         weight_fn: WeightFn | None = None,
         grad_scaler: Mapping[str, Any] | None = None,
@@ -131,7 +132,8 @@ class Update:
                     "write update(engine, batch) yourself and call its step(closure) there."
                 )
         self.loss_fn, self.weight_fn = loss_fn, weight_fn
-        self.precision, self.clip_norm, self.log_grad_norm = check_precision(precision), clip_norm, log_grad_norm
+        self.precision: Precision = precision if callable(precision) else check_precision(precision)
+        self.clip_norm, self.log_grad_norm = clip_norm, log_grad_norm
         self.device = device_of(model)
         self._invariance = RankInvariance(self.model, self._parameters, self.device) if rank_invariant else None
         self._on_host = self.device.type == "cpu"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from ignite_engine.errors import check_type
 
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+Precision = str | Callable[[], AbstractContextManager[Any]]
+"""``fp32``, ``bf16``, ``fp16``, or what makes the context of one forward pass."""
 
 
 def check_precision(precision: str) -> str:
@@ -27,10 +29,37 @@ def check_precision(precision: str) -> str:
     return precision
 
 
-def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
-    """The context for a forward pass in ``precision`` on ``device_type`` (``cpu`` or ``cuda``)."""
+def autocast(precision: Precision, device_type: str) -> AbstractContextManager[Any]:
+    """The context of forward passes in ``precision`` on ``device_type`` (``cpu`` or ``cuda``), one after the other.
+
+    Raises:
+        ValueError: it is a name that is not known.
+        TypeError: (when it is entered) what ``precision`` returns is no context manager.
+    """
+    if callable(precision):
+        return _MadeAnew(precision)
     dtype = DTYPES[check_precision(precision)]
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
+
+
+class _MadeAnew(AbstractContextManager[Any]):
+    """A context that is made each time it is entered, as those of ``contextlib`` can be entered once only."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make, self._entered = make, list[AbstractContextManager[Any]]()
+
+    def __enter__(self) -> Any:
+        context = self._make()
+        if not hasattr(context, "__enter__"):
+            raise TypeError(
+                f"precision must be a function that returns a context manager, got one that returned {context!r}."
+            )
+        entered = context.__enter__()
+        self._entered.append(context)
+        return entered
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 class LossScaler(GradScaler):
@@ -89,7 +118,7 @@ def _joint_optimizers(optimizers: Iterable[Optimizer]) -> list[_JointOptimizer]:
     return [_JointOptimizer(parameters) for parameters in by_mesh.values()]
 
 
-def loss_scaler(precision: str, device_type: str, options: Mapping[str, Any] | None) -> LossScaler | None:
+def loss_scaler(precision: Precision, device_type: str, options: Mapping[str, Any] | None) -> LossScaler | None:
     """A scaler for ``fp16``, None for the other precisions.
 
     Args:

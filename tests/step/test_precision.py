@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
+from ignite.engine import Events
 from torch import nn
 
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
+from ignite_engine.handlers import Checkpoint
 from ignite_engine.step.precision import LossScaler, autocast, check_precision, loss_scaler
+from tests.builders import Numbers, mse, one, trainer_of
 
 
 @pytest.mark.parametrize(
@@ -82,3 +90,95 @@ def test_a_scaler_that_is_switched_off_lets_everything_step() -> None:
 
     assert made is not None and made.unscale_all([optimizer(float("inf"))])
     made.adjust()
+
+
+class Recipe:
+    """Stands in for an FP8 library: a context around each forward pass, in which its layers round to eight bits.
+
+    As with delayed scaling, a layer's scale is of the largest values seen before, and moves when the context is left.
+    """
+
+    def __init__(self) -> None:
+        self.entered, self.is_open = 0, False
+        self.layers: list[Rounded] = []
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.entered, self.is_open = self.entered + 1, True
+        yield
+        self.is_open = False
+        for layer in self.layers:
+            if layer.training:
+                layer.largest.copy_(torch.maximum(layer.seen, 0.5 * layer.largest))
+
+
+class Rounded(nn.Linear):
+    """A layer as an FP8 library puts it in the place of ``nn.Linear``."""
+
+    largest: torch.Tensor
+
+    def __init__(self, features: int, outputs: int, recipe: Recipe) -> None:
+        super().__init__(features, outputs)
+        self.register_buffer("largest", torch.ones(()))
+        self.recipe, self.seen = recipe, torch.ones(())
+        recipe.layers.append(self)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.recipe.is_open:
+            return super().forward(inputs)
+        self.seen = inputs.detach().abs().amax()
+        scale = 448.0 / self.largest
+        eight_bits = (inputs.detach() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        rounded = eight_bits.to(inputs.dtype) / scale
+        return super().forward(inputs + (rounded - inputs.detach()))  # the gradient passes it
+
+
+def in_eight_bits() -> tuple[nn.Module, torch.optim.Optimizer, Recipe]:
+    torch.manual_seed(3)
+    recipe = Recipe()
+    model = nn.Sequential(Rounded(3, 4, recipe), nn.Tanh(), Rounded(4, 1, recipe))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), recipe
+
+
+def test_an_fp8_library_plugs_in_by_its_layers_and_a_context_around_each_forward_pass(tmp_path: Path) -> None:
+    by_hand, hand_optimizer, hand_recipe = in_eight_bits()
+    data = Numbers(24)
+    for first in range(0, 24, 8):
+        for micro_batch in (slice(first, first + 4), slice(first + 4, first + 8)):
+            with hand_recipe():
+                loss = mse(by_hand, (data.inputs[micro_batch], data.targets[micro_batch]))
+            (loss * 0.5).backward()
+        hand_optimizer.step()
+        hand_optimizer.zero_grad()
+
+    def train(until: int) -> tuple[nn.Module, Recipe]:
+        model, optimizer, recipe = in_eight_bits()
+        trainer = Trainer(Update(model, optimizer, mse, precision=recipe), accumulation_steps=2)
+        for event in (TrainingEvents.BACKWARD_COMPLETED, TrainingEvents.OPTIMIZER_STEP_STARTED):
+            trainer.add_event_handler(event, lambda: closed.append(not recipe.is_open))
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+        checkpoint.resume()
+        trainer.run(loader(data, 4), max_iters=until)
+        return model, recipe
+
+    closed: list[bool] = []
+    train(1)
+    model, recipe = train(3)  # in another process: the scales are in the checkpoint
+    assert recipe.entered == 4 and closed and all(closed)
+    for name, value in by_hand.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    plain, optimizer, _ = in_eight_bits()
+    Trainer(Update(plain, optimizer, mse), accumulation_steps=2).run(loader(data, 4), max_iters=3)
+    assert not torch.equal(one(plain), one(model))  # it really rounds
+
+    counted = recipe.entered
+    evaluator = create_evaluator(model, lambda model, batch: (model(batch[0]), batch[1]), precision=recipe)
+    evaluator.run(loader(data, 4))
+    assert recipe.entered == counted + 6
+
+
+def test_a_function_that_returns_no_context_is_refused_in_one_sentence() -> None:
+    trainer = trainer_of(precision=lambda: torch.bfloat16)
+    with pytest.raises(TypeError, match="precision must be a function that returns a context manager, got one that"):
+        trainer.run([(torch.ones(1, 3), torch.ones(1, 1))])
