@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,17 @@ from ignite_engine.config import load_config
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.runs import recipe
 from tests.campaign.resuming import Difference
-from tests.campaign.runs import Bench, Item, compare, end_of, newest_iteration, reference, tail, write_config
+from tests.campaign.runs import (
+    Bench,
+    Item,
+    committed_in,
+    compare,
+    end_of,
+    newest_iteration,
+    reference,
+    tail,
+    write_config,
+)
 from tests.checkpointing.file_faults import can_mount, in_child, make_read_only, make_writable, mount_small_file_system
 
 CHILD = "tests.campaign.disks:train_on_a_bad_disk"
@@ -70,11 +81,17 @@ def _train(config: Path, checkpoints: Path, fault: str, begins: int, ends: int) 
         run = recipe.build_run(loaded)
         trainer = run.trainer
 
-        def begin() -> None:
+        def wait_until(reached: Callable[[], bool]) -> None:
             deadline = time.monotonic() + 30
-            while newest_iteration(config.parent) != (begins - 1) // 3 * 3:  # it may still be written in the background
-                assert time.monotonic() < deadline, "nothing was saved before the fault"
+            while not reached():
+                assert time.monotonic() < deadline, "the saves before the fault were not finished"
                 time.sleep(0.01)
+
+        def saved() -> None:  # in the background it is announced at the next step boundary, and older ones are deleted
+            wait_until(lambda: newest_iteration(config.parent) == (begins - 1) // 3 * 3)
+
+        def begin() -> None:
+            wait_until(lambda: len(committed_in(config.parent)) <= 2)  # a deletion would make room again
             facts["fault"] = _break(checkpoints, fault)
 
         def end() -> None:
@@ -82,6 +99,7 @@ def _train(config: Path, checkpoints: Path, fault: str, begins: int, ends: int) 
             facts["newest"] = newest_iteration(config.parent)
             _repair(checkpoints, fault)
 
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=begins - 1), saved)
         trainer.add_event_handler(Events.ITERATION_STARTED(once=begins), begin)
         trainer.add_event_handler(Events.ITERATION_STARTED(once=ends), end)
         trainer.add_event_handler(
