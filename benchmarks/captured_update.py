@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,17 +21,17 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.contenders.ours import loss_fn
-from benchmarks.overhead import machine
+from benchmarks.goals import Goal
+from benchmarks.machine import machine
 from benchmarks.ratios import ratio_of_medians
+from benchmarks.turns import Times, cpu_us, take_turns
 from benchmarks.workload import CLIP_NORM, LOG_EVERY, build
 from ignite_engine import Trainer, Update
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-WARMUP_ROUNDS = 2  # the first compiles
 
-
-def measured(rounds: int, micro_batches: int) -> dict[str, list[float]]:
+def measured(rounds: int, micro_batches: int) -> Times:
     """CPU time of an update in microseconds by contender and round.
 
     The contenders take turns in one process, in an order drawn for each round; a round is an epoch.
@@ -64,14 +62,7 @@ def measured(rounds: int, micro_batches: int) -> dict[str, list[float]]:
             captured.batches,
         ),
     }
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    order = random.Random(0)
-    for _ in range(WARMUP_ROUNDS + rounds):
-        for name in order.sample(list(turns), len(turns)):
-            since = time.process_time()
-            turns[name]()
-            times[name].append((time.process_time() - since) / micro_batches * 1e6)
-    return {name: each[WARMUP_ROUNDS:] for name, each in times.items()}
+    return take_turns({name: cpu_us(turn, micro_batches) for name, turn in turns.items()}, rounds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,8 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ratios = {to: ratio_of_medians(values, times[to]) for to in ("plain", "Update")}
         rows[name] = {"us": values, "ratios": {to: asdict(each) for to, each in ratios.items()}}
         print(f"{name:<10}{median(values):8.1f}  {ratios['plain']!s:<24}{ratios['Update']}")
+    goals = [
+        Goal.of("captured update / plain", ratio_of_medians(times["captured"], times["plain"]), None),
+        Goal.of("Update, clipping / plain", ratio_of_medians(times["Update"], times["plain"]), None),
+    ]
     if options.json is not None:
-        options.json.write_text(json.dumps({"machine": machine(), "contenders": rows}, indent=1) + "\n")
+        report = {"machine": machine(), "contenders": rows, "goals": [asdict(each) for each in goals]}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -1,44 +1,31 @@
-"""What ~50M parameters with AdamW state cost to write and to load in three formats, and what else each can hold.
+"""What torch.save, safetensors and DCP can hold, and whether code in a file runs when it is loaded.
 
-    python -m benchmarks.checkpoint_format [--rounds N] [--width 2048] [--threads 1] [--directory DIR] [--json PATH]
+    python -m benchmarks.checkpoint_format
 
-In each round every format is written, fsynced, and loaded into allocated tensors, in random order. See
-``benchmarks/README.md`` for how to read it.
+What they cost is measured by ``benchmarks.save_and_load``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import pickle
-import random
-import shutil
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.overhead import machine
-from benchmarks.ratios import ratio_of_medians
-from ignite_engine.checkpointing import CheckpointStore
-
 State = dict[str, Any]
-BASELINE = "torch.save"
-_HEADS = {"write": "write_s", "load": "load_s", "write CPU": "write_cpu_s", "load CPU": "load_cpu_s"}
 
 
 # -- the formats: each writes into an empty folder, and returns what it wrote --------------------
@@ -53,11 +40,6 @@ def write_torch(folder: Path, state: State) -> None:
 
 def read_torch(folder: Path, state: State) -> State:
     return torch.load(folder / "state.pt", map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
-
-
-def read_torch_mapped(folder: Path, state: State) -> State:
-    """Without a copy of the file in memory, and without its checksums."""
-    return torch.load(folder / "state.pt", map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
 
 
 def write_safetensors(folder: Path, state: State) -> None:
@@ -88,21 +70,10 @@ def read_dcp(folder: Path, state: State) -> State:
     return state
 
 
-def write_ours(folder: Path, state: State) -> None:
-    CheckpointStore(folder).save(state, {}, iteration=1, epoch=1)
-
-
-def read_ours(folder: Path, state: State) -> State:
-    store = CheckpointStore(folder)
-    return store.load(store.checkpoints()[0].path).shared
-
-
 FORMATS: dict[str, tuple[Callable[[Path, State], None], Callable[[Path, State], State]]] = {
     "torch.save": (write_torch, read_torch),
     "safetensors": (write_safetensors, read_safetensors),
     "DCP": (write_dcp, read_dcp),
-    "torch.save, read by mmap": (write_torch, read_torch_mapped),
-    "ours (torch.save, hashed, committed)": (write_ours, read_ours),
 }
 
 
@@ -133,80 +104,6 @@ def _with_tensors(rest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     if kind == "dict":
         return {key: _with_tensors(each, tensors) for key, each in content.items()}
     return [_with_tensors(each, tensors) for each in content] if kind == "list" else content
-
-
-# -- time and size ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Measured:
-    """Seconds per round, wall-clock and CPU time (without the disk and other processes), and bytes on disk."""
-
-    write_s: list[float] = field(default_factory=list)
-    load_s: list[float] = field(default_factory=list)
-    write_cpu_s: list[float] = field(default_factory=list)
-    load_cpu_s: list[float] = field(default_factory=list)
-    bytes: int = 0
-
-
-def training_state(width: int) -> State:
-    """A model of 12 layers and the state of an AdamW after one step; width 2048: 50M parameters."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(12)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
-
-
-def measure(rounds: int, width: int, directory: Path) -> dict[str, Measured]:
-    """Time every format; the first round is not counted.
-
-    Raises:
-        RuntimeError: a format did not restore what it was given.
-    """
-    state, ready = training_state(width), training_state(width)
-    found = {name: Measured() for name in FORMATS}
-    order = random.Random(0)
-    for number in range(rounds + 1):
-        for name in order.sample(list(FORMATS), len(FORMATS)):
-            write, read = FORMATS[name]
-            folder = directory / "format"
-            folder.mkdir()
-            for tensor in _tensors(ready):
-                tensor.zero_()
-            times = [(time.perf_counter(), time.process_time())]
-            write(folder, state)
-            times.append((time.perf_counter(), time.process_time()))
-            _copy(read(folder, ready), ready)
-            times.append((time.perf_counter(), time.process_time()))
-            if number:
-                (began, began_cpu), (written, written_cpu), (ended, ended_cpu) = times
-                each = found[name]
-                each.write_s.append(written - began)
-                each.load_s.append(ended - written)
-                each.write_cpu_s.append(written_cpu - began_cpu)
-                each.load_cpu_s.append(ended_cpu - written_cpu)
-            found[name].bytes = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
-            pairs = zip(_tensors(state), _tensors(ready), strict=True)
-            if not all(torch.equal(one, other) for one, other in pairs):
-                raise RuntimeError(f"{name} did not restore what it was given.")
-            shutil.rmtree(folder)
-    return found
-
-
-def _copy(source: State, target: State) -> None:
-    if source is not target:
-        for one, other in zip(_tensors(source), _tensors(target), strict=True):
-            other.copy_(one)
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    if isinstance(state, Tensor):
-        return [state]
-    children = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
-    return [tensor for child in children for tensor in _tensors(child)]
 
 
 # -- what each can hold -----------------------------------------------------------------------------------------------
@@ -243,7 +140,7 @@ def holds(directory: Path) -> dict[str, dict[str, str]]:
     """For each format and kind of data: ``restored``, ``changed`` or ``refused``; and whether code in a file runs."""
     table: dict[str, dict[str, str]] = {}
     logging.disable()  # DCP logs a traceback for each refusal
-    for name in list(FORMATS)[:3]:
+    for name in FORMATS:
         write, read = FORMATS[name]
         table[name] = {}
         for kind, value in _samples().items():
@@ -302,33 +199,13 @@ def _code_runs(name: str, directory: Path) -> bool:
     return marker.exists()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print both tables, write the JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint_format", description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--width", type=int, default=2048, help="of 12 linear layers; 2048: 50M parameters")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--directory", type=Path, help="to write in; default: a temporary folder")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        found = measure(options.rounds, options.width, Path(folder))
+def main() -> int:
+    """Print the table."""
+    with tempfile.TemporaryDirectory() as folder:
         table = holds(Path(folder))
-    print(f"{machine()}\n{options.rounds} rounds\n")
-    print(f"{'':<38}{'MiB':>8}" + "".join(f"{head + ' s':>13}{'to torch.save [95 %]':>23}" for head in _HEADS))
-    for name, each in found.items():
-        line = f"{name:<38}{each.bytes / 2**20:>8.1f}"
-        for key in _HEADS.values():
-            values = getattr(each, key)
-            line += f"{median(values):>13.2f}{ratio_of_medians(values, getattr(found[BASELINE], key))!s:>23}"
-        print(line)
-    print(f"\n{'':<30}" + "".join(f"{name:>14}" for name in table))
-    for kind in table[BASELINE]:
-        print(f"{kind:<30}" + "".join(f"{table[name][kind]:>14}" for name in table))
-    if options.json is not None:
-        times = {name: asdict(each) for name, each in found.items()}
-        options.json.write_text(json.dumps({"machine": machine(), "formats": times, "holds": table}, indent=1) + "\n")
+    print(f"{'':<30}" + "".join(f"{name:>14}" for name in table))
+    for kind in next(iter(table.values())):
+        print(f"{kind:<30}" + "".join(f"{each[kind]:>14}" for each in table.values()))
     return 0
 
 

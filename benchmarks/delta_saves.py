@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.overhead import machine
+from benchmarks.goals import Goal
+from benchmarks.machine import machine
 from benchmarks.ratios import ratio_of_medians
 from ignite_engine.checkpointing import CheckpointStore, Retention, read_manifest
 from ignite_engine.checkpointing.changed_rows import ChangedRows
@@ -136,8 +137,8 @@ def measure(directory: Path, tables: Tables, touched: float, rounds: int, writer
     return found
 
 
-def report(found: Measured) -> bool:
-    """Print the figures; returns whether the goals are met."""
+def report(found: Measured) -> list[Goal]:
+    """Print the figures."""
     mib = {name: median(values) / 2**20 for name, values in found.bytes.items()}
     for name, seconds in found.seconds.items():
         print(f"{name}: {len(seconds)} saves, median {mib[name]:,.1f} MiB in {median(seconds):.2f} s")
@@ -150,11 +151,14 @@ def report(found: Measured) -> bool:
         print(f"restored from {name}: {median(seconds):.2f} s")
     ratio = ratio_of_medians(found.restoring["rows"], found.restoring["full"])
     print(f"rows to full: {ratio}, goal {RESTORE_GOAL:.0f}; the same bits: {found.same_bits}")
-    return fewer >= BYTES_GOAL and ratio.value <= RESTORE_GOAL and found.same_bits
+    return [
+        Goal("bytes of a save of changed rows / in full", 1 / fewer, 1 / BYTES_GOAL),
+        Goal.of("restored from changed rows / from a full checkpoint", ratio, RESTORE_GOAL),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 if a goal is missed."""
+    """Returns the exit code: 1 if other bits were restored."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=1024, help="size of the table")
     parser.add_argument("--columns", type=int, default=32, help="of the table")
@@ -170,10 +174,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         tables = Tables(options.mib, options.columns)
         found = measure(Path(directory), tables, options.touched, options.rounds, options.writers)
-    met = report(found)
+    goals = report(found)
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), **asdict(found)}, indent=2))
-    return 0 if met else 1
+        rows = [asdict(each) for each in goals]
+        options.json.write_text(json.dumps({"machine": machine(), **asdict(found), "goals": rows}, indent=2))
+    return 0 if found.same_bits else 1
 
 
 if __name__ == "__main__":

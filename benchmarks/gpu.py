@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.gpt import GPT, Shape, flops_per_token, parameters_of, peak_of
-from benchmarks.overhead import machine
+from benchmarks.machine import machine
 from benchmarks.ratios import ratio_of_medians
 from benchmarks.workload import CLIP_NORM, LOG_EVERY, Workload, build, weights_digest
 from ignite_engine import Trainer, Update, loader

@@ -12,11 +12,10 @@ import argparse
 import contextlib
 import io
 import json
-import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +23,9 @@ from typing import Any
 import torch
 from ignite.engine import Events
 
-from benchmarks.overhead import machine
+from benchmarks.goals import Goal, print_goals
+from benchmarks.machine import machine
+from benchmarks.turns import Times, cpu_us, take_turns
 from ignite_engine import Trainer, every
 from ignite_engine.handlers import CSVSink, Meter, MetricLogger, Progress, Stopwatch, Throughput
 
@@ -48,13 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         added = median(values) - bare
         print(f"{name:28} {median(values):7.2f} us   {added:+7.2f} us   {100 * added / STEP_US:+6.3f} % of a 5 ms step")
     more = 100 * (median(times[ALL]) - median(times[LOGGED])) / STEP_US
-    print(f"intervals, meters and CSV beside {LOGGED}: {more:.3f} %, goal {GOAL_PERCENT} %")
+    goal = Goal(f"intervals, meters and CSV beside {LOGGED}, % of a 5 ms step", more, GOAL_PERCENT)
+    print_goals([goal])
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "us_per_iteration": times}))
+        report = {"machine": machine(), "us_per_iteration": times, "goals": [asdict(goal)]}
+        options.json.write_text(json.dumps(report))
     return 0
 
 
-def measure(rounds: int, iterations: int) -> dict[str, list[float]]:
+def measure(rounds: int, iterations: int) -> Times:
     """Microseconds of CPU per iteration of each contender in each round; the first is not counted."""
     contenders: dict[str, Callable[[Trainer, Path], None]] = {
         BARE: lambda trainer, folder: None,
@@ -69,19 +72,22 @@ def measure(rounds: int, iterations: int) -> dict[str, list[float]]:
         LOGGED: watch,
         ALL: everything,
     }
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    draw = random.Random(0)
-    for number in range(rounds + 1):
-        for name in draw.sample(list(contenders), len(contenders)):
+
+    def turn(attach: Callable[[Trainer, Path], None]) -> Callable[[], float]:
+        def timed() -> float:
             with tempfile.TemporaryDirectory() as folder:
                 trainer = made()
-                contenders[name](trainer, Path(folder))
-                began = time.process_time()
+                attach(trainer, Path(folder))
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                    trainer.run([torch.zeros(8)] * iterations, max_epochs=1)
-                if number:
-                    times[name].append(1e6 * (time.process_time() - began) / iterations)
-    return times
+                    return cpu_us(lambda: run(trainer, iterations), iterations)()
+
+        return timed
+
+    return take_turns({name: turn(attach) for name, attach in contenders.items()}, rounds, warmup=1)
+
+
+def run(trainer: Trainer, iterations: int) -> None:
+    trainer.run([torch.zeros(8)] * iterations, max_epochs=1)
 
 
 def made() -> Trainer:

@@ -15,17 +15,15 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.contenders import CONTENDERS
+from benchmarks.machine import machine
 from benchmarks.ratios import TARGETS, ratio_of_medians
 from benchmarks.rounds import Measured, measure
 from benchmarks.workload import LOG_EVERY
@@ -118,25 +116,6 @@ def _is_row_of(row: dict[str, Any], result: Measured) -> bool:
 
 def _interval(row: dict[str, Any] | None) -> str:
     return "-" if row is None else f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-
-
-def machine() -> dict[str, str]:
-    """The conditions of a measurement: processor, versions, commit."""
-    names = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    root = Path(__file__).parent
-    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "cpu": f"{names[0] if names else platform.machine()} ({os.cpu_count()} cores, 1 thread used)",
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "pytorch-ignite": version("pytorch-ignite"),
-        "commit": commit or "unknown",
-    }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

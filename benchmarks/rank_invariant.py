@@ -6,27 +6,27 @@ import argparse
 import itertools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+from benchmarks.goals import Goal
+from benchmarks.machine import machine
 from benchmarks.ratios import ratio_of_medians
+from benchmarks.turns import Times, on_ranks, take_turns
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.ranks import agreement
 
 GOALS = {1: 1.05, 2: 1.10}
-WARMUP_ROUNDS = 2
 FEATURES = 256
 
 
@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro-batches", type=int, default=4, help="of an update, over all ranks, default 4")
     parser.add_argument("--batch", type=int, default=64, help="samples of a micro-batch, default 64")
     parser.add_argument("--width", type=int, default=1024, help="of the hidden layers, default 1024: 2.6 M parameters")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    goals: list[Goal] = []
     for ranks in options.ranks:
         times = measured(ranks, vars(options))
         usual, ours = times["usual"], times["invariant"]
@@ -51,32 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"(fastest rounds {min(usual) * 1e3:.2f}, {min(ours) * 1e3:.2f} ms)",
             flush=True,
         )
+        what = f"{ranks} rank{'s' * (ranks > 1)}: rank-invariant update / {'DDP' if ranks > 1 else 'ordinary'}"
+        goals.append(Goal.of(what, ratio, GOALS.get(ranks)))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"machine": machine(), "goals": [asdict(each) for each in goals]}))
     return 0
 
 
-def measured(ranks: int, options: dict[str, Any]) -> dict[str, list[float]]:
+def measured(ranks: int, options: dict[str, Any]) -> Times:
     """Seconds per update of each round, by contender, on so many ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, args=(ranks, folder, options), nprocs=ranks)  # type: ignore[attr-defined,no-untyped-call]
-        found: dict[str, list[float]] = json.loads((Path(folder) / "times.json").read_text())
-        return found
+    return on_ranks(ranks, _work, options)
 
 
-def _work(rank: int, ranks: int, folder: str, options: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+def _work(options: dict[str, Any]) -> Times:
     contenders = {name: _Contender(name == "invariant", options) for name in ("usual", "invariant")}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(WARMUP_ROUNDS + options["rounds"]):
-        for name in sorted(contenders, reverse=turn % 2 == 1):  # taking turns, a slow minute affects both
-            times[name].append(contenders[name].one_round())
-    if rank == 0:
-        kept = {name: seconds[WARMUP_ROUNDS:] for name, seconds in times.items()}
-        (Path(folder) / "times.json").write_text(json.dumps(kept))
-    if ranks > 1:
-        agreement.forget_groups()
-        dist.destroy_process_group()
+    return take_turns({name: each.one_round for name, each in contenders.items()}, options["rounds"])
 
 
 class _Contender:

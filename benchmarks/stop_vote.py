@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.overhead import machine
+from benchmarks.goals import Goal
+from benchmarks.machine import machine
 from benchmarks.ratios import ratio_of_medians
+from benchmarks.turns import Times, on_ranks, take_turns
 from ignite_engine.ranks import agreement
 
 RANKS = 2
@@ -46,37 +44,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, values in times.items():
         cost = ratio_of_medians(values, times[NONE])
         print(f"{name:22} {1e6 * median(values):8.1f} us a step   to {NONE}: {cost}")
+    goal = Goal.of("step with the engine's vote on stops / without", ratio_of_medians(times[ENGINE], times[NONE]), None)
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "seconds_per_step": times}))
+        report = {"machine": machine(), "seconds_per_step": times, "goals": [asdict(goal)]}
+        options.json.write_text(json.dumps(report))
     return 0
 
 
-def measure(rounds: int, steps: int, width: int) -> dict[str, list[float]]:
+def measure(rounds: int, steps: int, width: int) -> Times:
     """Seconds per step of each contender in each round, on rank 0."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        mp.spawn(_rank, (folder, rounds, steps, width), nprocs=RANKS)  # type: ignore[attr-defined,no-untyped-call]
-        times: dict[str, list[float]] = json.loads((Path(folder) / "times.json").read_text())
-        return times
+    return on_ranks(RANKS, _work, rounds, steps, width)
 
 
-def _rank(rank: int, folder: str, rounds: int, steps: int, width: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+def _work(rounds: int, steps: int, width: int) -> Times:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters())
     inputs, vote, iteration = torch.randn(32, width), agreement.Vote(), 0
-    votes: dict[str, Callable[[int], Any]] = {
-        NONE: lambda iteration: 0,
-        ENGINE: lambda iteration: vote.poll(iteration, 0),
-        EVERY: lambda iteration: vote.poll(iteration, 0, now=True),
-    }
-    times: dict[str, list[float]] = {name: [] for name in votes}
-    draw = random.Random(0)  # the same order on both ranks
-    for count in range(rounds + 2):
-        for name in draw.sample(list(votes), len(votes)):
+
+    def turn(poll: Callable[[int], object]) -> Callable[[], float]:
+        def timed() -> float:
+            nonlocal iteration
             dist.barrier()
             vote.restart(iteration)
             started = time.perf_counter()
@@ -85,13 +74,17 @@ def _rank(rank: int, folder: str, rounds: int, steps: int, width: int) -> None:
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 optimizer.step()
-                votes[name](iteration)
-            if count >= 2:  # the first rounds warm up
-                times[name].append((time.perf_counter() - started) / steps)
-    if rank == 0:
-        (Path(folder) / "times.json").write_text(json.dumps(times))
-    agreement.forget_groups()
-    dist.destroy_process_group()
+                poll(iteration)
+            return (time.perf_counter() - started) / steps
+
+        return timed
+
+    votes: dict[str, Callable[[int], object]] = {
+        NONE: lambda iteration: 0,
+        ENGINE: lambda iteration: vote.poll(iteration, 0),
+        EVERY: lambda iteration: vote.poll(iteration, 0, now=True),
+    }
+    return take_turns({name: turn(poll) for name, poll in votes.items()}, rounds)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,3 +84,55 @@ def weights_digest(model: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+# -- a model whose state is large, for saves --------------------------------------------------------------------------
+
+
+class Training:
+    """12 linear layers and an AdamW that has stepped once; width 2048: 50M parameters, 604 MB with their state."""
+
+    def __init__(self, width: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(width, width), nn.ReLU())))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
+        self.batches = [torch.randn(32, width) for _ in range(8)]
+        self.loss_fn(self.model, self.batches[0]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @staticmethod
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        output: Tensor = model(batch)
+        return output.square().mean()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(self.state()))
+
+    def load(self, state: dict[str, Any], *, strings: bool = False) -> None:
+        """As a script does. ``strings``: the optimizer's keys are strings, as in JSON."""
+        optimizer = state["optimizer"]
+        if strings:
+            optimizer = optimizer | {"state": {int(key): each for key, each in optimizer["state"].items()}}
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(optimizer)
+
+    def forget(self) -> None:
+        """Other numbers everywhere, in memory of its own: an optimizer keeps the tensors that it loads."""
+        for tensor in self.model.state_dict().values():
+            tensor.fill_(-1.0)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                state[name] = torch.empty_like(value).fill_(-1.0)
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    """In the order of ``state``, dicts and lists within each other."""
+    if isinstance(state, Tensor):
+        return [state]
+    children = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return [tensor for child in children for tensor in tensors_of(child)]

@@ -17,4 +17,4 @@ def test_every_contender_is_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
     times = json.loads(target.read_text())["us_per_iteration"]
     assert {len(values) for values in times.values()} == {2} and min(map(min, times.values())) > 0
     assert {handler_costs.BARE, handler_costs.LOGGED, handler_costs.ALL} <= set(times)
-    assert "goal 0.5 %" in capsys.readouterr().out
+    assert "goal 0.5:" in capsys.readouterr().out
