@@ -37,12 +37,15 @@ from ignite_engine.checkpointing.manifest import (
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded, write_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import superseded
-from ignite_engine.checkpointing.rows import THREADS, RowsOfParts, Tables, in_threads, shared_out, take_out
+from ignite_engine.checkpointing.rows import RowsOfParts, Tables, in_threads, shared_out, take_out
 from ignite_engine.checkpointing.shards import Shards, missing_numbers, split
 from ignite_engine.errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
-_FILE_BYTES = 1 << 26
+WRITERS = 4
+"""Of a large state, where none are asked for: the same files on every machine."""
+LARGE_STATE_BYTES = 1 << 26
+"""In tensors that have files of their own; a smaller state is one file, as threads and more fsyncs gain it nothing."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,11 @@ class Commit:
         iteration: updates done.
         ranks: who saves together.
         failure: makes the error's text of the causes.
-        writers: threads of rank 0 that write at once.
+        writers: threads of a rank that write at once, and files of large tensors; None: 4 for a large state, else 1.
     """
 
     def __init__(
-        self, directory: Path, iteration: int, ranks: Ranks, failure: Callable[[str], str], *, writers: int = 1
+        self, directory: Path, iteration: int, ranks: Ranks, failure: Callable[[str], str], writers: int | None = None
     ) -> None:
         self._writers = writers
         self._directory = directory
@@ -144,16 +147,22 @@ class Commit:
                     refuse_what_cannot_be_loaded(parts)
                 mine, own, pieces = split(shared, local)
             missing = missing_numbers({**mine, **own} if rank == 0 else {}, pieces, self._tables.rows)
-            mine, rows = take_out(mine) if rank == 0 and self._writers > 1 else (mine, {})
+            tables = self._tables.rows
+            without, rows = take_out(mine) if rank == 0 and self._writers != 1 else (mine, {})
+            writers = self._writers or _default_writers(_bytes(rows) + _bytes(tables))
+            if writers == 1:
+                without, rows = mine, {}
+            # also for one writer: who loads the last of a chain reads all of it
+            table_files = max(writers, _default_writers(_bytes(tables)))
             contents: dict[str, Mapping[str, Any]] = {
-                **self._tables_in_files(),
-                **_in_files(rows, self._writers, names.rows_file),
-                names.SHARED_FILE: mine if rank == 0 else {},
+                **_in_files(tables, table_files, names.tables_file),
+                **_in_files(rows, writers, names.rows_file),
+                names.SHARED_FILE: without if rank == 0 else {},
                 names.rank_file(rank): own,
                 names.shards_file(rank): pieces.of_parts,
             }
             contents = {name: parts for name, parts in contents.items() if parts}
-            records = in_threads(lambda name: write_parts(temporary / name, contents[name]), contents, self._writers)
+            records = in_threads(lambda name: write_parts(temporary / name, contents[name]), contents, writers)
             return _Written(
                 iteration=self._iteration,
                 files=dict(zip(contents, records, strict=True)),
@@ -165,12 +174,6 @@ class Commit:
             )
 
         self._written = self._ranks.together(write, self._failure)
-
-    def _tables_in_files(self) -> dict[str, RowsOfParts]:
-        """In several files also for one writer, where they are large: who loads the last of a chain reads all of it."""
-        rows = self._tables.rows
-        size = sum(values.nbytes for pieces in rows.values() for _, values in pieces.values())
-        return _in_files(rows, max(self._writers, min(THREADS, size // _FILE_BYTES)), names.tables_file)
 
     def finish(self, epoch: int) -> tuple[Path, Manifest]:
         """Write the manifest, rename; a collective.
@@ -247,6 +250,14 @@ class Commit:
 
 def _in_files(rows: RowsOfParts, files: int, name: Callable[[int], str]) -> dict[str, RowsOfParts]:
     return {name(number): share for number, share in enumerate(shared_out(rows, files))}
+
+
+def _default_writers(size: int) -> int:
+    return WRITERS if size >= LARGE_STATE_BYTES else 1
+
+
+def _bytes(rows: RowsOfParts) -> int:
+    return sum(values.nbytes for pieces in rows.values() for _, values in pieces.values())
 
 
 def _incomplete(written: list[_Written]) -> list[str]:

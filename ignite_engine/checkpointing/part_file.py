@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -23,6 +24,10 @@ _LEAVES = (
     torch.Size, torch.dtype, torch.device, Tensor, torch.nn.Parameter,
 )  # fmt: skip
 _LEAF_TYPES = frozenset(_LEAVES)
+_SMALLEST_WITHOUT_CRC = 1 << 24
+"""A smaller file is one that zip programs can test, too."""
+_CONFIG_IS_OF_THE_CONTEXT = torch.__version__ >= "2.12"
+"""Before, torch's options are of the process: a user's own ``torch.save`` in another thread would see ours."""
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _MAPPINGS = frozenset((dict, OrderedDict, Counter))
 _SEQUENCES = frozenset((list, tuple, set))
@@ -104,7 +109,20 @@ def _is_finite(value: Tensor) -> bool:
 
 def write_parts(path: Path, parts: Mapping[str, Any]) -> FileRecord:
     """Write named parts to a new file, fsynced; the hash is taken while writing."""
-    return write_file(path, lambda file: torch.save(_compact(dict(parts)), file))
+    content = _compact(dict(parts))
+    size = sum(value.nbytes for _, value in walk(content) if _has_memory(value))
+    save = torch.save if size < _SMALLEST_WITHOUT_CRC or not _CONFIG_IS_OF_THE_CONTEXT else _save_without_crc
+    return write_file(path, lambda file: save(content, file))
+
+
+def _save_without_crc(content: dict[str, Any], file: IO[bytes]) -> None:
+    """Without the CRC that torch computes of each tensor and never reads: it takes as long as the SHA-256 we keep."""
+
+    def save() -> None:
+        torch.serialization.set_crc32_options(False)
+        torch.save(content, file)
+
+    contextvars.copy_context().run(save)  # the option goes with the context: no other thread ever sees it
 
 
 def _compact(parts: dict[str, Any]) -> dict[str, Any]:

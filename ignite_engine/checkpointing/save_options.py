@@ -29,7 +29,7 @@ class SaveKeywords(TypedDict, total=False):
     delta_rows: Iterable[str]
     background: bool
     when_busy: Literal["wait", "skip"]
-    writers: int
+    writers: int | None
     on_exception: bool
     strict: bool
 
@@ -60,7 +60,8 @@ class SaveOptions:
         when_busy: what a save that is due does while the previous one is still being written; ``wait`` or ``skip``
             (never a best one, one that was requested, or the last).
         writers: files that a rank hashes and writes at once, each in a thread. With more than one, tensors of 1 MiB and
-            more that the ranks share are in so many files of their own, which earlier releases do not read.
+            more that the ranks share are in so many files of their own. None: 4 where these are 64 MiB and more, else
+            1, on every machine.
         on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
             one process only. A resume from there is not bit for bit, so ``strict`` excludes it.
         strict: refuse to start, or to resume, what cannot be resumed bit for bit.
@@ -83,7 +84,7 @@ class SaveOptions:
     delta_rows: Iterable[str] = ()
     background: bool = False
     when_busy: Literal["wait", "skip"] = "wait"
-    writers: int = 1
+    writers: int | None = None
     on_exception: bool = False
     strict: bool = False
 
@@ -94,8 +95,9 @@ class SaveOptions:
         check_type("keep_fn", self.keep_fn, self.keep_fn is None or callable(self.keep_fn), "a function or None")
         config = self.config
         check_type("config", config, config is None or isinstance(config, Mapping), "a mapping or None")
-        check_type("writers", self.writers, is_whole(self.writers), "a whole number")
-        if self.writers < 1:
+        writers = self.writers
+        check_type("writers", writers, writers is None or is_whole(writers), "a whole number or None")
+        if writers is not None and writers < 1:
             raise ValueError(f"writers must be at least 1, got {self.writers}.")
         if self.when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy must be 'wait' or 'skip', got {self.when_busy!r}.")

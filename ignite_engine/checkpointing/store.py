@@ -72,7 +72,7 @@ class CheckpointStore:
         epoch: int,
         shards: Shards | None = None,
         tables: Tables | None = None,
-        writers: int = 1,
+        writers: int | None = None,
         **facts: Unpack[Facts],
     ) -> Path:
         """Write a checkpoint and commit it; a collective. Older ones are left as they are.
@@ -87,7 +87,8 @@ class CheckpointStore:
             epoch: epochs begun or done, as the caller counts.
             shards: what ``split`` took out of the parts, if that was done before (for a copy, say).
             tables: what :class:`ChangedRows` took out of ``shared``, after ``split``.
-            writers: files that each rank writes at once; rank 0 writes tensors of 1 MiB and more into that many.
+            writers: files that each rank writes at once; rank 0 writes tensors of 1 MiB and more into that many. None:
+                4 where these are 64 MiB and more, else 1.
             facts: of the manifest: ``metrics`` (numbers to choose the best by), ``config`` (JSON data), ``labels``,
                 ``parent`` (the checkpoint that the run was resumed from), ``left_out`` (names inside parts that were
                 left out of them, by part) and ``kinds`` (what each part is), of which rank 0's count;

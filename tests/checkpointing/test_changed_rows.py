@@ -63,11 +63,11 @@ def test_only_the_rows_that_changed_are_written(tmp_path: Path) -> None:
 def test_a_large_base_is_in_several_files_that_are_verified_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "_FILE_BYTES", 2900)  # of 8800
+    monkeypatch.setattr(commit, "LARGE_STATE_BYTES", 8000)  # of 8800
     saving = Saving(tmp_path)
     base = CheckpointStore(tmp_path).load(saving.save(3)).manifest
     path = saving.save(4)
-    assert [name for name in base.files if name != "shared.pt"] == ["tables_0.pt", "tables_1.pt", "tables_2.pt"]
+    assert [name for name in base.files if name != "shared.pt"] == [f"tables_{number}.pt" for number in range(4)]
     assert list(CheckpointStore(tmp_path).load(path).manifest.files) == ["tables_0.pt", "shared.pt"] and holds(path, 4)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
+import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +92,34 @@ def test_a_file_that_differs_from_its_record_is_not_loaded(tmp_path: Path) -> No
     assert plain_data_problem(tmp_path / "x.pt") is None
     (tmp_path / "z.pt").write_bytes(b"no zip")
     assert "is not plain data" in (plain_data_problem(tmp_path / "z.pt") or "")
+
+
+def test_a_large_file_has_no_crc_of_torch_and_no_other_thread_saves_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it does, torch's options of saving have become those of the process, or are no longer."""
+    large = {"a": torch.arange(5 << 20, dtype=torch.int32)}
+    small = {"a": torch.ones(1 << 18)}
+    theirs: list[io.BytesIO] = []
+    write = os.write
+
+    def write_while_another_saves(descriptor: int, data: Any) -> int:
+        theirs.append(io.BytesIO())
+        thread = threading.Thread(target=torch.save, args=(small, theirs[-1]))
+        thread.start()
+        thread.join()
+        return write(descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_while_another_saves)
+        record = write_parts(tmp_path / "large.pt", large)
+    assert theirs and torch.serialization.get_crc32_options()
+    write_parts(tmp_path / "small.pt", small)
+    for file in (*theirs, tmp_path / "small.pt"):
+        assert zipfile.ZipFile(file).testzip() is None
+    assert zipfile.ZipFile(tmp_path / "large.pt").testzip() is not None
+    for mmap in (False, True):
+        assert torch.equal(read_parts(tmp_path / "large.pt", record, mmap=mmap)["a"], large["a"])
 
 
 def test_finite_looks_into_every_layout() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, part_file
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, commit, part_file
 from ignite_engine.checkpointing.digests import tensor_sha256
 from ignite_engine.checkpointing.layout import ROWS_FILE
 from ignite_engine.checkpointing.part_file import read_parts, write_parts
@@ -111,6 +111,22 @@ def test_one_writer_writes_the_format_that_earlier_releases_read(tmp_path: Path)
     assert [each.name for each in sorted(small.iterdir())] == ["manifest.json", "shared.pt"]
     save(tmp_path, 2, parts(), iteration=3)
     assert CheckpointStore(tmp_path).checkpoints()[-1].manifest.format_version == 4
+
+
+def test_a_large_state_is_in_four_files_unless_it_is_asked_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files(limit: int, writers: int | None, iteration: int) -> list[str]:
+        monkeypatch.setattr(commit, "LARGE_STATE_BYTES", limit)
+        path = CheckpointStore(tmp_path).save(parts(), {}, iteration=iteration, epoch=1, writers=writers)
+        assert same(CheckpointStore(tmp_path).load(path).shared, parts())
+        return sorted(each.name for each in path.iterdir())
+
+    size = sum(values.nbytes for pieces in take_out(parts())[1].values() for _, values in pieces.values())
+    small = ["manifest.json", "shared.pt"]
+    assert files(size, None, 1) == ["manifest.json", *(f"rows_{number}.pt" for number in range(4)), "shared.pt"]
+    assert files(size + 1, None, 2) == files(size, 1, 3) == small
+    assert [each.manifest.format_version for each in CheckpointStore(tmp_path).checkpoints()] == [4, 2, 2]
 
 
 def test_writers_write_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
