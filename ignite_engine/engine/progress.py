@@ -109,6 +109,16 @@ class Progress:
             self.accumulation_steps = self.built_with = steps
             self._saved_with = self._grouping
 
+    @property
+    def length_as_built(self) -> int | None:
+        """Iterations of the run had it not changed its accumulation itself; None: it did not, or that is not known."""
+        source, state = self.source, self.state
+        changed = self._next_steps is not None or self.accumulation_steps != self.built_with
+        if not changed or not self.whole_passes or state.max_iters is not None or state.max_epochs is None:
+            return None
+        assert isinstance(source, DataSource) and source.batches is not None and self.built_with is not None
+        return state.max_epochs * -(-source.batches // self.built_with)
+
     def start_over(self) -> None:
         """A run starts fresh: accumulation that an earlier one has changed is as it was built."""
         self.accumulation_steps, self._next_steps = self.built_with, None

@@ -11,7 +11,8 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, seed_everything
 from ignite_engine.engine.progress import Progress
-from ignite_engine.handlers import Checkpoint
+from ignite_engine.handlers import Checkpoint, LRSchedule
+from ignite_engine.schedules import warmup_cosine
 from ignite_engine.state import TrainingState
 from ignite_engine.states.resume_state import ResumeState
 from ignite_engine.step.micro_batches import Group
@@ -87,9 +88,12 @@ def test_counters_say_what_was_done_before_an_update_failed() -> None:
 # --- accumulation that changes during a run ---------------------------------------------------------------------------
 
 
-def growing(folder: Path | None, stop: int | None = None, count: int = 22) -> tuple[Trainer, list[int]]:
+def growing(
+    folder: Path | None, stop: int | None = None, count: int = 22, epochs: int = 4
+) -> tuple[Trainer, list[int]]:
     """Four epochs of 11 batches; from the third on three of them are an iteration. The sizes of all groups."""
     trainer, sizes = trainer_of(linear(dropout=True), accumulation_steps=1), []
+    LRSchedule(warmup_cosine(trainer.update.optimizers["optimizer"], warmup=2)).attach(trainer)
 
     def change(trainer: Trainer) -> None:
         if trainer.state.epoch == 2:
@@ -103,7 +107,7 @@ def growing(folder: Path | None, stop: int | None = None, count: int = 22) -> tu
         checkpoint.resume()
     if stop is not None:
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda trainer: trainer.request_stop("asked"))
-    trainer.run(numbers_loader(count, shuffle=True), max_epochs=4)
+    trainer.run(numbers_loader(count, shuffle=True), max_epochs=epochs)
     return trainer, sizes
 
 
@@ -122,6 +126,16 @@ def test_changed_accumulation_counts_from_the_next_pass_on_and_is_resumed_exactl
     assert torch.equal(weights(whole), weights(resumed))
     assert (resumed.state.iteration, resumed.state.epoch) == (30, 4)
     assert resumed.reproducibility() == [] and "other bits" not in caplog.text
+    assert "new curve" not in caplog.text  # the schedule keeps the length with which the run began
+
+
+def test_schedule_over_a_longer_run_follows_it_also_where_the_accumulation_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    growing(tmp_path, 26)
+    growing(tmp_path, epochs=5)
+
+    assert "its schedule with it: from here on the LR follows the new curve" in caplog.text
 
 
 def test_changed_accumulation_is_asked_for_in_a_trainer_that_groups() -> None:
