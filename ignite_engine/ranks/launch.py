@@ -248,22 +248,26 @@ def _one_line_where_they_cannot_meet(address: str | None = None, port: int | Non
 
 
 class _Place:
-    """The environment in which a rank meets the others.
+    """The environment in which a rank meets the others, and the process that starts it.
 
     It is the first of our own objects that a rank unpickles, after its imports: there it lets signals in, which the
     parent blocks for the processes it starts, or an import would end with a traceback.
+
+    Args:
+        starter: its process id; None: that of multiprocessing's fork server, which only the rank can see. A parent that
+            was killed before the rank's first line is not the rank's parent there any more.
     """
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        self.environment = environment
+    def __init__(self, environment: dict[str, str], starter: int | None) -> None:
+        self.environment, self.starter = environment, starter
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _place_in_rank, (self.environment,)
+        return _place_in_rank, (self.environment, self.starter)
 
 
-def _place_in_rank(environment: dict[str, str]) -> _Place:
+def _place_in_rank(environment: dict[str, str], starter: int | None) -> _Place:
     signals.let_signals_in()
-    return _Place(environment)
+    return _Place(environment, starter)
 
 
 @dataclass(frozen=True)
@@ -297,7 +301,7 @@ def _rank_main(
     text = ""
     interrupted = _never
     try:
-        with signals.ending_the_process() as interrupted, signals.listening(os.getppid()):
+        with signals.ending_the_process() as interrupted, signals.listening(place.starter or os.getppid()):
             signals.receive_forwarded()
             _connect(*connection)
             try:
@@ -410,7 +414,9 @@ class _Ranks:
             with _one_line_where_they_cannot_meet(address, port):
                 store = _stores.TCPStore(address, port, is_master=True, wait_for_workers=False)
             port = store.port
-        context: Any = multiprocessing.get_context(params.get("start_method", _start_method()))
+        start_method = params.get("start_method", _start_method())
+        context: Any = multiprocessing.get_context(start_method)
+        starter = None if start_method == "forkserver" else os.getpid()
         resource_tracker.ensure_running()  # its start lets signals in again
         for local_rank in range(count):
             rank = node * count + local_rank
@@ -422,7 +428,7 @@ class _Ranks:
                 "MASTER_PORT": port,
                 "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is this process's
             }
-            place = _Place({name: str(value) for name, value in environment.items()})
+            place = _Place({name: str(value) for name, value in environment.items()}, starter)
             received, report = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,

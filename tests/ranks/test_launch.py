@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -48,8 +49,8 @@ if __name__ == "__main__":
 """
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
-    (folder / "script.py").write_text(SCRIPT)
+def started(folder: Path, script: str = SCRIPT) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(script)
     return subprocess.Popen(
         [sys.executable, str(folder / "script.py"), str(folder)],
         stderr=subprocess.PIPE,
@@ -344,6 +345,30 @@ def test_peer_that_waits_for_a_rank_which_a_signal_ended_is_ended(
         parallel.run(waits_for_its_peer, *arguments)
     assert end.value.code == 130, "not that of the peer, which gets SIGTERM"
     assert time.monotonic() - began < 50
+
+
+class KillsTheLauncher:
+    """Unpickled by a rank after its imports, before its first line."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return kill, (os.getpid(),)
+
+
+def kill(launcher: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # the other rank has killed it
+        os.kill(launcher, signal.SIGKILL)
+    while os.getppid() == launcher:
+        time.sleep(0.01)
+
+
+@pytest.mark.distributed
+@pytest.mark.faults
+def test_ranks_whose_launcher_was_killed_before_their_first_line_end(tmp_path: Path) -> None:
+    script = SCRIPT.replace("parallel.run(main, sys.argv[1])", "parallel.run(main, KillsTheLauncher())")
+    process = started(tmp_path, f"from tests.ranks.test_launch import KillsTheLauncher\n{script}")
+
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert group_is_gone(process.pid, timeout_s=45.0), "ranks wait for a store that is gone"
 
 
 @pytest.mark.distributed
