@@ -278,11 +278,13 @@ class Update:
         self._broken_off = self._is_fsdp
         losses: list[Tensor] = []
         extras: list[Mapping[str, Tensor]] = []
-        handlers = engine._event_handlers  # between two steps of the optimizer each further call costs microseconds
+        # between two steps of the optimizer each further call costs microseconds
+        handlers = engine._event_handlers[TrainingEvents.BACKWARD_COMPLETED]
+        in_contexts, backward = bool(defers) or self.loss_parallel, self._backward
         for batch in micro_batches if self._on_host else to_device(micro_batches, self.device):
             scale = scales[len(losses)]
-            repeated = not scale and len(losses) >= len(scales) - state.padding
-            if defers or self.loss_parallel or not scale:
+            if in_contexts or not scale:
+                repeated = not scale and len(losses) >= len(scales) - state.padding
                 is_last = len(losses) == len(scales) - 1
                 with (
                     without_sync(() if is_last else defers),
@@ -290,11 +292,11 @@ class Update:
                     without_trace(self.model) if repeated else nullcontext(),
                     nullcontext() if scale else without_rows(self._parameters()),
                 ):
-                    losses.append(self._backward(batch, scale, extras))
+                    losses.append(backward(batch, scale, extras))
             else:
-                losses.append(self._backward(batch, scale, extras))
+                losses.append(backward(batch, scale, extras))
             state.micro_batches += 1
-            if handlers.get(TrainingEvents.BACKWARD_COMPLETED):
+            if handlers:
                 engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
         self._broken_off = False
         output = {"loss": weighted(losses, scales)}

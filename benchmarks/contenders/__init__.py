@@ -29,6 +29,7 @@ CONTENDERS: Mapping[str, Mapping[str, Contender]] = {
     "full": {
         "plain": plain.full,
         "cheapest": cheapest.full,
+        "own casts": partial(cheapest.full, shared_casts=False),
         "ignite": ignite_engines.full,
         "ignite+10": partial(ignite_engines.full, handlers=10),
         "supervised": ignite_engines.supervised_full,

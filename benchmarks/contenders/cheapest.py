@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -24,13 +27,16 @@ def bare(work: Workload) -> None:
                 parameter.grad = None
 
 
-def full(work: Workload) -> None:
+def full(work: Workload, *, shared_casts: bool = True) -> None:
+    """``shared_casts=False``: an autocast context for each micro-batch, as the plain loop and ours have."""
     model, optimizer = work.model, work.optimizer
     model.train()
     parameters = list(model.parameters())
     groups = optimizer.param_groups
     share = torch.tensor(1 / ACCUMULATION)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    of_group: Any = autocast if shared_casts else nullcontext()
+    of_micro_batch: Any = nullcontext() if shared_casts else autocast
     losses: list[torch.Tensor] = []
     updates = 0
     lr = LEARNING_RATE * lr_factor(0)
@@ -40,9 +46,10 @@ def full(work: Workload) -> None:
         stream = iter(work.batches)
         # the same iterator four times: zip yields groups
         for micro_batches in zip(*[stream] * ACCUMULATION, strict=True):
-            with autocast:  # one context: each weight is cast once per step
+            with of_group:  # one context: each weight is cast once per step
                 for inputs, targets in micro_batches:
-                    loss = cross_entropy(model(inputs), targets)
+                    with of_micro_batch:
+                        loss = cross_entropy(model(inputs), targets)
                     loss.backward(share)
                     losses.append(loss.detach())
             clip(parameters)

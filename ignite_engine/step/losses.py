@@ -34,7 +34,9 @@ def whole(value: Tensor) -> Tensor:
 
 def scalar(value: Tensor) -> Tensor:
     """A reported value of one element: detached, floating, shape ``()``, whole, and not a view of a larger tensor."""
-    value = whole(value.detach())
+    value = value.detach()
+    if type(value) is not Tensor:
+        value = whole(value)
     if value.dim():
         value = value.reshape(())
     if not value.is_floating_point():

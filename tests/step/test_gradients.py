@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ignite_engine.step.gradients import clip_gradients, gradient_norm
+from ignite_engine.step.gradients import clip_factor, clip_gradients, gradient_norm
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
 
@@ -55,6 +57,37 @@ def test_a_norm_next_to_the_limit_has_the_bits_of_torchs(ulps: int) -> None:
 
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+
+
+class Operations(TorchDispatchMode):
+    """The operations of torch under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_plain_gradients_are_clipped_without_a_tensor_for_the_factor(max_norm: float) -> None:
+    made = parameters([torch.float32] * 4)
+    with Operations() as operations:
+        clip_gradients(made, max_norm)
+
+    norm = ["aten._foreach_norm", "aten.stack", "aten.linalg_vector_norm", "aten._local_scalar_dense"]
+    assert operations.names == [*norm, *(["aten._foreach_mul_"] if max_norm < 1 else [])]
+
+
+@pytest.mark.parametrize("max_norm", [1e-30, 1e-3, 0.3, 1.0, 7.7])
+def test_factor_has_the_bits_of_torchs(max_norm: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    norms = torch.randn(500, generator=generator).abs() * 10 ** torch.empty(500).uniform_(-6, 30, generator=generator)
+    for norm in (*norms, torch.tensor(max_norm), torch.tensor(3e38), torch.tensor(float("inf"))):
+        assert clip_factor(norm.item(), max_norm) == torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
+    assert math.isnan(clip_factor(math.nan, max_norm))
 
 
 def test_what_is_below_the_limit_is_not_written_to() -> None:
