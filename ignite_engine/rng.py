@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,39 +54,89 @@ def restore(state: dict[str, Any]) -> None:
 @contextmanager
 def isolated() -> Iterator[None]:
     """Restore the generators afterwards, whatever the body draws from them."""
-    outside = _generators()
+    outside = _generators(np.random.get_state())
     try:
         yield
     finally:
         _restore_generators(outside)
 
 
-def undisturbed(function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)``, with the generators restored afterwards even if a signal handler raises at any point.
+def undisturbed(function: Callable[[bytes | None], T], *, numpy_rests: bool = False) -> T:
+    """What ``function`` returns, with the generators restored afterwards even if a signal handler raises at any point.
 
     A stop may interrupt a fetch anywhere, so also while the generators are restored, or between the end of a ``with``
     body and the first line of its ``__exit__``; and at that stop the generators are saved.
+
+    Args:
+        function: gets NumPy's :func:`numpy_place` where that is known to tell each draw, else None.
+        numpy_rests: ``function`` is not expected to draw from it, so its state is read only if it has moved since the
+            last time.
     """
-    outside = _generators()
+    place, numpy = _resting_numpy() if numpy_rests else (None, np.random.get_state())
+    outside = _generators(numpy)
     try:
-        return function(*arguments)
+        return function(place)
     finally:
         try:
-            _restore_generators(outside)
+            _restore_generators(outside, place)
         except BaseException:
-            _restore_generators(outside)
+            _restore_generators(outside, place)
             raise
 
 
-def _generators() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+def numpy_place() -> Any:
+    """Memory of NumPy's global generator whose bytes, ``raw``, change with each number drawn; None: it is another kind.
+
+    Reading its state takes 30 µs, this 0.04. A half of a pair of normal numbers is kept elsewhere.
+    """
+    get = getattr(np.random, "get_bit_generator", None)  # NumPy 1.24
+    return None if get is None else _end_of_state(get())
 
 
-def _restore_generators(generators: tuple[Any, ...]) -> None:
+@lru_cache(maxsize=1)
+def _end_of_state(generator: Any) -> Any:
+    """The last words and the position: ``uint32 key[624]; int position`` at the address that NumPy publishes."""
+    if type(generator) is not np.random.MT19937:
+        return None
+    state = generator.state["state"]
+    words = 8
+    address = generator.ctypes.state_address + 4 * (len(state["key"]) - words)
+    memory = (ctypes.c_char * (4 * words + 4)).from_address(address)
+    expected = state["key"][-words:].astype(np.uint32).tobytes() + np.int32(state["pos"]).tobytes()
+    return memory if memory.raw == expected else None
+
+
+_numpy_seen: tuple[bytes, Any] = (b"", None)
+
+
+def _resting_numpy() -> tuple[bytes | None, Any]:
+    """The state of NumPy's generator, as it was read last if it is at the same place, and that place.
+
+    The place is None where it does not tell whether a number is drawn: a half of a pair is, or it is another kind.
+    """
+    global _numpy_seen  # of this process, as the generator is
+    memory = numpy_place()
+    if memory is None:
+        return None, np.random.get_state()
+    place: bytes = memory.raw
+    if _numpy_seen[0] != place:
+        state: Any = np.random.get_state()
+        if state[3]:
+            return None, state
+        _numpy_seen = place, state
+    return place, _numpy_seen[1]
+
+
+def _generators(numpy: Any) -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() and torch.cuda.is_available() else None
+    return random.getstate(), numpy, torch.get_rng_state(), cuda
+
+
+def _restore_generators(generators: tuple[Any, ...], numpy_place_before: bytes | None = None) -> None:
     python, numpy, cpu, cuda = generators
     random.setstate(python)
-    np.random.set_state(numpy)
+    if numpy_place_before is None or (memory := numpy_place()) is None or memory.raw != numpy_place_before:
+        np.random.set_state(numpy)
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state_all(cuda)
@@ -107,11 +159,31 @@ def mix(*numbers: int) -> int:
     """
     value = 0
     for number in numbers:
-        value = (value + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-        value ^= value >> 31
+        value = mix_next(value, number)
     return value
+
+
+def mix_next(value: int, number: int) -> int:
+    """``mix(*numbers, number)`` where ``value`` is ``mix(*numbers)``."""
+    value = (value + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def mix_each(value: int, numbers: Sequence[int]) -> list[int]:
+    """:func:`mix_next` of each number; of many in 0.1 µs each."""
+    if len(numbers) < 16:
+        return [mix_next(value, number) for number in numbers]
+    mixed = np.array(numbers, dtype=np.int64).view(np.uint64)
+    mixed += (value + 0x9E3779B97F4A7C15) & _MASK
+    mixed ^= mixed >> 30
+    mixed *= 0xBF58476D1CE4E5B9
+    mixed ^= mixed >> 27
+    mixed *= 0x94D049BB133111EB
+    mixed ^= mixed >> 31
+    seeds: list[int] = mixed.tolist()
+    return seeds
 
 
 def seed_everything(seed: int) -> None:

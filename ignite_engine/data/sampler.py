@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, Subset
+from torch.utils.data import Dataset, Sampler, Subset, get_worker_info
 
 from ignite_engine import rng
+from ignite_engine.data.seeding import SeededCalls
 
 Key = tuple[int, int]
 
@@ -112,12 +115,14 @@ class SeededDataset(Dataset[Any]):
     batches (``__getitems__``), which is asked for one batch at a time: they depend on what the batch holds, so on the
     batch size and the number of ranks, but not on the number of workers nor on where a run was resumed.
 
-    The generators of the process are restored, which matters where samples are made in the training process.
+    Only the generators that are drawn from are seeded (``seeding.py``). Those of the training process are restored; a
+    worker's have no other use.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
         self._reads_batches = _reads_batches(dataset)
+        self._reading, self._collating = SeededCalls(8 if self._reads_batches else 64), SeededCalls(8)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -126,19 +131,28 @@ class SeededDataset(Dataset[Any]):
         return self.__getitems__([key])
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
-        return rng.undisturbed(self._batch, keys)
+        """The batch of these samples, all of one pass."""
+        batch = partial(self._batch, keys)
+        if get_worker_info() is not None:
+            return batch(None)
+        return rng.undisturbed(batch, numpy_rests=self._reading.leaves_numpy and self._collating.leaves_numpy)
 
-    def _batch(self, keys: Sequence[Key]) -> Any:
-        (pass_number, first), samples = keys[0], []
+    def _batch(self, keys: Sequence[Key], place: bytes | None) -> Any:
+        pass_number, first = keys[0]
+        of_pass, indices = rng.mix(self.seed, pass_number), [index for _, index in keys]
+        read = partial(self._read, of_pass, indices, place)
+        seed = rng.mix_next(rng.mix_next(of_pass, first), 1)
+        return self._collating.each(self.collate_fn, [read()], [seed], place=place, renew=read)[0]
+
+    def _read(self, of_pass: int, indices: list[int], place: bytes | None) -> Any:
+        dataset: Any = self.dataset
         if self._reads_batches:
-            rng.seed_host(rng.mix(self.seed, pass_number, first))
-            samples = self.dataset.__getitems__([index for _, index in keys])
-        else:
-            for pass_number, index in keys:
-                rng.seed_host(rng.mix(self.seed, pass_number, index))
-                samples.append(self.dataset[index])
-        rng.seed_host(rng.mix(self.seed, pass_number, first, 1))
-        return self.collate_fn(samples)
+            seed = rng.mix_next(of_pass, indices[0])
+            return self._reading.each(dataset.__getitems__, [indices], [seed], place=place)[0]
+        seeds = rng.mix_each(of_pass, indices)
+        while type(dataset) is Subset:  # a call less for each sample
+            dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
+        return self._reading.each(partial(operator.getitem, dataset), indices, seeds, place=place)
 
 
 def _reads_batches(dataset: Any) -> bool:
