@@ -1,4 +1,4 @@
-"""A GPT as in GPT-2 for the GPU benchmark, the arithmetic of its training, and the peaks of devices."""
+"""A GPT as in GPT-2 for the GPU benchmark, and the arithmetic of its training."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
-
-# Dense bf16 FLOP/s by a part of the device's name, the first that fits. Sources: NVIDIA's data sheets "H100 Tensor Core
-# GPU", "H200 Tensor Core GPU" and "A100 Tensor Core GPU"; the first two give twice these, with sparsity.
-PEAKS = {
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-}
 
 
 @dataclass(frozen=True)
@@ -86,8 +76,3 @@ def flops_per_token(shape: Shape) -> int:
     """
     in_products = parameters_of(shape) - shape.context * shape.width
     return 6 * in_products + 12 * shape.layers * shape.context * shape.width
-
-
-def peak_of(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device, None: not in the table."""
-    return next((peak for part, peak in PEAKS.items() if part in device_name), None)

@@ -41,12 +41,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.contenders import CONTENDERS
-from benchmarks.gpt import GPT, Shape, flops_per_token, parameters_of, peak_of
+from benchmarks.gpt import GPT, Shape, flops_per_token, parameters_of
 from benchmarks.machine import machine
 from benchmarks.ratios import ratio_of_medians
 from benchmarks.workload import CLIP_NORM, LOG_EVERY, Workload, build, weights_digest
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint, LRSchedule, MetricLogger, warmup_cosine
+from ignite_engine.step.device_peaks import peak_flops
 
 ROOT = Path(__file__).resolve().parents[1]
 WARMUP_ROUNDS = 2
@@ -236,7 +237,7 @@ def _speed_of_gpt(here: Here) -> list[Row]:
         }
     )
     rows = compared(times, "plain", "a token", tokens)
-    peak = peak_of(torch.cuda.get_device_name()) if here.device.type == "cuda" else None
+    peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if here.device.type == "cuda" else None
     for row in rows:
         rate = tokens / median(row["seconds"])
         mfu = None if peak is None else rate * flops_per_token(shape) / peak

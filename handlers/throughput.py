@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+import torch
 from ignite.engine import Engine, Events
+from torch import nn
 
 from ignite_engine import Group
+from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.ranks import agreement
 from ignite_engine.ranks.agreement import gather_floats
 from ignite_engine.ranks.mesh import by_data_rank
+from ignite_engine.step.device_peaks import peak_flops as peak_of
+from ignite_engine.step.flops import FlopCount, obstacle
 from ignite_engine.step.micro_batches import first_dimension
+from ignite_engine.step.precision import DTYPES
+
+logger = logging.getLogger(__name__)
 
 
 class Throughput:
@@ -22,12 +33,19 @@ class Throughput:
         tokens_fn: ``tokens_fn(batch) -> int`` counts the tokens of a micro-batch (on the host, as loaded).
         samples_fn: the same for samples; without it, the first dimension of the first tensor or array in the
             micro-batch. If there is none, ``samples_per_s`` is not written.
+        flops: True counts the FLOPs of forward and backward in the second iteration, by torch's counter, and takes them
+            for each token (without ``tokens_fn`` for each sample) of the others. Where it cannot count, as with
+            torch.compile, a warning says so: give ``flops(batch) -> float`` of a micro-batch's forward and backward.
+        peak_flops: FLOP/s of one device at most, for the MFU; None: by a table of data sheets, for the device and the
+            precision of an Update.
 
     An iteration is timed from GET_BATCH_STARTED to ITERATION_COMPLETED (or to an evaluation that starts there), so
     evaluations, checkpoints and other handlers between iterations are not included. Written at the event:
 
     - ``throughput/steps_per_s`` (iterations), ``throughput/samples_per_s``, ``throughput/tokens_per_s`` (with
       ``tokens_fn``): summed over the ranks, divided by the time of the slowest;
+    - ``throughput/tflops_per_s`` (with ``flops``), summed likewise; ``throughput/mfu``, its share of the peak of all
+      devices; with counted FLOPs ``throughput/hfu``, the same of all that is executed, with what backward recomputes;
     - ``throughput/data_wait_share``: the share of the time spent waiting for the loader, 0 to 1;
     - ``time/step_ms``, ``time/data_wait_ms``, and if the update fires the optimizer's events
       ``time/forward_backward_ms`` (to OPTIMIZER_STEP_STARTED) and ``time/optimizer_ms`` (clip and step): means per
@@ -41,10 +59,20 @@ class Throughput:
     phase = Phase.MEASURE
 
     def __init__(
-        self, tokens_fn: Callable[[Any], int] | None = None, *, samples_fn: Callable[[Any], int] | None = None
+        self,
+        tokens_fn: Callable[[Any], int] | None = None,
+        *,
+        samples_fn: Callable[[Any], int] | None = None,
+        flops: bool | Callable[[Any], float] = False,
+        peak_flops: float | None = None,
     ) -> None:
         self.tokens_fn = tokens_fn
         self.samples_fn = samples_fn if samples_fn is not None else _samples
+        if peak_flops is not None and not (is_number(peak_flops) and peak_flops > 0):
+            raise ValueError(f"peak_flops must be the FLOP/s of one device, above 0, or None, got {peak_flops!r}.")
+        self.flops_fn = flops if callable(flops) else None
+        self.peak_flops = peak_flops
+        self._counted = _CountedIteration(self) if flops is True else None
         self._reset()
         self._started: float | None = None
         self._batch_ready = self._step_started = self._since = self._evaluation_started = 0.0
@@ -61,17 +89,21 @@ class Throughput:
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
         trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, self._end_evaluation)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._end_iteration)
+        if self._counted is not None:
+            self._counted.attach(trainer)
         trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Engine) -> None:
         now, of_sinks = perf_counter(), getattr(trainer.state, "sink_seconds", {})
         outside_s = now - self._since - self._total_s - self._evaluation_s
         sums = (self._steps, self._total_s, self._wait_s, self._compute_s, self._step_s, self._samples, self._tokens)
-        rows = by_data_rank(gather_floats([float(value) for value in (*sums, outside_s)]))
+        flops = self._flops_and_peak(trainer) if self._counts_flops else ()
+        everyone = gather_floats([float(value) for value in (*sums, outside_s, *flops)])
+        rows = by_data_rank(everyone)
         own_steps = self._steps
         self._reset()
         self._since = now
-        steps, total, wait, compute, step, samples, tokens, outside = (sum(column) for column in zip(*rows))
+        steps, total, wait, compute, step, samples, tokens, outside, *of_flops = (sum(column) for column in zip(*rows))
         slowest = max(row[1] for row in rows)
         if not steps or not slowest:
             return
@@ -81,6 +113,11 @@ class Throughput:
             metrics["throughput/samples_per_s"] = samples / slowest
         if tokens:
             metrics["throughput/tokens_per_s"] = tokens / slowest
+        if of_flops:
+            useful, executed, _ = of_flops
+            peak = sum(row[-1] for row in everyone)  # of all devices, also of those that share a model
+            rates = {"tflops_per_s": useful / 1e12, "mfu": useful / peak, "hfu": executed / peak}
+            metrics.update({f"throughput/{name}": rate / slowest for name, rate in rates.items() if rate == rate})
         metrics["throughput/data_wait_share"] = wait / total
         metrics["time/step_ms"] = 1e3 * total / steps
         metrics["time/data_wait_ms"] = 1e3 * wait / steps
@@ -92,8 +129,20 @@ class Throughput:
             metrics[f"time/sink/{name}_ms"] = 1e3 * (seconds - self._sinks_before.get(name, 0.0)) / (own_steps or 1)
         self._sinks_before = dict(of_sinks)
 
+    @property
+    def _counts_flops(self) -> bool:
+        return self.flops_fn is not None or self._counted is not None
+
+    def _flops_and_peak(self, trainer: Engine) -> tuple[float, float, float]:
+        """Of this rank since it last wrote: FLOPs, those with what is recomputed, and FLOP/s at most; NaN: unknown."""
+        useful, executed = self._flops, math.nan
+        if self._counted is not None:
+            useful, executed = self._counted.of(self._tokens, self._samples, self._micro_batches)
+        return useful, executed, self.peak_flops or _peak(trainer)[0] or math.nan
+
     def _reset(self) -> None:
-        self._steps = self._samples = self._tokens = 0
+        self._steps = self._samples = self._tokens = self._micro_batches = 0
+        self._flops = 0.0
         self._total_s = self._wait_s = self._compute_s = self._step_s = self._evaluation_s = 0.0
 
     def _forget_iteration(self, trainer: Engine) -> None:
@@ -139,7 +188,137 @@ class Throughput:
             self._samples += self.samples_fn(micro_batch)
             if self.tokens_fn is not None:
                 self._tokens += self.tokens_fn(micro_batch)
+            if self.flops_fn is not None:
+                self._flops += self.flops_fn(micro_batch)
+        self._micro_batches += len(micro_batches)
 
 
 def _samples(batch: Any) -> int:
     return first_dimension(batch) or 0
+
+
+class _CountedIteration:
+    """Counts the FLOPs of one iteration, without its optimizer's, and of its tokens, samples and micro-batches."""
+
+    phase = Phase.PREPARE  # before an evaluation at the same event
+
+    def __init__(self, throughput: Throughput) -> None:
+        self._throughput = throughput
+        self._count: FlopCount | None = None
+        self._iterations, self._limit = 0, None
+        self._flops: tuple[float, float] | None = None  # useful, executed
+        self._units = (0, 0, 0)
+        self._handles: list[Any] = []
+
+    def attach(self, trainer: Any) -> None:
+        resumed = (TrainingEvents.OPTIMIZER_STEP_COMPLETED, TrainingEvents.OPTIMIZER_STEP_SKIPPED)
+        self._handles = [
+            trainer.add_event_handler(Events.STARTED, lambda: trainer.call_at_end(self._break_off)),
+            trainer.add_event_handler(Events.ITERATION_STARTED, self._begin),
+            trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._pause),
+            *(trainer.add_event_handler(event, self._resume) for event in resumed),  # for another update
+        ]
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._end)
+
+    def of(self, tokens: int, samples: int, micro_batches: int) -> tuple[float, float]:
+        """FLOPs of so many: useful ones, and all that are executed; NaN: they are not known."""
+        if self._flops is None:
+            return math.nan, math.nan
+        in_all, counted = next(pair for pair in zip((tokens, samples, micro_batches), self._units) if pair[1])
+        return self._flops[0] * in_all / counted, self._flops[1] * in_all / counted
+
+    def _begin(self, trainer: Any) -> None:
+        self._iterations += 1
+        if self._iterations == 1:  # in which torch compiles, and DDP makes its buckets
+            return
+        why = obstacle(trainer.update)
+        if why is not None:
+            self._done()
+            if agreement.rank() == 0:
+                logger.warning(
+                    "FLOPs are not counted: %s. Throughput(flops=...) takes a function that gives those of a "
+                    "micro-batch's forward and backward.",
+                    why,
+                )
+            return
+        self._count, self._limit = FlopCount(), trainer.state.micro_batch_limit
+        self._count.start()
+
+    def _pause(self, trainer: Any) -> None:
+        if self._count is not None:
+            self._count.stop()
+
+    def _resume(self, trainer: Any) -> None:
+        if self._count is not None:
+            self._count.start()
+
+    def _break_off(self, trainer: Any) -> None:
+        self._pause(trainer)
+        self._count = None
+
+    def _end(self, trainer: Any) -> None:
+        if self._count is None:
+            return
+        count, state = self._count, trainer.state
+        self._break_off(trainer)
+        if self._iterations < 4 and (not count.executed or state.micro_batch_limit != self._limit):
+            return  # nothing had a weight, or a part was computed twice
+        self._done()
+        if count.executed:
+            self._flops = float(count.executed - count.recomputed), float(count.executed)
+            groups: Any = state.batch if isinstance(state.batch, Group) else (state.batch,)
+            tokens_fn, samples_fn = self._throughput.tokens_fn, self._throughput.samples_fn
+            tokens = 0 if tokens_fn is None else sum(map(tokens_fn, groups))
+            self._units = tokens, sum(map(samples_fn, groups)), len(groups)
+        if agreement.rank() == 0:
+            self._report(trainer, count)
+
+    def _done(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _report(self, trainer: Any, count: FlopCount) -> None:
+        if self._flops is None:
+            logger.warning("FLOPs are not counted: an iteration has no matrix product, convolution or attention.")
+            return
+        name, each = next(
+            (name, number) for name, number in zip(("token", "sample", "micro-batch"), self._units) if number
+        )
+        peak, what = _peak(trainer)
+        if self._throughput.peak_flops is not None:
+            peak, what = self._throughput.peak_flops, "peak_flops"
+        of_peak = (
+            f"No MFU without peak_flops: {what}." if peak is None else f"MFU is of {peak / 1e12:,g} TFLOP/s ({what})."
+        )
+        logger.info(
+            "Forward and backward compute %.4g GFLOP for a %s; %.1f %% more is computed again in backward. %s",
+            self._flops[0] / each / 1e9,
+            name,
+            100 * (self._flops[1] / self._flops[0] - 1),
+            of_peak,
+        )
+        if count.unknown:
+            logger.warning(
+                "FLOPs are counted without %s, for which torch has no formula: MFU is higher than written. "
+                "torch.utils.flop_counter.register_flop_formula gives one.",
+                ", ".join(sorted(count.unknown)),
+            )
+
+
+def _peak(trainer: Any) -> tuple[float | None, str]:
+    """FLOP/s of this rank's device at most, and of what, or why it is not known."""
+    update = trainer.update
+    first = next(iter(getattr(update, "updates", {"": update}).values()))
+    device, precision = getattr(first, "device", None), getattr(first, "precision", None)
+    model = getattr(first, "model", None)
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        return None, "the model is on no CUDA device"
+    if not isinstance(precision, str) or not isinstance(model, nn.Module):
+        return None, "the precision of the update is its own"
+    dtype = DTYPES[precision] or next((each.dtype for each in model.parameters()), torch.float32)
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    name = torch.cuda.get_device_name(device)
+    what = f"{name}, {'tf32' if tf32 and dtype == torch.float32 else str(dtype).removeprefix('torch.')}"
+    peak = peak_of(name, dtype, tf32=tf32)
+    return (peak, f"{what}, dense") if peak is not None else (None, f"{what}, is not in the table")

@@ -365,6 +365,8 @@ class LoggingSection(Section):
     progress: bool = True  # a bar with the time left
     memory: bool = True
     throughput: bool = True
+    flops: bool = False  # count the FLOPs of one update, for FLOP/s and MFU
+    peak_flops: Positive | None = None  # of one device, FLOP/s; default: by a table of data sheets
     clearml: bool = True  # a ClearML task: in the run's folder, or on the server that the user has configured
     clearml_project: Annotated[str, Field(min_length=1)] = "ignite_engine"
     tensorboard: bool = False  # scalars in the run's folder

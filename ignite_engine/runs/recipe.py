@@ -245,7 +245,8 @@ def _attach(
     if logging.memory:
         handlers.MemoryLogger().attach(trainer, log_point)
     if logging.throughput:
-        handlers.Throughput(task.tokens_fn).attach(trainer, log_point)
+        throughput = handlers.Throughput(task.tokens_fn, flops=logging.flops, peak_flops=logging.peak_flops)
+        throughput.attach(trainer, log_point)
     _metric_logger(config, run).attach(trainer, log_point)
     if config.distributed.drift_every is not None:
         handlers.WeightDrift().attach(trainer, interval_event(config.distributed.drift_every, task))

@@ -1,0 +1,190 @@
+"""What Throughput writes of FLOPs: those of the arithmetic by hand, over the time of the iterations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from benchmarks.gpt import GPT, Shape, flops_per_token
+from ignite_engine import Trainer, Update, Updates
+from ignite_engine.engine.bus import handlers_of
+from ignite_engine.events import TrainingEvents
+from ignite_engine.handlers import Throughput
+from tests.builders import linear, mse, on_two_ranks, weights
+
+SHAPE = Shape(2, 4, 128, 64, 512)
+LINEAR_FLOPS = 2 * (2 * 3 * 4 + 3 * 4 * 1)  # of a sample in builders.linear(): its inputs need no gradient
+
+
+@pytest.fixture(autouse=True)
+def _no_counter_is_left() -> Iterator[None]:
+    yield
+    assert _get_current_dispatch_mode() is None
+
+
+def gpt_trainer() -> Trainer:
+    torch.manual_seed(0)
+    model = GPT(SHAPE, dropout=0.1)
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch[:, :-1], batch[:, 1:])
+        return loss
+
+    return Trainer(Update(model, torch.optim.AdamW(model.parameters()), loss_fn, precision="bf16"), 2)
+
+
+def count_tokens(batch: Tensor) -> int:
+    return batch[:, 1:].numel()
+
+
+def gpt_batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (2, 2, 1, 2, 2)  # the counted iteration has other micro-batches than the others
+    return [torch.randint(SHAPE.vocabulary, (size, SHAPE.context + 1), generator=generator) for size in sizes]
+
+
+def test_mfu_of_the_gpt_is_that_by_hand_and_no_bit_of_the_run_is_another() -> None:
+    bare = gpt_trainer()
+    bare.run(gpt_batches(), max_epochs=2)
+    trainer = gpt_trainer()
+    Throughput(count_tokens, flops=True, peak_flops=1e12).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(gpt_batches(), max_epochs=2)
+
+    metrics = trainer.state.metrics
+    by_hand = metrics["throughput/tokens_per_s"] * flops_per_token(SHAPE)
+    assert 1e12 * metrics["throughput/tflops_per_s"] == pytest.approx(by_hand, rel=0.02)
+    assert metrics["throughput/mfu"] == pytest.approx(by_hand / 1e12, rel=0.02)
+    assert metrics["throughput/mfu"] < metrics["throughput/hfu"] < 1.05 * metrics["throughput/mfu"]
+    assert torch.equal(weights(trainer), weights(bare))
+
+
+def numbers(count: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(count)]
+
+
+def test_only_one_iteration_is_counted_and_then_nothing_listens(caplog: pytest.LogCaptureFixture) -> None:
+    model = linear()
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
+    Throughput(flops=True).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    with caplog.at_level(logging.INFO, "ignite_engine.handlers.throughput"):
+        trainer.run(numbers(6))
+    metrics = trainer.state.metrics
+    rate = metrics["throughput/samples_per_s"] * LINEAR_FLOPS / 1e12
+    assert metrics["throughput/tflops_per_s"] == pytest.approx(rate, rel=1e-9)
+    assert "throughput/mfu" not in metrics and "throughput/hfu" not in metrics
+    (line,) = [each.getMessage() for each in caplog.records if "GFLOP" in each.getMessage()]
+    assert line.endswith("No MFU without peak_flops: the model is on no CUDA device.") and "for a sample" in line
+    bare = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
+    Throughput().attach(bare, Events.ITERATION_COMPLETED(every=2))
+    for event in (Events.ITERATION_STARTED, TrainingEvents.OPTIMIZER_STEP_STARTED, TrainingEvents.BACKWARD_COMPLETED):
+        assert len(handlers_of(trainer, event)) == len(handlers_of(bare, event))
+
+
+def test_ones_own_function_gives_the_flops_where_they_cannot_be_counted(caplog: pytest.LogCaptureFixture) -> None:
+    def trained(**options: Any) -> dict[str, float]:
+        model = linear()
+        trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.compile(mse)))
+        trainer.update.loss_fn = lambda model, batch: mse(model, batch)  # type: ignore[attr-defined]
+        if options.get("flops") is True:
+            trainer.update.loss_fn._torchdynamo_orig_callable = mse  # type: ignore[attr-defined]
+        Throughput(**options, peak_flops=1e9).attach(trainer, Events.EPOCH_COMPLETED)
+        trainer.run(numbers(3))
+        return trainer.state.metrics
+
+    assert not {"throughput/tflops_per_s", "throughput/mfu"} & set(trained(flops=True))
+    assert "FLOPs are not counted: torch.compile is in use" in caplog.text
+    metrics = trained(flops=lambda batch: 7.0 * len(batch[0]))
+    assert metrics["throughput/mfu"] == pytest.approx(7 * metrics["throughput/samples_per_s"] / 1e9)
+    assert "throughput/hfu" not in metrics
+
+
+def test_an_update_of_ones_own_and_several_in_turn_are_counted_without_their_optimizers() -> None:
+    class Squaring(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.ones(50, 50) @ torch.ones(50, 50)
+            return super().step(closure)
+
+    def rate_of(update: Any) -> float:
+        trainer = Trainer(update)
+        Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
+        trainer.run(numbers(3))
+        metrics = trainer.state.metrics
+        return 1e12 * metrics["throughput/tflops_per_s"] / metrics["throughput/samples_per_s"]
+
+    model = linear()
+
+    def by_hand(engine: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+
+    both = Updates({name: Update(model, Squaring(model.parameters(), lr=0.1), mse) for name in ("one", "other")})
+    assert rate_of(by_hand) == pytest.approx(LINEAR_FLOPS)
+    assert rate_of(both) == pytest.approx(2 * LINEAR_FLOPS)
+
+
+def test_iterations_that_are_skipped_are_not_the_counted_one() -> None:
+    model = linear()
+    trainer = Trainer(
+        Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, weight_fn=lambda batch: float(len(batch[0])))
+    )
+    Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
+    empty = (torch.ones(0, 3), torch.ones(0, 1))
+    trainer.run([*numbers(1), empty, *numbers(2)])
+    metrics = trainer.state.metrics
+    assert 1e12 * metrics["throughput/tflops_per_s"] == pytest.approx(
+        LINEAR_FLOPS * metrics["throughput/samples_per_s"]
+    )
+
+
+def test_what_has_no_matrix_product_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(lambda engine, batch: batch + 1)
+    Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run([torch.ones(2)] * 6)
+    assert caplog.text.count("an iteration has no matrix product") == 1
+    assert "throughput/tflops_per_s" not in trainer.state.metrics
+
+
+@pytest.mark.parametrize("peak", [0, -1.0, "989e12", True])
+def test_a_peak_that_is_none_is_refused(peak: Any) -> None:
+    with pytest.raises(ValueError, match="peak_flops must be the FLOP/s of one device, above 0"):
+        Throughput(peak_flops=peak)
+
+
+def _cases(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("ddp", "fsdp"):
+        values = []
+        for flops in (False, True):
+            inner = linear()
+            model: Any = DistributedDataParallel(inner) if name == "ddp" else fully_shard(inner)
+            trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse), 2)
+            Throughput(flops=flops, peak_flops=1e9).attach(trainer, Events.EPOCH_COMPLETED)
+            torch.manual_seed(rank)
+            trainer.run([(torch.randn(4 + rank, 3), torch.randn(4 + rank, 1)) for _ in range(8)])
+            whole = [getattr(each, "full_tensor", lambda each=each: each)().detach() for each in model.parameters()]
+            values.append((dict(trainer.state.metrics), [each.tolist() for each in whole]))
+        metrics = values[1][0]
+        found[f"{name} bits"] = values[0][1] == values[1][1]
+        found[name] = [
+            1e12 * metrics["throughput/tflops_per_s"] / metrics["throughput/samples_per_s"],
+            1e9 * metrics["throughput/mfu"] / metrics["throughput/samples_per_s"],
+        ]
+    return found
+
+
+@pytest.mark.distributed
+def test_on_two_ranks_flops_are_summed_and_the_peak_is_that_of_both(tmp_path: Path) -> None:
+    found = on_two_ranks(_cases, tmp_path / "store")
+    assert found["ddp bits"] == found["fsdp bits"] == [True, True]
+    for name in ("ddp", "fsdp"):
+        for rank in range(2):
+            assert found[name][rank] == pytest.approx([LINEAR_FLOPS, LINEAR_FLOPS / 2]), name
