@@ -97,6 +97,8 @@ class TrainingState(State):
 
     metrics: Metrics = _MetricsField()  # type: ignore[assignment]  # what it holds
     """Newest value of everything measured, by name. Writers: the producers (Evaluation, MetricLogger, ...)."""
+    output: Any
+    """What the update of the last completed iteration returned; None before the first. Writer: Trainer."""
     media: dict[str, Any]
     """Images, histograms (of ``ignite_engine.handlers``) and texts (str) by name, until the sinks have them at the next
     step boundary; what rank 0 has counts. Writers: handlers."""
