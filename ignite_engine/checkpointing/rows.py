@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
@@ -37,6 +38,8 @@ _SPAN_BYTES = 1 << 22
 """Of a tensor that is read at once: fewer than a processor's cache has."""
 _Piece = tuple[int | Tensor, Tensor]
 """The number of the first row, or those of all; and the rows."""
+_Span = Callable[[], None]
+"""Reads some rows of a tensor."""
 _Pieces = dict[Path, _Piece]
 RowsOfParts = dict[str, _Pieces]
 """By part and path: rows of a tensor."""
@@ -160,9 +163,11 @@ class RowFiles:
 
     def checked(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """As :meth:`join`, with None in the place of each large tensor: nothing is read but where its rows are."""
-        return self._joined(parts, lambda placeholder, pieces: None)
+        return self._joined(parts, lambda placeholder, pieces, spans: None)
 
-    def _joined(self, parts: Mapping[str, Any], read: Callable[[Tensor, list[_Piece]], Any]) -> dict[str, Any]:
+    def _joined(
+        self, parts: Mapping[str, Any], read: Callable[[Tensor, list[_Piece], list[_Span]], Any]
+    ) -> dict[str, Any]:
         if not self.names:
             return dict(parts)
         for found in in_threads(self._problem, self.names):
@@ -170,6 +175,7 @@ class RowFiles:
                 raise self._damaged(found)
         try:
             index: dict[tuple[str, Path], list[_Piece]] = {}
+            spans: list[_Span] = []
             for name in self.names:
                 path = file_of(self._checkpoint, name)
                 for part, pieces in load_plain(path, None, mmap=True).items():
@@ -184,12 +190,14 @@ class RowFiles:
                     return value
                 if problem := _fault(value, pieces):
                     raise self._damaged(f"{part} {dotted(place)} {problem}")
-                return read(value, pieces)
+                return read(value, pieces, spans)
 
-            return {
+            joined = {
                 part: rebuilt_with_paths(state, lambda place, value: leaf(part, place, value))  # noqa: B023
                 for part, state in parts.items()
             }
+            in_threads(lambda span: span(), spans)
+            return joined
         except CheckpointError:
             raise
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:  # other plain data than rows
@@ -242,8 +250,11 @@ def _consecutive(pieces: list[_Piece]) -> list[tuple[int, Tensor]]:
     return sorted(found, key=lambda piece: piece[0])
 
 
-def _whole(placeholder: Tensor, pieces: list[_Piece]) -> Tensor:
-    """The tensor, span by span: what later checkpoints changed is written where the processor has it at hand."""
+def _whole(placeholder: Tensor, pieces: list[_Piece], spans: list[_Span]) -> Tensor:
+    """The tensor, filled by what is added to ``spans``.
+
+    Span by span what later checkpoints changed is written where the processor has it at hand.
+    """
     values = torch.empty(placeholder.shape, dtype=placeholder.dtype)
     into, into_bytes = records(values), tensor_bytes(values).numpy()
     row_bytes = into.itemsize
@@ -262,7 +273,7 @@ def _whole(placeholder: Tensor, pieces: list[_Piece]) -> Tensor:
             into[numbers[start:stop]] = rows[start:stop]
 
     span = max(1, _SPAN_BYTES // row_bytes)
-    in_threads(read, range(0, len(values), span))
+    spans += [partial(read, begin) for begin in range(0, len(values), span)]
     return values
 
 

@@ -167,7 +167,9 @@ class CheckpointStore:
         """Read a whole checkpoint and list what is wrong with it, in words; empty if it is valid."""
         return self._verification.problems(Path(path))
 
-    def load(self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True) -> Loaded:
+    def load(
+        self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True, shared: bool = True
+    ) -> Loaded:
         """Load the shared parts and those of one rank; each file is verified before anything of it is used.
 
         Args:
@@ -176,6 +178,7 @@ class CheckpointStore:
             mmap: see ``parts.read_parts``; for looking into large files, not for training.
             whole: tensors that are sharded over ranks are read whole; False: they are
                 :class:`~ignite_engine.checkpointing.shards.Sharded`, read when they are needed.
+            shared: False: the shared parts are not read, and are empty.
 
         Raises:
             CheckpointError: one line; missing, damaged, not readable by this release, or not plain data.
@@ -185,7 +188,7 @@ class CheckpointStore:
         loaded: list[dict[str, Any]] = []
         for name in (names.SHARED_FILE, names.rank_file(rank)):
             record = manifest.files.get(name)
-            if record is None:
+            if record is None or (name == names.SHARED_FILE and not shared):
                 loaded.append({})
                 continue
             verified = self._verification.is_sound(path / name, record)
@@ -194,7 +197,8 @@ class CheckpointStore:
         def problem(name: str) -> str | None:
             return self._verification.problem_in(path, manifest, name)
 
-        loaded[0] = RowFiles(path, manifest, problem).join(loaded[0])
+        if shared:
+            loaded[0] = RowFiles(path, manifest, problem).join(loaded[0])
         if manifest.sharding:
             shards = ShardFiles(path, manifest, problem)
             loaded = [shards.join(parts) for parts in loaded]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, open_regular, signature
@@ -12,12 +13,19 @@ from ignite_engine.checkpointing.rows import RowFiles, file_of, in_threads
 from ignite_engine.checkpointing.shard_files import ShardFiles
 from ignite_engine.errors import CheckpointError, one_line
 
+_Found = tuple[Signature, FileRecord, str | None]
+_READ: dict[Path, _Found] = {}
+"""What this process has read, for other stores of the same folder: who chooses a checkpoint and who loads it may have
+one each. It says nothing of a trainer, and is not asked where everything is to be read again."""
+_SETTLED_NS = 2_000_000_000
+"""A file that changed less than this before it was read may change again within one tick of its file system's clock."""
+
 
 class Verification:
     """Verifies files against manifests and remembers what it found until a file changes (inode, size or times)."""
 
     def __init__(self) -> None:
-        self._found: dict[Path, tuple[Signature, FileRecord, str | None]] = {}
+        self._found: dict[Path, _Found] = {}
 
     def problems(self, checkpoint: Path) -> list[str]:
         """All that is wrong with a checkpoint, everything read again; empty if it is valid."""
@@ -31,7 +39,8 @@ class Verification:
 
     def problem(self, path: Path, record: FileRecord) -> str | None:
         """What is wrong with a file; one verified before and unchanged since is not read again."""
-        return self._found[path][2] if self._is_known(path, record) else self._read(path, record)
+        found = self._known(path, record)
+        return self._read(path, record) if found is None else found[2]
 
     def problem_in(self, checkpoint: Path, manifest: Manifest, name: str) -> str | None:
         """As :meth:`problem`, of one of a checkpoint's files or of those that it needs."""
@@ -56,11 +65,13 @@ class Verification:
 
     def is_sound(self, path: Path, record: FileRecord) -> bool:
         """Whether this file was verified against this record, found right, and has not changed since."""
-        return self._is_known(path, record) and self._found[path][2] is None
+        found = self._known(path, record)
+        return found is not None and found[2] is None
 
     def known_problem(self, path: Path, record: FileRecord) -> str | None:
         """What was wrong with it when it was verified; None also if it was not verified or has changed since."""
-        return self._found[path][2] if self._is_known(path, record) else None
+        found = self._known(path, record)
+        return None if found is None else found[2]
 
     def remember_written(self, checkpoint: Path, manifest: Manifest) -> None:
         """The files of a checkpoint that was hashed while it was written."""
@@ -70,7 +81,9 @@ class Verification:
 
     def forget(self, checkpoint: Path) -> None:
         """A checkpoint that is gone."""
-        self._found = {path: found for path, found in self._found.items() if path.parent != checkpoint}
+        for memory in (self._found, _READ):
+            for path in [each for each in memory if each.parent == checkpoint]:
+                memory.pop(path, None)
 
     def _missing_pieces(self, checkpoint: Path, manifest: Manifest) -> list[str]:
         """Whether all rows and all pieces of sharded tensors are there, of a checkpoint whose files are sound."""
@@ -89,12 +102,17 @@ class Verification:
             return [one_line(error)]
         return []
 
-    def _is_known(self, path: Path, record: FileRecord) -> bool:
-        found = self._found.get(path)
-        return found is not None and found[1] == record and found[0] == signature(path)
+    def _known(self, path: Path, record: FileRecord) -> _Found | None:
+        for found in (self._found.get(path), _READ.get(path)):
+            if found is not None and found[1] == record and found[0] == signature(path):
+                return found
+        return None
 
     def _read(self, path: Path, record: FileRecord) -> str | None:
-        status = signature(path)  # taken first: a change while it is read must not count as verified
+        read_at, status = (
+            time.time_ns(),
+            signature(path),
+        )  # taken first: a change while it is read must not count as verified
         if status is None:
             return f"{path.name} is missing"
         try:
@@ -103,4 +121,6 @@ class Verification:
         except OSError as error:
             return f"{path.name} cannot be read: {one_line(error)}"
         self._found[path] = (status, record, problem)
+        if read_at - max(status[2:]) > _SETTLED_NS:
+            _READ[path] = self._found[path]
         return problem

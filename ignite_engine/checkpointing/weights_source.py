@@ -52,7 +52,7 @@ def read_source(path: Path, rank: int = 0, *, mmap: bool = False, whole: bool = 
     loaded = store.load(path, rank, mmap=mmap, whole=whole)
     local = loaded.local
     if not local and rank:
-        local = store.load(path, 0, mmap=mmap, whole=whole).local
+        local = store.load(path, 0, mmap=mmap, whole=whole, shared=False).local
         local = {name: part for name, part in local.items() if name != "rng"}
     return Source(path, {**loaded.shared, **local}, loaded.manifest.left_out, loaded.manifest)
 

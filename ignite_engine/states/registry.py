@@ -209,7 +209,7 @@ class Registry:
             if loaded.local:
                 return loaded
             # a rank that did not exist then takes what rank 0 had, but random numbers of its own
-            first = dict(store.load(path, 0, **options).local)
+            first = dict(store.load(path, 0, **options, shared=False).local)
             if "rng" in first and not self._is_rank_invariant(loaded):
                 first["rng"] = rng.derived(first["rng"], rank)
             return replace(loaded, local=first)

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import IO
 
-from ignite_engine.checkpointing import CheckpointStore, read_manifest
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+
+from ignite_engine import Trainer, Update, load_weights
+from ignite_engine.checkpointing import (
+    CheckpointError,
+    CheckpointStore,
+    LoadPlan,
+    commit,
+    part_file,
+    read_manifest,
+    read_source,
+    verification,
+)
+from ignite_engine.checkpointing.filesystem import FileRecord, hash_file
 from ignite_engine.checkpointing.verification import Verification
+from ignite_engine.handlers import Checkpoint
+from tests.builders import mse, numbers_loader
 from tests.checkpointing.states import save
 
 
@@ -43,3 +62,80 @@ def test_what_was_written_is_known_without_being_read(tmp_path: Path) -> None:
     assert all(check.is_sound(path / name, record) for name, record in manifest.files.items())
     check.forget(path)
     assert not any(check.is_sound(path / name, record) for name, record in manifest.files.items())
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that were hashed to verify them, wherever."""
+    names: list[str] = []
+
+    def counting(file: IO[bytes]) -> FileRecord:
+        names.append(Path(file.name).name)
+        return hash_file(file)
+
+    for module in (verification, part_file):
+        monkeypatch.setattr(module, "hash_file", counting)
+    monkeypatch.setattr(verification, "_SETTLED_NS", 0)
+    return names
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_who_chooses_a_checkpoint_and_who_loads_it_hash_each_file_once(
+    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    def trainer_with(name: str) -> tuple[Trainer, Checkpoint]:
+        width = 1 << 17 if large else 1
+        model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))
+        trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9), mse))
+        checkpoint = Checkpoint(tmp_path / name, best="loss")
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(loss=1.0))
+        return trainer, checkpoint
+
+    monkeypatch.setattr(commit, "LARGE_STATE_BYTES", 1 << 20)
+    trainer, checkpoint = trainer_with("run")
+    trainer.run(numbers_loader(), max_iters=1)
+    files = sorted(read_manifest(checkpoint.store.checkpoints()[-1].path).files)
+    assert len(files) == (6 if large else 2)
+    model = trainer.update.model  # type: ignore[attr-defined]  # an Update
+    for use in (
+        lambda: trainer_with("run")[1].resume(),
+        lambda: trainer_with("other")[1].load(tmp_path / "run", LoadPlan.fine_tune()),
+        lambda: load_weights(model, tmp_path / "run", "best"),
+        checkpoint.restore_best,
+    ):
+        verification._READ.clear()
+        hashed.clear()
+        use()
+        assert sorted(hashed) == files
+
+
+def test_what_another_store_has_read_is_known_until_it_changes(tmp_path: Path, hashed: list[str]) -> None:
+    path = save(CheckpointStore(tmp_path), 1)
+    assert CheckpointStore(tmp_path).latest().checkpoint is not None
+    hashed.clear()
+    CheckpointStore(tmp_path).load(path)
+    assert hashed == []
+    content = bytearray((path / "shared.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / "shared.pt").write_bytes(content)
+    os.utime(path / "shared.pt", ns=(1, 1))
+    with pytest.raises(CheckpointError, match=r"shared\.pt has changed"):
+        CheckpointStore(tmp_path).load(path)
+
+
+def test_what_was_written_just_now_may_change_unseen_and_is_read_again(
+    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "_SETTLED_NS", 1 << 62)
+    path = save(CheckpointStore(tmp_path), 1)
+    CheckpointStore(tmp_path).latest()
+    hashed.clear()
+    CheckpointStore(tmp_path).load(path)
+    assert sorted(hashed) == ["rank_0.pt", "shared.pt"]
+
+
+def test_a_rank_that_is_new_reads_the_shared_parts_once(tmp_path: Path, hashed: list[str]) -> None:
+    path = save(CheckpointStore(tmp_path), 1)
+    assert set(read_source(path, rank=3).parts) == {"model", "counters"}
+    assert sorted(hashed) == ["rank_0.pt", "shared.pt"]
