@@ -15,6 +15,14 @@ def in_columns(rows: Iterable[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
 
 
+def in_units(count: int) -> str:
+    """Bytes in the largest binary unit that gives at least 1."""
+    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:,.0f} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
+
+
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook; IPython is not imported for that."""
     ipython: Any = sys.modules.get("IPython")

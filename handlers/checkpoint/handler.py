@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -29,6 +30,7 @@ from ignite_engine.checkpointing.retention import of_one_run, ranked
 from ignite_engine.checkpointing.save_options import SaveKeywords
 from ignite_engine.errors import check_type
 from ignite_engine.handlers.checkpoint.saver import Saver
+from ignite_engine.handlers.checkpoint.times import Times, Transfer
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
 
@@ -103,6 +105,11 @@ class Checkpoint:
         """The checkpoints on disk."""
         self._saver.settle()
         return self._saver.store
+
+    @property
+    def times(self) -> Times:
+        """What saving and loading took in this process."""
+        return self._saver.times
 
     @property
     def best(self) -> BestCheckpoint | None:
@@ -246,13 +253,18 @@ class Checkpoint:
         if isinstance(ignore, str):
             raise ValueError(f"ignore is a list, got {ignore!r}: write [{ignore!r}].")
         self._refuse_old()
-        path = self._trainer.registry.resume(self.store, ignore=ignore, strict=self.options.strict)
+        store, began = self.store, time.perf_counter()
+        path = self._trainer.registry.resume(store, ignore=ignore, strict=self.options.strict)
         if path is not None:
+            took = time.perf_counter() - began
             manifest = self._saver.resumed(self._trainer, path)
+            self.times.loaded = Transfer.of(manifest, took)
             self._measured = (manifest.iteration, manifest.metrics)  # of this boundary, if it is saved again
             # a script that sets up no logging shows warnings alone
             level = logging.WARNING if agreement.rank() == 0 else logging.INFO
-            logger.log(level, "Resumed from %s at iteration %d.", path, self._trainer.state.iteration)
+            logger.log(
+                level, "Resumed from %s at iteration %d: %s.", path, self._trainer.state.iteration, self.times.loaded
+            )
         return path
 
     def _refuse_old(self) -> None:
@@ -273,9 +285,11 @@ class Checkpoint:
         assert trainer is not None
         if saver.busy:
             saver.finish(trainer)
+        began = time.perf_counter()
         path = trainer.registry.resume(self.store, healthy_only=True)
         if path is not None:
-            saver.resumed(trainer, path)
+            took = time.perf_counter() - began
+            self.times.loaded = Transfer.of(saver.resumed(trainer, path), took)
         return path
 
     def load(self, path: str | Path | Sequence[LoadSource], plan: LoadPlan | None = None) -> LoadTable:

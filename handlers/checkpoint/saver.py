@@ -37,6 +37,7 @@ from ignite_engine.checkpointing.save_filter import check_patterns
 from ignite_engine.checkpointing.shards import Shards, is_sharded, split
 from ignite_engine.errors import one_line, shortened
 from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.handlers.checkpoint.times import Times, Transfer
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
 from ignite_engine.states.model_and_optimizer import OptimizerState
@@ -62,6 +63,7 @@ class Saver:
     def __init__(self, directory: str | Path, options: SaveOptions) -> None:
         self.store = CheckpointStore(Path(directory).absolute())
         self.options, self.filter = options, options.filter
+        self.times = Times()
         self.error: CheckpointError | None = None
         """Why the last save failed; None: it did not."""
         self.parent: str | None = None
@@ -80,6 +82,7 @@ class Saver:
         self._lock = contextlib.ExitStack()
         self._saved_at: tuple[int, int, int] | None = None
         self._saving_at = -1
+        self._captured_s = 0.0
 
     @property
     def busy(self) -> bool:
@@ -153,6 +156,7 @@ class Saver:
         """A saver of the same run into another folder, where nothing is pruned."""
         other = Saver(directory, replace(self.options, keep_last=sys.maxsize, delta_rows=()))
         other.run_id, other.has_run, other.parent = self.run_id, self.has_run, self.parent
+        other.times = self.times
         return other
 
     @contextlib.contextmanager
@@ -214,7 +218,8 @@ class Saver:
         started = time.perf_counter()
         captured: list[_Captured] = []
         try:
-            agreement.agreed(lambda: captured.append(self._capture(trainer, background)))
+            with self.times.waiting():
+                agreement.agreed(lambda: captured.append(self._capture(trainer, background)))
         except Exception as error:  # whatever a state_dict of the user's raises must not end the training
             failure = CheckpointError(
                 f"The checkpoint of iteration {state.iteration} was not saved: {one_line(error).rstrip('.')}."
@@ -234,11 +239,13 @@ class Saver:
         if not background:
             self._report(trainer, write, lambda: time.perf_counter() - started)
             return
+        self._captured_s = time.perf_counter() - started
         self._saving = BackgroundSave(self._snapshot, write, trainer.report_background_done)
         if isinstance(trainer.update, Update):
             self._before_step = trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._before_change)
         else:
-            self._saving.before_change()
+            with self.times.waiting():
+                self._saving.before_change()
 
     def _capture(self, trainer: Trainer, background: bool) -> _Captured:
         """What is saved: shared parts, this rank's own, and the manifest's facts; for the background copies, and apart
@@ -286,7 +293,7 @@ class Saver:
         self._before_change(trainer)
         saving, self._saving = self._saving, None
         assert saving is not None
-        self._report(trainer, saving.result, lambda: saving.seconds)
+        self._report(trainer, saving.result, lambda: self._captured_s + saving.seconds, ", beside training")
 
     def end(self, trainer: Trainer) -> None:
         """The run is over. What is still being written is waited for, but not by a run that is forced to end."""
@@ -299,7 +306,8 @@ class Saver:
     def settle(self) -> None:
         """Wait until what retention does not keep is deleted."""
         if self._pruning is not None:
-            self._pruning.join()
+            with self.times.waiting():
+                self._pruning.join()
             self._pruning = None
 
     def _prune(self) -> None:
@@ -318,7 +326,8 @@ class Saver:
 
     def _before_change(self, trainer: Trainer) -> None:
         if self._saving is not None:
-            self._saving.before_change()
+            with self.times.waiting():
+                self._saving.before_change()
         if self._before_step is not None:
             self._before_step.remove()
             self._before_step = None
@@ -326,13 +335,18 @@ class Saver:
     _before_change.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before any handler that changes them
 
     def _report(
-        self, trainer: Trainer, result: Callable[[], Path] | CheckpointError, seconds: Callable[[], float]
+        self,
+        trainer: Trainer,
+        result: Callable[[], Path] | CheckpointError,
+        seconds: Callable[[], float],
+        how: str = "",
     ) -> None:
         state = trainer.state
         try:
             if isinstance(result, CheckpointError):
                 raise result
-            path = result()
+            with self.times.waiting():
+                path = result()
             self._changed_rows.committed(path)
         except CheckpointError as error:
             self._copies_late &= not isinstance(error, ChangedWhileCopied)
@@ -346,6 +360,11 @@ class Saver:
             return
         self.error, self.parent = None, path.name
         state.checkpoint_path, state.saved_iteration, state.save_seconds = path, self._saving_at, seconds()
+        assert self.store.last_saved is not None
+        written = sum(each.bytes for each in self.store.last_saved.files.values())
+        self.times.saves, self.times.saved = self.times.saves + 1, Transfer(written, state.save_seconds)
+        if agreement.rank() == 0:
+            logger.info("Saved %s: %s%s.", path, self.times.saved, how)
         self._prune()
         _tell(trainer, TrainingEvents.CHECKPOINT_SAVED)
 

@@ -62,6 +62,8 @@ class CheckpointStore:
         self.directory = Path(directory)
         self._ranks = Ranks(group)
         self._verification = Verification()
+        self.last_saved: Manifest | None = None
+        """Of what this store saved last."""
 
     def save(
         self,
@@ -110,6 +112,7 @@ class CheckpointStore:
             commit.begin(facts)
             commit.write(shared, local, shards, tables)
             path, manifest = commit.finish(epoch)
+        self.last_saved = manifest
         self._verification.forget(path)
         self._verification.remember_written(path, manifest)
         return path

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded, LoadSource, LoadTable
 from ignite_engine.checkpointing.naming import NAMES, find_source, followed, scored_by
@@ -28,6 +28,9 @@ from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.text import in_notebook, show_page
 from ignite_engine.trainer import Trainer
 
+if TYPE_CHECKING:
+    from ignite_engine.handlers.checkpoint.times import Times
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +42,9 @@ class Saves(Protocol):
 
     @property
     def best(self) -> BestCheckpoint | None: ...
+
+    @property
+    def times(self) -> Times: ...
 
     def resume(self, ignore: Iterable[str] = ()) -> Path | None: ...
 
@@ -390,6 +396,7 @@ class Run:
             "start": self.start,
             "resumed_from": resumed.name if resumed else None,
             "startup_s": dict(self.startup.seconds),
+            "checkpoints": self.checkpoint.times.as_dict() if self.checkpoint else {},
             "wall_s": time.perf_counter() - self.startup.began,
             "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }

@@ -93,6 +93,7 @@ def test_run_folder_tells_the_run(build: Callable[..., Run], caplog: pytest.LogC
         2,
     )
     assert summary["parameters"] == 17 and summary["world_size"] == 1 and summary["resumed_from"] is None
+    assert summary["checkpoints"]["saves"] and summary["checkpoints"]["save_bytes_per_s"] > 0
     assert set(summary["startup_s"]) >= {"task", "model", "data", "trainer", "resume"}
     assert re.search(r"Start-up took \S+ s", caplog.text)
     assert summary["weights_sha256"] == weights_sha256(run.trainer.update.model)  # type: ignore[attr-defined]

@@ -153,13 +153,5 @@ def free_bytes(directory: Path) -> int | None:
     return None
 
 
-def in_units(count: int) -> str:
-    """Bytes in the largest binary unit that gives at least 1."""
-    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:,.0f} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
-
-
 def _local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value

@@ -15,7 +15,6 @@ from ignite_engine.report.description.conflicts import conflicts_of
 from ignite_engine.report.description.contents import (
     Size,
     free_bytes,
-    in_units,
     kept_at_once,
     memory_of,
     part_sizes,
@@ -24,6 +23,7 @@ from ignite_engine.report.description.timetable import times_of, timetable
 from ignite_engine.report.lr_curve import lr_text
 from ignite_engine.schedules import Schedule
 from ignite_engine.states.registry import Registry
+from ignite_engine.text import in_units
 
 
 def describe(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import platform
 import shutil
@@ -189,12 +188,10 @@ def test_a_resume_is_one_line_and_so_is_a_fresh_start_beside_other_checkpoints(
         trainer = trainer_of()
         checkpoint = Checkpoint(tmp_path)
         checkpoint.attach(trainer, EVERY)
-        with caplog.at_level(logging.INFO, "ignite_engine.handlers.checkpoint"):
-            if resume:
-                checkpoint.resume()
-            trainer.run(numbers_loader(), max_iters=max_iters)
-            trainer.run(numbers_loader(), max_iters=max_iters + 1)  # its own checkpoints are not an earlier run's
-        assert {each.levelname for each in caplog.records if "checkpoint" in each.name} <= {"WARNING"}
+        if resume:
+            checkpoint.resume()
+        trainer.run(numbers_loader(), max_iters=max_iters)
+        trainer.run(numbers_loader(), max_iters=max_iters + 1)  # its own checkpoints are not an earlier run's
         return [each.getMessage() for each in caplog.records if "checkpoint" in each.name]
 
     assert run(resume=False, max_iters=3) == []
@@ -202,7 +199,8 @@ def test_a_resume_is_one_line_and_so_is_a_fresh_start_beside_other_checkpoints(
         f"{tmp_path} holds 2 checkpoints of an earlier run, which are deleted as this one saves its own; to continue "
         "from iteration_00000004, call checkpoint.resume() before run()."
     ]
-    assert run(resume=True, max_iters=3) == [f"Resumed from {tmp_path / 'iteration_00000002'} at iteration 2."]
+    (resumed,) = run(resume=True, max_iters=3)
+    assert resumed.startswith(f"Resumed from {tmp_path / 'iteration_00000002'} at iteration 2: ")
 
 
 class Batches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,22 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
             key = f"{name} {background}"
             answers[key] = trained(folder / key, iteration=at, state=state, background=background)
     answers["start"] = trained(folder / "start", iteration=0 if rank == 1 else -1, state=mine["foreign"])
+    answers["slow"] = [_seconds_of(folder / f"slow {each}", rank, background=each) for each in (False, True)]
     answers["two handlers"] = [_two_at_once(folder / "two", attempt) for attempt in range(5)]
     dist.barrier()
     answers["held"] = trained(folder / "held")
     return answers
+
+
+def _seconds_of(folder: Path, rank: int, *, background: bool) -> float:
+    """Of a save in which rank 1 is slow."""
+    trainer = trainer_of()
+    trainer.register("slow", Failing(trainer, 2, lambda: time.sleep(0.3 * rank)))
+    checkpoint = Checkpoint(folder, background=background, save_at_end=False)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    trainer.run(numbers_loader(), max_iters=3)
+    assert checkpoint.times.saved is not None
+    return checkpoint.times.saved.seconds
 
 
 def _two_at_once(folder: Path, attempt: int) -> list[list[str]]:
@@ -109,3 +122,8 @@ def test_two_handlers_save_in_the_background_at_once(two_ranks: Answers) -> None
 def test_a_folder_in_use_is_refused_on_both(two_ranks: Answers) -> None:
     for kind, error, iteration in two_ranks["held"]:
         assert (kind, iteration) == ("CheckpointError", 0) and "is in use by process" in error
+
+
+def test_a_save_takes_as_long_as_the_slowest_rank(two_ranks: Answers) -> None:
+    for seconds in two_ranks["slow"]:
+        assert min(seconds) >= 0.3

@@ -20,9 +20,10 @@ from ignite_engine.evaluator import create_evaluator
 from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, LRSchedule, MetricLogger
 from ignite_engine.report.description import text as described
 from ignite_engine.report.description.attached import attached_to
-from ignite_engine.report.description.contents import in_units, optimizer_bytes_later
+from ignite_engine.report.description.contents import optimizer_bytes_later
 from ignite_engine.report.description.timetable import Length, times_of
 from ignite_engine.schedules import constant, warmup_constant, warmup_cosine, warmup_inverse_sqrt, warmup_wsd
+from ignite_engine.text import in_units
 from tests.builders import linear, mse, numbers_loader, trainer_of
 
 
