@@ -33,12 +33,13 @@ LEAST_CONFIG = {"task": "task.py:build", "run": {"max_epochs": 1}}
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its page, the line of its first line, its language and its text."""
+    """A fenced block: its page, the line of its first line, its language, its text, and the file that it is to be."""
 
     page: Path
     line: int
     language: str
     text: str
+    file: str | None
 
     @property
     def starts_processes(self) -> bool:
@@ -59,7 +60,9 @@ def blocks_of(page: Path) -> list[Block]:
         elif language is None:
             language, start, lines = fence[1].strip(), number + 1, []
         else:
-            blocks.append(Block(page, start, language, textwrap.dedent("\n".join(lines)) + "\n"))
+            name, _, title = language.partition(" title=")
+            text = textwrap.dedent("\n".join(lines)) + "\n"
+            blocks.append(Block(page, start, name, text, title.strip('"') or None))
             language = None
     assert language is None, f"{page}:{start - 1}: this block is never closed."
     return blocks
@@ -89,12 +92,17 @@ def test_python_blocks_of_a_page_run_one_after_the_other(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # blocks that are files import each other
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": "snippet"}
     for block in blocks_of(page):
         if block.language == "python" and not block.starts_processes:
             # line numbers of a traceback are those of the page
-            exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+            code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+            if block.file:
+                Path(block.file).write_text(block.text)
+                monkeypatch.delitem(sys.modules, Path(block.file).stem, raising=False)
+            exec(code, {"__name__": "__main__"} if block.file else namespace)
 
 
 @pytest.mark.distributed

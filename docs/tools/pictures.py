@@ -1,0 +1,344 @@
+"""Draws docs/images/promise_*.png from runs made for them: ``python docs/tools/pictures.py [NAME ...]``.
+
+About 3 minutes for all of them on 2 cores; run it from the repository's root, with the extra ``dev``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ROOT / "docs" / "images"
+INK, PALE, FIRE = "#263238", "#b0bec5", "#e64a19"
+COLORS = ["#1565c0", "#00897b", "#8e24aa", "#ef6c00", "#c62828", "#455a64"]
+
+plt.rcParams.update(
+    {
+        "figure.dpi": 110,
+        "font.size": 9,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 10,
+        "legend.frameon": False,
+    }
+)
+
+
+def main(names: list[str]) -> None:
+    for name in names or list(PICTURES):
+        with tempfile.TemporaryDirectory() as folder:
+            figure = PICTURES[name](Path(folder))
+        figure.savefig(IMAGES / f"promise_{name}.png", bbox_inches="tight", pil_kwargs={"optimize": True})
+        print(f"docs/images/promise_{name}.png")
+
+
+# -- a run killed five times ------------------------------------------------------------------------------------------
+
+EPOCHS, KILLS = 12, (31, 97, 166, 238, 331)  # iterations; the digits have 34 in an epoch
+
+
+def resume(folder: Path) -> Any:
+    """Digits, once in one process, and once killed by SIGKILL five times."""
+    whole, killed = folder / "whole", folder / "killed"
+    train(whole).wait()
+    lives = []
+    for target in KILLS:
+        process = train(killed)
+        while not (lines := log(killed)) or lines[-1]["iteration"] < target:
+            assert process.poll() is None, "it ended before it was killed"
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        lives.append(log(killed))
+    train(killed).wait()
+    lives.append(log(killed))
+    first = [0] + [resumed_from(killed, life) for life in range(1, len(lives))]
+
+    uninterrupted, final = losses(log(whole)), losses(lives[-1])
+    assert uninterrupted == final, "the losses differ"
+    hashes = [json.loads((run / "summary.json").read_text())["weights_sha256"] for run in (whole, killed)]
+    assert hashes[0] == hashes[1], "the weights differ"
+
+    figure, (curve, strip) = plt.subplots(
+        2, 1, figsize=(7.6, 4.6), sharex=True, gridspec_kw={"height_ratios": [3, 1.25], "hspace": 0.12}
+    )
+    curve.plot(*zip(*uninterrupted), color=PALE, linewidth=7, solid_capstyle="round", label="uninterrupted")
+    for life, (lines, start) in enumerate(zip(lives, first)):
+        part = [(iteration, loss) for iteration, loss in losses(lines) if iteration > start]
+        curve.plot(*zip(*part), color=COLORS[life], linewidth=1.3)
+        last = lines[-1]["iteration"]
+        strip.barh(-life, last - start, left=start, color=COLORS[life], height=0.7)
+        if life < len(KILLS):
+            curve.axvline(last, color=INK, linewidth=0.7, linestyle=":")
+            strip.plot(last, -life, marker="x", color=INK, markersize=6, markeredgewidth=1.6)
+    curve.plot([], [], color=INK, linewidth=1.3, label="killed five times: each process in a color of its own")
+    curve.set_yscale("log")
+    curve.set_ylabel("loss")
+    curve.legend(loc="upper right")
+    curve.set_title(f"{len(final)} logged losses, 0 differ; SHA-256 of the weights, both: {hashes[0][:12]}...")
+    strip.set_yticks(range(0, -len(lives), -1), [f"process {life + 1}" for life in range(len(lives))], fontsize=7.5)
+    strip.set_xlabel("iteration   (x: kill -9; what overlaps was trained twice)")
+    return figure
+
+
+def train(folder: Path) -> subprocess.Popen[bytes]:
+    settings = [f"run.directory={folder}", f"run.max_epochs={EPOCHS}", "run.threads=1", "logging.every=2"]
+    settings += ["checkpoint.every=20", "logging.clearml=false", "logging.console=false"]
+    command = [sys.executable, "-m", "ignite_engine", "train", "configs/digits.yaml", *settings]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log, less one that is being written."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    return [(line["iteration"], line["loss"]) for line in lines if "loss" in line]
+
+
+def resumed_from(folder: Path, life: int) -> int:
+    """The iteration of the checkpoint from which the n-th process went on, by the run's log."""
+    text = (folder / "logs" / "rank_0.log").read_text()
+    found = re.findall(r"Engine run resuming \(resumed\) from iteration (\d+)", text)
+    return int(found[life - 1])
+
+
+# -- ranks agree on a stop --------------------------------------------------------------------------------------------
+
+STOPPED = """
+import json, os, sys, time
+import torch
+import ignite.distributed as idist
+from ignite.engine import Events
+from ignite_engine import Parallel, Trainer, Update, loader
+from ignite_engine.handlers import Checkpoint, GracefulStop
+
+def loss_fn(model, batch):
+    time.sleep(0.02 + 0.02 * (idist.get_rank() == 2))  # a slow rank: its peers wait for it in the reduction
+    return model(batch).square().mean()
+
+def train(local_rank, folder):
+    rank = idist.get_rank()
+    open(f"{folder}/pid_{rank}", "w").write(str(os.getpid()))
+    model = idist.auto_model(torch.nn.Linear(4, 1))
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
+    seen = open(f"{folder}/seen_{rank}", "w", buffering=1)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: print(time.time(), trainer.state.iteration, file=seen))
+    Checkpoint(f"{folder}/checkpoints").attach(trainer)
+    GracefulStop(exit=False).attach(trainer)
+    trainer.run(loader(torch.randn(4096, 4), batch_size=1), max_epochs=1)
+    print(time.time(), "saved", file=seen)
+
+if __name__ == "__main__":
+    with Parallel(backend="gloo", nproc_per_node=4) as parallel:
+        parallel.run(train, sys.argv[1])
+"""
+
+
+def stop(folder: Path) -> Any:
+    """Four ranks, of which rank 1 alone gets a SIGTERM."""
+    script = folder / "script.py"
+    script.write_text(STOPPED)
+    process = subprocess.Popen([sys.executable, script, folder], cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not (seen := folder / "seen_1").exists() or len(seen.read_text().splitlines()) < 40:
+        assert process.poll() is None
+        time.sleep(0.01)
+    sent = time.time()
+    os.kill(int((folder / "pid_1").read_text()), signal.SIGTERM)
+    process.wait()
+    ranks = [[line.split() for line in (folder / f"seen_{rank}").read_text().splitlines()] for rank in range(4)]
+    ends = [lines[-2][1] for lines in ranks]
+    assert len(set(ends)) == 1 and all(lines[-1][1] == "saved" for lines in ranks), ends
+
+    figure, axis = plt.subplots(figsize=(7.6, 2.7))
+    for rank, lines in enumerate(ranks):
+        times = [1000 * (float(at) - sent) for at, _ in lines[:-1]]
+        axis.plot(times, [-rank] * len(times), "|", color=COLORS[rank], markersize=15, markeredgewidth=1.4)
+        axis.plot(times[-1], -rank, "o", color=COLORS[rank], markersize=9)
+        axis.text(times[-1] + 12, -rank, f"iteration {ends[rank]}, saved", va="center", color=COLORS[rank])
+    axis.plot(0, -1, marker="v", color=FIRE, markersize=11)
+    axis.annotate("SIGTERM to rank 1 alone", (0, -1), (-12, -0.5), color=FIRE, ha="right", va="center")
+    axis.set_yticks(range(0, -4, -1), [f"rank {rank}" for rank in range(4)])
+    axis.set_xlim(-260, None)
+    axis.set_ylim(-3.6, 0.6)
+    axis.set_xlabel("ms after the signal   (a stroke is the end of an iteration; rank 2 is slow)")
+    axis.set_title("Which iteration is the last one is agreed by vote: the same on every rank")
+    return figure
+
+
+# -- killed at any instant of a save ----------------------------------------------------------------------------------
+
+
+def kill(folder: Path) -> Any:
+    """A process that saves iteration 200 beside iteration 100, killed at each of its file operations in turn."""
+    sys.path.insert(0, str(ROOT))
+    from ignite_engine.checkpointing import CheckpointStore
+    from tests.checkpointing.file_faults import FileOperations, in_child, kill_this_process
+    from tests.checkpointing.states import holds, save
+
+    template = folder / "template"
+    save(CheckpointStore(template), 100)
+    rehearsal = folder / "rehearsal"
+    shutil.copytree(template, rehearsal)
+    with FileOperations(rehearsal) as seen:
+        save(CheckpointStore(rehearsal), 200)
+    operations = [
+        f"{name} folder"
+        if path == "."
+        else f"{name} {path.rsplit('/', 1)[-1].replace('.tmp-iteration_00000200', 'temporary')}"
+        for name, path in ((name, paths.split(" -> ")[0]) for name, paths in seen.seen)
+    ]
+    loads = []
+    for number in range(len(operations)):
+        directory = folder / f"killed_{number}"
+        shutil.copytree(template, directory)
+
+        def killed(directory: Path = directory, number: int = number) -> None:
+            with FileOperations(directory, at=number, action=kill_this_process):
+                save(CheckpointStore(directory), 200)
+
+        assert in_child(killed)[0] == -signal.SIGKILL
+        store = CheckpointStore(directory)
+        newest, skipped = store.latest()
+        assert newest is not None and not skipped and holds(store, newest.path, newest.iteration)
+        loads.append(newest.iteration)
+
+    figure, axis = plt.subplots(figsize=(7.6, 2.4))
+    for number, iteration in enumerate(loads):
+        axis.bar(number, iteration, color=COLORS[0] if iteration == 100 else COLORS[1], width=0.75)
+    axis.set_xticks(range(len(operations)), operations, rotation=55, ha="right", fontsize=7)
+    axis.set_yticks([100, 200])
+    axis.set_ylabel("iteration that loads,\nall bits compared")
+    axis.set_xlabel("file operation of the save at which the process got kill -9")
+    axis.set_title(f"{len(loads)} kills: always a whole checkpoint, the new one from its rename on")
+    return figure
+
+
+# -- the same bits on any number of ranks -----------------------------------------------------------------------------
+
+INVARIANT = """
+import sys
+import torch
+import ignite.distributed as idist
+from ignite.engine import Events
+from ignite_engine import Parallel, Trainer, Update, loader
+
+def loss_fn(model, batch):
+    inputs, targets = batch
+    return torch.nn.functional.mse_loss(model(inputs), targets)
+
+def train(local_rank, folder, ranks):
+    torch.set_num_threads(1)
+    for invariant in (True, False):
+        torch.manual_seed(0)
+        inputs = torch.randn(1536, 16)
+        data = torch.utils.data.TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+        layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+        model = layers if invariant else idist.auto_model(layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trainer = Trainer(Update(model, optimizer, loss_fn, rank_invariant=invariant), global_micro_batches=12)
+        weights = []
+        keep = lambda: weights.append(torch.cat([each.detach().flatten().clone() for each in model.parameters()]))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, keep)
+        trainer.run(loader(data, batch_size=4, shuffle=True, seed=0), max_epochs=5)
+        if idist.get_rank() == 0:
+            torch.save(torch.stack(weights), f"{folder}/{ranks}_{invariant}.pt")
+
+if __name__ == "__main__":
+    folder, ranks = sys.argv[1], int(sys.argv[2])
+    with Parallel(backend="gloo", nproc_per_node=ranks) as parallel:
+        parallel.run(train, folder, ranks)
+"""
+
+
+def ranks(folder: Path) -> Any:
+    """One training on 1, 2, 3 and 4 ranks: how far the weights are from those of one rank, after each update."""
+    import torch
+
+    script = folder / "script.py"
+    script.write_text(INVARIANT)
+    for number in (1, 2, 3, 4):
+        subprocess.run([sys.executable, script, folder, str(number)], cwd=ROOT, check=True, capture_output=True)
+
+    figure, axis = plt.subplots(figsize=(7.6, 3.0))
+    for invariant in (False, True):
+        alone = torch.load(folder / f"1_{invariant}.pt", weights_only=True)
+        for number in (2, 3, 4):
+            weights = torch.load(folder / f"{number}_{invariant}.pt", weights_only=True)
+            distance = (weights - alone).abs().amax(dim=1)
+            if invariant:
+                assert distance.max() == 0, number
+            style = {"linewidth": 4, "color": FIRE} if invariant else {"linewidth": 1.2, "color": COLORS[number - 2]}
+            axis.plot(range(1, len(distance) + 1), distance, label=None if invariant else f"{number} ranks", **style)
+    axis.set_yscale("symlog", linthresh=1e-9, linscale=0.6)
+    axis.set_yticks([0, 1e-8, 1e-6, 1e-4], ["0", "$10^{-8}$", "$10^{-6}$", "$10^{-4}$"])
+    axis.set_ylim(-3e-10, None)
+    axis.set_xlabel("update")
+    axis.set_ylabel("largest difference of\na weight to one rank's")
+    axis.annotate("DDP: the order of its sums depends on the ranks", (60, 1.2e-5), color=INK)
+    axis.annotate("rank_invariant=True: 0 on 2, 3 and 4 ranks", (60, 1.2e-10), color=INK, va="bottom")
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 0.2))
+    return figure
+
+
+# -- what the loop costs ----------------------------------------------------------------------------------------------
+
+
+def cost(folder: Path) -> Any:
+    """The first table of benchmarks/README.md whose cells are ratios to the plain loop."""
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    cell = r"([\d.]+) \[([\d.]+), ([\d.]+)\]"
+    rows = re.findall(rf"^\| ([\w+ ]+) \| {cell} \| [^|]* \| {cell} \|", text, re.MULTILINE)
+    measured = re.search(r"\*\*Measured\*\* on ([\d-]+).*?commit (\w+)", text, re.DOTALL)
+    assert len(rows) >= 5 and measured
+    names = [row[0] for row in rows]
+    figure, axes = plt.subplots(1, 2, figsize=(7.6, 2.6), sharey=True)
+    for axis, title, column in zip(axes, ("bare", "full"), (1, 4)):
+        for place, row in enumerate(rows):
+            ratio, low, high = (float(each) for each in row[column : column + 3])
+            color = FIRE if row[0].startswith("ours") else PALE
+            error = [[max(ratio - low, 0)], [max(high - ratio, 0)]]
+            axis.barh(-place, ratio, color=color, xerr=error, error_kw={"elinewidth": 1, "ecolor": INK}, height=0.7)
+            axis.text(0.02, -place, f"{ratio:.3f}", va="center", fontsize=7.5, color=INK)
+        axis.axvline(1, color=INK, linewidth=1, linestyle="--")
+        axis.set_title(f"{title}: ratio to the plain loop", fontsize=9)
+        axis.set_xlim(0, 1.25)
+    axes[0].set_yticks(range(0, -len(rows), -1), names)
+    figure.text(0.01, -0.04, f"{measured[1]}, commit {measured[2]}, one CPU thread", fontsize=7.5, color=INK)
+    figure.tight_layout()
+    return figure
+
+
+PICTURES: dict[str, Callable[[Path], Any]] = {
+    "resume": resume,
+    "stop": stop,
+    "kill": kill,
+    "ranks": ranks,
+    "cost": cost,
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
