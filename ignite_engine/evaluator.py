@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 from ignite.metrics import Metric
-from torch import nn
+from torch import Tensor, nn
 
 from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.data.source import generators_of
@@ -23,6 +23,7 @@ from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.precision import Precision, autocast, check_precision
 
 PredictFn = Callable[[Any, Any], Any]
+_ITERATION_COMPLETED, _TRANSFORM = Metric.iteration_completed, "_output_transform"
 
 
 class _Evaluator(Engine):
@@ -34,19 +35,53 @@ class _Evaluator(Engine):
     def __init__(self, step: Callable[[Engine, Any], Any]) -> None:
         super().__init__(step)
         self.step, self.metrics_reduce = step, ExitStack()
+        self.device: torch.device | None = None
+        """The model's during a run: finding its first parameter at each batch costs more than a small metric."""
+        self.no_grad = torch.no_grad()  # making one costs as much as entering it
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.device = device_of(self.model)
         try:
             return super().run(*args, **kwargs)
         except BaseException:
             self._internal_run_generator = None
             raise
         finally:
+            self.device = None
             self.metrics_reduce.close()
 
     def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
         """Without the line that Ignite formats for its log at each event of each batch."""
-        bus.fire(self, event_name, *event_args, **event_kwargs)
+        handlers = self._event_handlers.get(event_name)
+        if not handlers:
+            self.last_event_name = event_name
+        elif event_name is not Events.ITERATION_COMPLETED or not self._update_metrics([*handlers]):
+            bus.fire(self, event_name, *event_args, **event_kwargs)
+
+    def _update_metrics(self, handlers: list[bus.Registered]) -> bool:
+        """Whether all handlers of ITERATION_COMPLETED are updates of metrics, which are then made.
+
+        Ignite's handler decides at each batch, with each metric and in a context of its own, what to give to
+        ``update``; of tuples of tensors it is what ``output_transform`` returns, without change.
+        """
+        metrics: list[Any] = []
+        for handler, _, _ in handlers:
+            metrics.append(getattr(handler, "__self__", None))
+            if getattr(handler, "__func__", None) is not _ITERATION_COMPLETED or not hasattr(metrics[-1], _TRANSFORM):
+                return False
+        self.last_event_name = Events.ITERATION_COMPLETED
+        with self.no_grad:
+            for metric in metrics:
+                try:
+                    output = metric._output_transform(self.state.output)
+                    if type(output) is tuple and all([type(each) is Tensor for each in output]):
+                        metric.update(output)
+                    else:
+                        metric.iteration_completed(self)
+                except Exception as error:
+                    bus.name_in(error, metric.iteration_completed, Events.ITERATION_COMPLETED)
+                    raise
+        return True
 
 
 def create_evaluator(
@@ -77,10 +112,13 @@ def create_evaluator(
     inner = data_parallel(bare)
 
     def step(engine: Engine, batch: Any) -> Any:
-        device = device_of(bare)
-        (batch,) = to_device([batch], device)
-        with torch.no_grad(), autocast(precision, device.type), own_buffers(inner) if inner else nullcontext():
-            return predict(bare, batch)
+        device = evaluator.device or device_of(bare)
+        with evaluator.no_grad:
+            if device.type == "cpu" and precision == "fp32" and not inner:
+                return predict(bare, batch)
+            (batch,) = to_device([batch], device)
+            with autocast(precision, device.type), own_buffers(inner) if inner else nullcontext():
+                return predict(bare, batch)
 
     evaluator = _Evaluator(step)
     evaluator.model = bare

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from ignite.metrics import Accuracy
-from torch import nn
+from ignite.engine import Engine, Events
+from ignite.metrics import Accuracy, Loss, Metric, RunningAverage
+from ignite.metrics.metric import BatchFiltered, BatchWise
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from ignite_engine import create_evaluator, loader
 from ignite_engine.evaluator import eval_mode, whole_pass
@@ -33,6 +36,110 @@ def test_metrics_are_attached_under_their_names() -> None:
     evaluator = create_evaluator(linear(), lambda model, batch: batch, {"accuracy": Accuracy()})
 
     assert evaluator.run([(torch.tensor([1, 0]), torch.tensor([1, 1]))]).metrics == {"accuracy": 0.5}
+
+
+def pairs(batches: int = 4) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(8, 3, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(batches)
+    ]
+
+
+def of_all_kinds() -> dict[str, Metric]:
+    accuracy = Accuracy()
+    return {
+        "accuracy": accuracy,
+        "error": 1 - accuracy,
+        "loss": Loss(cross_entropy),
+        "first": Accuracy(output_transform=lambda output: (output[0][:2], output[1][:2])),
+        "named": Accuracy(output_transform=lambda output: {"y_pred": output[0], "y": output[1]}),
+        "listed": Accuracy(output_transform=lambda output: (list(output[0].unbind()), list(output[1].unbind()))),
+        "running": RunningAverage(output_transform=lambda output: output[0].mean().item()),
+    }
+
+
+@pytest.mark.parametrize("only", [("accuracy", "loss"), ("accuracy", "error", "first", "named", "listed"), None])
+def test_metrics_have_the_bits_that_they_have_in_an_engine_of_ignites(only: tuple[str, ...] | None) -> None:
+    found = []
+    for make in (
+        lambda: Engine(lambda engine, batch: batch),
+        lambda: create_evaluator(linear(), lambda _, batch: batch),
+    ):
+        engine = make()
+        for name, metric in of_all_kinds().items():
+            if only is None or name in only:
+                metric.attach(engine, name)
+        found.append(engine.run(pairs()).metrics)
+
+    assert found[0] == found[1] and len(found[0]) >= 2
+
+
+def test_metrics_of_batches_and_handlers_between_metrics_keep_their_order() -> None:
+    evaluator = create_evaluator(linear(), lambda _, batch: batch, {"accuracy": Accuracy()})
+    of_batch, every_second, order = Accuracy(), Accuracy(), list[Any]()
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: order.append(torch.is_grad_enabled()))
+    of_batch.attach(evaluator, "of_batch", usage=BatchWise())
+    every_second.attach(evaluator, "every_second", usage=BatchFiltered(every=2))
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: order.append(evaluator.state.metrics["of_batch"]))
+    data = pairs()
+    metrics = evaluator.run(data).metrics
+
+    right = [(scores.argmax(1) == y).float().mean().item() for scores, y in data]
+    assert order[::2] == [True] * 4 and order[1::2] == pytest.approx(right)
+    assert metrics["every_second"] == pytest.approx((right[1] + right[3]) / 2)
+
+
+def test_a_batch_enters_no_grad_twice_however_many_metrics_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[None] = []
+    enter = torch.no_grad.__enter__
+
+    def counted(context: Any) -> None:
+        entered.append(None)
+        enter(context)
+
+    metrics = {name: Loss(cross_entropy) for name in "abcde"}
+    evaluator = create_evaluator(linear(), lambda _, batch: batch, metrics)
+    monkeypatch.setattr(torch.no_grad, "__enter__", counted)
+    counts = []
+    for batches in (2, 6):
+        entered.clear()
+        evaluator.run(pairs(batches))
+        counts.append(len(entered))
+
+    assert counts[1] - counts[0] == 2 * (6 - 2)
+
+
+def test_a_metric_with_an_update_of_its_own_keeps_it() -> None:
+    assert hasattr(Accuracy(), "_output_transform"), "else each metric is updated by Ignite's handler, which is slower"
+    seen: list[int] = []
+
+    class Counted(Accuracy):
+        def iteration_completed(self, engine: Engine) -> None:
+            seen.append(engine.state.iteration)
+            super().iteration_completed(engine)
+
+    create_evaluator(linear(), lambda _, batch: batch, {"accuracy": Counted(), "other": Accuracy()}).run(pairs())
+
+    assert seen == [1, 2, 3, 4]
+
+
+def test_an_error_of_a_metric_names_it() -> None:
+    evaluator = create_evaluator(linear(), lambda _, batch: (batch[0], batch[1][:, None, None]), {"a": Accuracy()})
+    with pytest.raises(ValueError, match="y must have shape") as raised:
+        evaluator.run(pairs())
+
+    assert raised.value.__notes__ == ["Raised by handler Accuracy.iteration_completed on ITERATION_COMPLETED."]
+
+
+def test_a_model_that_has_moved_is_evaluated_where_it_is() -> None:
+    model, seen = linear(), list[str]()
+    evaluator = create_evaluator(model, lambda _, batch: seen.append(batch[0].device.type))
+    evaluator.run(pairs(1))
+    model.to("meta")
+    evaluator.run(pairs(1))
+    evaluator.step(evaluator, pairs(1)[0])  # type: ignore[attr-defined]
+
+    assert seen == ["cpu", "meta", "meta"]
 
 
 def test_ddp_is_evaluated_by_the_module_inside() -> None:

@@ -150,16 +150,17 @@ class EvaluationBatches:
         if progress is not None:
             progress.restore_rng()
         self._vote.restart(batches)
+        requests, alone = self.trainer.requests, self.single_process and progress is None
         while self.limit is None or batches < self.limit:
-            if self._stops(batches):
+            if requests.stop is not None if alone else self._stops(batches):
                 self._interrupt(iterator)
                 return
             try:
-                self.trainer.requests.waiting_for_data = self.single_process
+                requests.waiting_for_data = self.single_process
                 try:
                     batch = self._peeked.pop() if self._peeked else next(iterator, _END)
                 finally:
-                    self.trainer.requests.waiting_for_data = False
+                    requests.waiting_for_data = False
             except StopRequested:
                 if progress is not None and self.source.sampler is not None:  # others may have drawn random numbers
                     progress.write(batches)

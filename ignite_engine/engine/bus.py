@@ -116,9 +116,14 @@ def fire(engine: Engine, event: Any, *args: Any, **kwargs: Any) -> bool:
             else:
                 handler(*args, *own_args, **extra)
         except Exception as error:
-            error.add_note(f"Raised by handler {name_of(handler)} on {event_name(event)}.")
+            name_in(error, handler, event)
             raise
     return True
+
+
+def name_in(error: Exception, handler: Callable[..., Any], event: Any) -> None:
+    """Note in ``error`` which handler has raised it."""
+    error.add_note(f"Raised by handler {name_of(handler)} on {event_name(event)}.")
 
 
 def sort_in_last(engine: Engine, event: Any) -> None:
