@@ -14,6 +14,7 @@ from ignite_engine.handlers.memory import MemoryLogger
 from ignite_engine.handlers.meters import Meter, Stopwatch
 from ignite_engine.handlers.metric_logger import MetricLogger
 from ignite_engine.handlers.model_bank import ModelBank
+from ignite_engine.handlers.profiler import Profiler
 from ignite_engine.handlers.progress import Progress
 from ignite_engine.handlers.sinks import ConsoleSink, CSVSink, JSONLSink
 from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
@@ -51,6 +52,7 @@ __all__ = [
     "Meter",
     "MetricLogger",
     "ModelBank",
+    "Profiler",
     "Progress",
     "SaveEvery",
     "Schedule",

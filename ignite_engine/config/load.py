@@ -21,6 +21,7 @@ from ignite_engine.config.sections import (
     LoggingSection,
     NamedOptimizerSection,
     OptimizerSection,
+    ProfilerSection,
     RunSection,
     ScheduleSection,
     Section,
@@ -48,6 +49,7 @@ class Config(Section):
     ema: EmaSection = EmaSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
+    profiler: ProfilerSection = ProfilerSection()
     distributed: DistributedSection = DistributedSection()
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
 
@@ -132,6 +134,9 @@ class Config(Section):
         if self.ema.decay is None:
             for key in _changed(self.ema):
                 yield f"ema.{key} has no effect: ema.decay is not given, so there is no average"
+        if self.profiler.active is None:
+            for key in _changed(self.profiler):
+                yield f"profiler.{key} has no effect: profiler.active is not given, so nothing is profiled"
         for key in _without_effect_there(self.distributed):
             yield f"distributed.{key} has no effect: distributed.strategy is {self.distributed.strategy}"
         if self.distributed.loss_parallel and self.distributed.tensor_parallel == 1:

@@ -378,6 +378,16 @@ class LoggingSection(Section):
     report: bool = True  # a page with the curves, when the run ends
 
 
+class ProfilerSection(Section):
+    """Traces of a few updates, by torch's profiler."""
+
+    active: Count | None = None  # updates that are recorded in a window; null: no profile
+    wait: Annotated[int, Field(ge=0)] = 10  # updates of this process before a window
+    warmup: Annotated[int, Field(ge=0)] = 2  # updates after them in which the profiler runs and nothing is recorded
+    repeat: Count = 1  # windows
+    ranks: list[Annotated[int, Field(ge=0)]] = [0]  # that are profiled
+
+
 class DistributedSection(Section):
     """Several ranks. Under torchrun or SLURM the launcher sets how many."""
 

@@ -46,6 +46,7 @@ class Sections(TypedDict, total=False):
     ema: Values
     checkpoint: Values
     logging: Values
+    profiler: Values
     distributed: Values
 
 

@@ -248,6 +248,10 @@ def _attach(
         throughput = handlers.Throughput(task.tokens_fn, flops=logging.flops, peak_flops=logging.peak_flops)
         throughput.attach(trainer, log_point)
     _metric_logger(config, run).attach(trainer, log_point)
+    profile = config.profiler
+    if profile.active is not None:
+        numbers = {"wait": profile.wait, "warmup": profile.warmup, "active": profile.active, "repeat": profile.repeat}
+        handlers.Profiler(run.directory.path, ranks=profile.ranks, **numbers).attach(trainer)
     if config.distributed.drift_every is not None:
         handlers.WeightDrift().attach(trainer, interval_event(config.distributed.drift_every, task))
     if logging.progress:

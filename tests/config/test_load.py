@@ -252,6 +252,7 @@ def test_misspelt_required_key_is_reported_before_the_missing_one(tmp_path: Path
         ("schedule={name: plateau, metric: loss, warmup: 3}", "schedule.warmup"),
         ("early_stopping.patience=3", "early_stopping.patience"),
         ("ema.warmup=false", "ema.warmup"),
+        ("profiler.repeat=2", "profiler.repeat"),
         ("data.prefetch_factor=2", "data.prefetch_factor"),
         ("data.persistent_workers=true", "data.persistent_workers"),
         ("update.grad_scaler={init_scale: 8}", "update.grad_scaler"),

@@ -1,0 +1,164 @@
+"""Traces of a few iterations, by torch's profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from ignite.engine import Engine, Events
+from torch.profiler import ProfilerActivity
+
+from ignite_engine.errors import is_whole
+from ignite_engine.ranks import agreement
+from ignite_engine.text import in_columns
+
+logger = logging.getLogger(__name__)
+
+OPERATORS = 15
+
+
+class Profiler:
+    """Records ``active`` iterations with ``torch.profiler``, and writes their trace and their longest operators.
+
+    Args:
+        directory: of the run. A window gives ``profiles/rank_0_iterations_13_to_15.json.gz``, a trace for
+            https://ui.perfetto.dev or ``chrome://tracing``, and beside it ``.txt``, the operators by their own time.
+        wait: iterations of this process before a window.
+        warmup: iterations after them in which the profiler runs and its first costs pass; they are not recorded.
+        active: iterations that are recorded.
+        repeat: windows, each after ``wait`` and ``warmup`` of its own.
+        ranks: that are profiled.
+        options: of ``torch.profiler.profile``, such as ``record_shapes``, ``profile_memory`` and ``with_stack``.
+
+    The operators are also logged, and of rank 0 in ``state.media`` as ``profile/operators``. A window begins and ends
+    behind the handlers of ITERATION_COMPLETED, so evaluations and saves between its iterations are in the trace. Where
+    the run ends within a window, what was recorded is written; a file that cannot be written is a warning. While
+    another profiler runs in this process, a window waits. No state is saved: a resumed run waits again.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    _at_work: ClassVar[Profiler | None] = None  # torch has one profiler for the whole process
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        wait: int = 10,
+        warmup: int = 2,
+        active: int = 3,
+        repeat: int = 1,
+        ranks: Sequence[int] = (0,),
+        **options: Any,
+    ) -> None:
+        for name, number, least in (
+            ("wait", wait, 0),
+            ("warmup", warmup, 0),
+            ("active", active, 1),
+            ("repeat", repeat, 1),
+        ):
+            if not is_whole(number) or number < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}.")
+        if not ranks or not all(is_whole(rank) and rank >= 0 for rank in ranks):
+            raise ValueError(f"ranks must be numbers of ranks, such as (0,), got {ranks!r}.")
+        self.directory = Path(directory) / "profiles"
+        self.wait, self.warmup, self.active, self.repeat, self.ranks = wait, warmup, active, repeat, tuple(ranks)
+        self.options = options
+        self._profile: torch.profiler.profile | None = None
+        self._passed = self._windows = self._last = 0
+        self._handle: Any = None
+
+    def attach(self, trainer: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
+        if agreement.rank() not in self.ranks:
+            if agreement.rank() == 0 and min(self.ranks) >= agreement.world_size():
+                logger.warning(
+                    "Profiler(ranks=%r) profiles nothing: this run has %d ranks, counted from 0.",
+                    self.ranks,
+                    agreement.world_size(),
+                )
+            return
+        trainer.add_event_handler(Events.STARTED, self._start)
+        self._handle = trainer.add_event_handler(event, self)
+
+    def __call__(self, trainer: Engine) -> None:
+        self._passed += 1
+        if self._profile is None:
+            if self._passed >= self.wait:
+                self._begin()
+            return
+        self._last = trainer.state.iteration
+        self._profile.step()
+        if self._passed == self.warmup + self.active:
+            self._end(trainer)
+
+    def _start(self, trainer: Any) -> None:
+        trainer.call_at_end(self._end)
+        if self._passed >= self.wait and self._windows < self.repeat:
+            self._begin()
+
+    def _begin(self) -> None:
+        if Profiler._at_work is not None or getattr(torch.autograd, "_profiler_enabled", bool)():
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # it was asked for
+            schedule = torch.profiler.schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1)
+        self._profile = torch.profiler.profile(activities=activities, schedule=schedule, **self.options)
+        Profiler._at_work, self._passed = self, 0
+        self._profile.start()
+
+    def _end(self, trainer: Any) -> None:
+        """The window ends, when it is full or with the run."""
+        if self._profile is None:
+            return
+        profile, self._profile = self._profile, None
+        recorded, self._passed = self._passed - self.warmup, 0
+        Profiler._at_work = None
+        self._windows += 1
+        if self._windows == self.repeat:
+            self._handle.remove()
+        profile.stop()
+        if recorded > 0:
+            self._write(trainer, profile, recorded)
+
+    def _write(self, trainer: Any, profile: torch.profiler.profile, recorded: int) -> None:
+        first, rank = self._last - recorded + 1, agreement.rank()
+        path = self.directory / f"rank_{rank}_iterations_{first}_to_{self._last}.json.gz"
+        table = operators(profile)
+        logger.info("Profile of iterations %d to %d on rank %d (%s):\n%s", first, self._last, rank, path, table)
+        if rank == 0:
+            trainer.state.media["profile/operators"] = table
+        part = path.with_name(f".part.{path.name}")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            path.with_name(path.name.replace(".json.gz", ".txt")).write_text(table + "\n", encoding="utf-8")
+            profile.export_chrome_trace(str(part))
+            os.replace(part, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            logger.warning("The profile %s could not be written: %s.", path, error)
+
+
+def operators(profile: torch.profiler.profile, count: int = OPERATORS) -> str:
+    """The operators that took the longest by themselves, on the device where there is one: a line for each."""
+    averages: Any = profile.key_averages()
+    on_device = any(each.self_device_time_total for each in averages)
+
+    def own_ms(each: Any) -> float:
+        return float(each.self_device_time_total if on_device else each.self_cpu_time_total) / 1e3
+
+    total = sum(map(own_ms, averages)) or 1.0
+    rows = [("operator", "calls", f"own ms, {'device' if on_device else 'host'}", "share")]
+    for each in sorted(averages, key=own_ms, reverse=True)[:count]:
+        # Python's own time is that of the step, without what it calls
+        name = "outside of operators" if each.key.startswith("ProfilerStep") else each.key[:60]
+        rows.append((name, f"{each.count}", f"{own_ms(each):.3f}", f"{100 * own_ms(each) / total:.1f} %"))
+    return "\n".join(in_columns(rows))
