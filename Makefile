@@ -63,8 +63,8 @@ campaign: $(STAMP)  ## kill and resume runs in every way (20 idle minutes), exce
 search: $(STAMP)  ## compare random updates and resumed runs, also of several ranks, with references, MINUTES=20 each; docs/search.md
 	$(BIN)/python -m tests.search all --minutes $(MINUTES) $(ARGS)
 
-bench: $(STAMP)  ## measure the overhead against a hand-written loop
-	$(BIN)/python -m benchmarks.overhead $(ARGS)
+bench: $(STAMP)  ## run every benchmark (20 idle minutes) and write docs/benchmarks.md; ARGS="--quick", ARGS="--only overhead,ddp"
+	$(BIN)/python -m benchmarks $(ARGS)
 
 docs: $(STAMP)  ## build the site into site/, where a broken link or docstring is an error; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
