@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 
 from ignite_engine.config.intervals import Every
+from ignite_engine.config.other_names import hint
 from ignite_engine.config.sections import (
     CheckpointSection,
     DataSection,
@@ -260,7 +261,7 @@ def _one_line(fault: ErrorDetails, source: Source) -> str:
 def _complaint(fault: ErrorDetails, parts: list[str]) -> str:
     kind, given, context = fault["type"], fault["input"], fault.get("ctx", {})
     if kind == "extra_forbidden":
-        near = did_you_mean(parts[-1], _known_keys(parts[:-1]))
+        near = hint(parts[-1]) or _elsewhere(parts[-1]) or did_you_mean(parts[-1], _known_keys(parts[:-1]))
         return f"got {display(given)} for a key that is not known{near}"
     if kind == "missing":
         return f"this is missing, expected {_expected_of(parts)}"
@@ -314,6 +315,15 @@ def _known_keys(section: Sequence[str]) -> list[str]:
             return []
         model = inner
     return [] if is_name else list(model.model_fields)
+
+
+def _elsewhere(name: str) -> str | None:
+    """The end of a sentence about a key that other sections have; None: there is none."""
+    sections = {key: field.annotation for key, field in Config.model_fields.items()}
+    having = [
+        f"'{key}.{name}'" for key, each in sections.items() if isinstance(each, type) and name in _known_keys([key])
+    ]
+    return f"; did you mean {' or '.join(having)}?" if having else None
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

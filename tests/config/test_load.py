@@ -127,6 +127,14 @@ WRONG = [
     ("data.shuffle=1", "data.shuffle: got 1, expected true or false."),
     ("data.batch_size=0", "data.batch_size: got 0, expected at least 1."),
     ("evaluation.evry=2", f"evaluation.evry: got 2 {UNKNOWN} 'every'?"),
+    ("use_amp=true", f"use_amp: got true {UNKNOWN} 'update.precision'?"),
+    ("run.n_saved=2", f"run.n_saved: got 2 {UNKNOWN} 'checkpoint.keep_last'?"),
+    (
+        "nproc_per_node=2",
+        "nproc_per_node: got 2 for a key that is not known; processes are started by --nproc-per-node",
+    ),
+    ("data.lr=1", f"data.lr: got 1 {UNKNOWN} 'optimizer.lr'?"),
+    ("precision=bf16", f"precision: got 'bf16' {UNKNOWN} 'update.precision' or 'evaluation.precision'?"),
     ("tsak=x", f"tsak: got 'x' {UNKNOWN} 'task'?"),
     ("task=build", "task: got 'build', expected file.py:function or package.module:function."),
     (

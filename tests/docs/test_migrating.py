@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from ignite_engine.config import ConfigError, config_from_dict, other_names
 from tests.docs.test_snippets import DOCS, blocks_of
 
 PAGE = DOCS / "migrating.md"
@@ -42,7 +45,7 @@ def sections() -> list[Section]:
     return found
 
 
-PREPARATION, *SECTIONS = sections()
+PREPARATION, *SECTIONS, GENERATOR = sections()
 
 
 def run(code: str, line: int, namespace: dict[str, Any]) -> None:
@@ -70,6 +73,26 @@ def test_each_right_hand_cell_is_code_that_runs(section: Section) -> None:
         for part in parts:
             run(part.strip("`"), line, namespace)
     EFFECTS[section.title](namespace)
+
+
+def test_keys_of_the_code_generator_are_refused_with_their_place_here() -> None:
+    assert GENERATOR.title == "The config of Ignite's code generator"
+    least = {"task": "task.py:build", "run": {"max_epochs": 1}}
+    rows = re.findall(r"^\| `(\w+): ([^`]+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for name, _, _ in rows} >= {*other_names.NAMES, *other_names.IN_WORDS, "max_epochs", "lr", "seed"}
+    for name, value, cell in rows:
+        with pytest.raises(ConfigError) as refused:
+            config_from_dict({**least, name: yaml.safe_load(value)})
+        named = cell.split("`")[1]
+        if named.endswith("}"):
+            values = yaml.safe_load(named)
+            length = {} if "max_iterations" in named else least["run"]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                config_from_dict({**least, **values, "run": {**length, **values.get("run", {})}})
+            assert any(f"{section}.{key}" in str(refused.value) for section in values for key in values[section]), name
+        else:  # a file, or an option of a command
+            assert re.split(r"[ N]", named)[0] in str(refused.value), name
 
 
 # -- the effects of each table -----------------------------------------------------------------------------------------
