@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,22 @@ import pytest
 import torch
 from torch import nn
 
-from examples import custom_event, custom_handler, fine_tune, minimal, own_update, resume, several_processes, two_losses
-from ignite_engine import Update
+from examples import (
+    compiled_model,
+    custom_event,
+    custom_handler,
+    early_stopping_ema,
+    fine_tune,
+    inference,
+    minimal,
+    own_update,
+    resume,
+    several_processes,
+    tensorboard_curves,
+    two_losses,
+    unfreezing,
+)
+from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.checkpointing import CheckpointStore
 from tests.builders import on_two_ranks, weights
 
@@ -119,6 +134,90 @@ def test_two_ranks_make_the_updates_of_one_process(tmp_path: Path) -> None:
     assert found["iteration"] == [alone.state.iteration] * 2 == [64, 64]
     assert found["weights"][0] == found["weights"][1]
     torch.testing.assert_close(torch.tensor(found["weights"][0]), weights(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_body_has_no_gradient_until_it_is_trained_and_is_resumed_after_it(tmp_path: Path) -> None:
+    def watched() -> tuple[Trainer, list[tuple[bool, bool]]]:
+        trainer = build()
+        model: Any = trainer.update.model  # type: ignore[attr-defined]  # an Update
+        before = model.body[0].weight.detach().clone()
+        seen: list[tuple[bool, bool]] = []
+
+        @trainer.on(TrainingEvents.OPTIMIZER_STEP_STARTED)
+        def look(_: Trainer) -> None:
+            weight = model.body[0].weight
+            seen.append((weight.grad is not None, not torch.equal(weight, before)))
+
+        return trainer, seen
+
+    build, looks = unfreezing.build, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unfreezing, "build", lambda: looks.append(watched()) or looks[-1][0])
+        whole = unfreezing.main(str(tmp_path / "whole"), epochs=4)
+    assert looks[0][1] == 32 * [(False, False)] + [(True, False)] + 31 * [(True, True)]
+
+    unfreezing.main(str(tmp_path / "cut"), epochs=3)
+    resumed = unfreezing.main(str(tmp_path / "cut"), epochs=4)
+    assert torch.equal(weights(resumed), weights(whole))
+    rates = [(row["lr"], row.get("lr/body")) for row in logged(tmp_path / "cut")]
+    assert rates == [(1e-2, None), (1e-2, None), (1e-2, 3e-3), (1e-2, 3e-3)]
+
+
+def test_best_average_is_restored_after_an_early_stop(tmp_path: Path) -> None:
+    trainer = early_stopping_ema.main(str(tmp_path))
+    values = {row["iteration"]: row["val/loss"] for row in logged(tmp_path)}
+    best = min(values, key=values.__getitem__)
+    assert trainer.state.status == "completed" and trainer.state.reason.startswith("early stopping: val/loss")
+    assert trainer.state.epoch < 50 and list(values)[-5:][0] == best
+
+    store = CheckpointStore(tmp_path / "checkpoints")
+    state = store.load(store.directory / f"iteration_{best:08}", rank=0).shared
+    average = torch.cat([each.flatten() for each in state["ema"]["weights"].values()])
+    trained = torch.cat([each.flatten() for each in state["model"].values()])
+    assert torch.equal(weights(trainer), average) and not torch.equal(average, trained)
+
+
+def test_compiled_run_goes_on_without_the_compiler(tmp_path: Path) -> None:
+    plain = compiled_model.main(str(tmp_path / "plain"), None)
+    compiled = compiled_model.main(str(tmp_path / "run"), "eager", epochs=2)
+    assert type(compiled.update.model).__name__ == "OptimizedModule"  # type: ignore[attr-defined]  # an Update
+    resumed = compiled_model.main(str(tmp_path / "run"), None)
+
+    torch.testing.assert_close(weights(resumed), weights(plain), rtol=1e-5, atol=1e-6)
+    found = CheckpointStore(tmp_path / "run" / "checkpoints").checkpoints()[-1].path
+    assert next(iter(CheckpointStore(found.parent).load(found, rank=0).shared["model"])) == "0.weight"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls")
+def test_compiled_by_inductor_it_has_the_losses_of_the_plain_run(tmp_path: Path) -> None:
+    compiled_model.main(str(tmp_path / "plain"), None)
+    compiled_model.main(str(tmp_path / "compiled"), epochs=2)
+    compiled_model.main(str(tmp_path / "compiled"))
+    losses = [[row["loss"] for row in logged(tmp_path / name)] for name in ("plain", "compiled")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_inference_has_the_accuracy_that_the_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = inference.main(str(tmp_path / "run"))
+    best = max(row["val/accuracy"] for row in logged(tmp_path / "run") if "val/accuracy" in row)
+
+    assert capsys.readouterr().out.splitlines()[-1] == f"accuracy {best:.4f}" and not model.training
+    assert best > 0.8
+
+
+def test_tensorboard_has_curves_and_images_over_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tensorboard_curves.main(str(tmp_path), epochs=2)
+    tensorboard_curves.main(str(tmp_path))
+    read = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0}).Reload()
+
+    curve = [(event.step, event.value) for event in read.Scalars("loss")]
+    assert curve == [(row["iteration"], pytest.approx(row["loss"], rel=1e-6)) for row in logged(tmp_path)]
+    assert [step for step, _ in curve] == list(range(4, 33, 4)) and curve[-1][1] < curve[0][1]
+    assert [event.step for event in read.Images("image_and_restored")] == [8, 16, 24, 32]
+    assert read.Tags()["histograms"] == ["weights"]
 
 
 def test_the_table_has_every_example() -> None:
