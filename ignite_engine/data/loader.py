@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,16 @@ logger = logging.getLogger(__name__)
 
 def _already_collated(batch: Any) -> Any:
     return batch
+
+
+class _Alone:
+    """A sample without a batch dimension, as a loader with ``batch_size=None`` gives it."""
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self.convert = convert
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.convert(samples[0])
 
 
 def loader(
@@ -78,12 +88,15 @@ def resumable(data: Any, seed: int | None = None) -> Any:
     """``data``, or the same plain ``DataLoader`` rebuilt by :func:`loader`, sharded over the ranks.
 
     Only a ``DataLoader`` itself (no subclass) over map-style data with torch's sequential, random (without
-    replacement) or distributed sampler is rebuilt; anything else is returned as it is.
+    replacement) or distributed sampler is rebuilt, also with ``batch_size=None``: each sample is a batch. Anything
+    else is returned as it is.
 
     Args:
         seed: of a random order that has no generator of its own; None: the seed of the process.
     """
-    if type(data) is not DataLoader or isinstance(data.dataset, IterableDataset) or data.batch_size is None:
+    if type(data) is not DataLoader or isinstance(data.dataset, IterableDataset):
+        return data
+    if data.batch_size is None and data.batch_sampler is not None:
         return data
     sampler = data.sampler
     if isinstance(sampler, ResumableSampler) or not hasattr(data.dataset, "__len__") or not len(data.dataset):
@@ -110,11 +123,11 @@ def resumable(data: Any, seed: int | None = None) -> Any:
     logger.info("DataLoader rebuilt to resume exactly: shuffle=%s, seed=%s, sharded over the ranks.", shuffle, own_seed)
     rebuilt = loader(
         data.dataset,
-        data.batch_size,
+        data.batch_size or 1,
         shuffle=shuffle,
         seed=own_seed,
         drop_last=data.drop_last,
-        collate_fn=data.collate_fn,
+        collate_fn=data.collate_fn if data.batch_size else _Alone(data.collate_fn),
         worker_init_fn=data.worker_init_fn,
         timeout=data.timeout,
         pin_memory=data.pin_memory,

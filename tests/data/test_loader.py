@@ -213,14 +213,22 @@ def test_workers_leave_the_generators_of_this_process_alone() -> None:
     assert generators() == before
 
 
-def test_stop_that_breaks_into_a_fetch_anywhere_leaves_the_generators_as_they_were() -> None:
+class AugmentedLate(Indices):
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([random.random(), np.random.randn()] if index < 20 else [0.0, 0.0])
+
+
+@pytest.mark.parametrize("kind", [Augmented, AugmentedLate])
+def test_stop_that_breaks_into_a_fetch_anywhere_leaves_the_generators_as_they_were(kind: type[Indices]) -> None:
     """A signal's handler may raise where any function begins or ends, so also while the generators are put back."""
-    data: Any = loader(Augmented(12), batch_size=3).dataset
+    used: Any = loader(kind(200), batch_size=3).dataset
+    for first in range(100, 200, 10):  # until it seeds only what was drawn from
+        used.__getitems__([(0, index) for index in range(first, first + 10)])
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     expected = generators()
 
     def broken_off_at(moment: int) -> bool:
-        moments = 0
+        moments, data = 0, copy.deepcopy(used)
 
         def break_in(frame: Any, *_: Any) -> None:
             nonlocal moments
@@ -269,6 +277,24 @@ def test_plain_loader_is_rebuilt_to_resume_exactly(caplog: pytest.LogCaptureFixt
     assert [batch.tolist() for batch in rest] == [batch.tolist() for batch in whole[5:]]
     assert data.loaded == torch.cat(whole[5:]).tolist()
     assert [sorted(torch.cat(whole[:4]).tolist()), sorted(torch.cat(whole[4:]).tolist())] == [list(range(11))] * 2
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_loader_of_single_samples_is_rebuilt_too(shuffle: bool) -> None:
+    def plain(data: Any) -> DataLoader[Any]:
+        return DataLoader(data, batch_size=None, shuffle=shuffle)
+
+    class Rows(Indices):
+        def __getitem__(self, index: int) -> Any:
+            return np.array([super().__getitem__(index)] * 2), str(index)
+
+    saved, whole = captured_at(plain(Rows(5)), 7)
+    torch.manual_seed(12345)
+    data = Rows(5)
+    rest = resumed_batches(saved, plain(data))
+
+    assert str(rest) == str(whole[7:]) and data.loaded == [int(index) for _, index in whole[7:]]
+    assert sorted(index for _, index in whole[:5]) == [*"01234"] and whole[0][0].shape == (2,)
 
 
 def test_rebuilt_loader_keeps_its_options() -> None:
