@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing.nested import rebuilt
+from ignite_engine.checkpointing.rows import in_threads
 
+_PIECE_BYTES = 1 << 22
+"""Of what a thread copies at a time."""
+_THREADS = 4
+"""One does not use the memory's whole bandwidth; torch has one where training has."""
 _Key = tuple[Any, ...]
 _Pair = tuple[Tensor, Tensor]
 T = TypeVar("T")
@@ -46,8 +51,7 @@ class Snapshot:
         self._late, self._at_once, self._copied = [], [], []
         copy: T = rebuilt(state, lambda value: self._copy(value, late))
         self._kept = {}
-        for buffer, source in self._at_once:
-            buffer.copy_(source, non_blocking=True)
+        _copy_all(self._at_once)
         self._versions = [source._version for _, source in self._late]
         self._start_on_devices([*self._at_once, *self._late])
         self._at_once = []
@@ -109,3 +113,15 @@ class Snapshot:
                         buffer.copy_(source, non_blocking=True)
                         source.record_stream(stream)
                 self._copied.append(stream.record_event())
+
+
+def _copy_all(pairs: list[_Pair]) -> None:
+    """Training waits for it, so several threads copy what is on the CPU and large."""
+    pieces: list[_Pair] = []
+    for buffer, source in pairs:
+        if source.device.type == "cpu" and source.nbytes > _PIECE_BYTES:
+            rows = max(1, _PIECE_BYTES * len(source) // source.nbytes)
+            pieces += zip(buffer.split(rows), source.split(rows), strict=True)
+        else:
+            buffer.copy_(source, non_blocking=True)
+    in_threads(lambda pair: pair[0].copy_(pair[1]), pieces, _THREADS)

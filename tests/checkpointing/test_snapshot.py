@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ignite_engine.checkpointing import Snapshot
+from ignite_engine.checkpointing import Snapshot, snapshot
+from ignite_engine.checkpointing.rows import in_threads
 
 
 def taken(snapshot: Snapshot, state: Any, late: bool = True) -> Any:
@@ -59,6 +60,22 @@ def test_a_copy_has_the_strides_of_its_source(layout: str, late: bool) -> None:
     source = LAYOUTS[layout]
     copy = taken(Snapshot(), [source], late)[0]
     assert torch.equal(copy, source) and copy.stride() == source.stride()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_training_waits_for_is_copied_by_several_threads(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[Any] = []
+
+    def recorded(work: Any, items: Any, threads: int) -> list[Any]:
+        pieces.extend(items)
+        return in_threads(work, items, threads)
+
+    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 16)
+    monkeypatch.setattr(snapshot, "in_threads", recorded)
+    source = LAYOUTS[layout]
+    copy = taken(Snapshot(), [source], late=False)[0]
+    assert torch.equal(copy, source) and copy.stride() == source.stride()
+    assert len(pieces) == (len(source) if source.nbytes > 16 else 0)
 
 
 @pytest.mark.parametrize("source", [torch.arange(12.0)[::3], torch.ones(1).expand(5), torch.zeros(1000)[3:5]])
