@@ -17,6 +17,7 @@ from ignite_engine.handlers.model_bank import ModelBank
 from ignite_engine.handlers.profiler import Profiler
 from ignite_engine.handlers.progress import Progress
 from ignite_engine.handlers.sinks import ConsoleSink, CSVSink, JSONLSink
+from ignite_engine.handlers.step_times import StepTimes
 from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
 from ignite_engine.handlers.throughput import Throughput
 from ignite_engine.handlers.trackers import MLflowSink, WandBSink
@@ -56,6 +57,7 @@ __all__ = [
     "Progress",
     "SaveEvery",
     "Schedule",
+    "StepTimes",
     "StopFile",
     "Stopwatch",
     "TensorBoardSink",

@@ -3,7 +3,8 @@
 One iteration on the bus, in order (Ignite's own events in lower case)::
 
     get_batch_started, get_batch_completed, iteration_started
-    for each micro-batch:  forward, backward             BACKWARD_COMPLETED
+    for each micro-batch:  forward, with the loss        FORWARD_STARTED, FORWARD_COMPLETED
+                           backward                      BACKWARD_COMPLETED
     gradients reduced and unscaled                       OPTIMIZER_STEP_STARTED
     clip, step                                           OPTIMIZER_STEP_COMPLETED | OPTIMIZER_STEP_SKIPPED
     iteration_completed, on an epoch's last iteration then epoch_completed
@@ -23,6 +24,8 @@ from ignite.engine import EventEnum
 class TrainingEvents(EventEnum):
     """Events that a :class:`ignite_engine.Trainer` fires beside Ignite's; they take the same filters."""
 
+    FORWARD_STARTED = "forward_started"
+    FORWARD_COMPLETED = "forward_completed"
     BACKWARD_COMPLETED = "backward_completed"
     OPTIMIZER_STEP_STARTED = "optimizer_step_started"
     OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed"
@@ -39,6 +42,8 @@ class TrainingEvents(EventEnum):
 
 # what `every=`, `once=`, `before=`, `after=` count, event by event
 EVENT_COUNTERS: dict[TrainingEvents, str] = {
+    TrainingEvents.FORWARD_STARTED: "micro_batches",  # which counts this one at its BACKWARD_COMPLETED
+    TrainingEvents.FORWARD_COMPLETED: "micro_batches",
     TrainingEvents.BACKWARD_COMPLETED: "micro_batches",
     TrainingEvents.OPTIMIZER_STEP_STARTED: "iteration",
     TrainingEvents.OPTIMIZER_STEP_COMPLETED: "optimizer_steps",
@@ -57,11 +62,14 @@ EVENT_COUNTERS: dict[TrainingEvents, str] = {
 class Phase(IntEnum):
     """Place of a handler within one event; a handler says it by an attribute ``phase``.
 
-    Handlers of one phase run in the order in which they were attached.
+    Handlers of one phase run in the order in which they were attached. ``FIRST`` and ``LAST`` are for what measures
+    the others.
     """
 
+    FIRST = -1
     PREPARE = 0
     EVALUATE = 1
     MEASURE = 2
     LOG = 3
     OTHER = 4
+    LAST = 5

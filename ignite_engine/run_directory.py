@@ -48,6 +48,7 @@ class RunDirectory:
         self.summary = self.path / "summary.json"
         self.checkpoints = self.path / "checkpoints"
         self.history = self.path / "history.jsonl"
+        self.goodput = self.path / "goodput.jsonl"
         self.evaluations = self.path / "evaluations"
         self.logs = self.path / "logs"
 

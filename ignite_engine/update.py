@@ -292,9 +292,9 @@ class Update:
                     without_trace(self.model) if repeated else nullcontext(),
                     nullcontext() if scale else without_rows(self._parameters()),
                 ):
-                    losses.append(backward(batch, scale, extras))
+                    losses.append(backward(engine, batch, scale, extras))
             else:
-                losses.append(backward(batch, scale, extras))
+                losses.append(backward(engine, batch, scale, extras))
             state.micro_batches += 1
             if handlers:
                 engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
@@ -322,7 +322,7 @@ class Update:
             for index, batch in enumerate(to_device(micro_batches, self.device)):
                 if scales[index]:
                     invariance.before(index)
-                    losses.append(self._backward(batch, scales[index], extras))
+                    losses.append(self._backward(engine, batch, scales[index], extras))
                 state.micro_batches += 1
                 if engine._event_handlers.get(TrainingEvents.BACKWARD_COMPLETED):
                     engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
@@ -331,10 +331,15 @@ class Update:
             self.scaler.scale(torch.zeros((), device=self.device))
         return invariance.reduce(losses, extras)
 
-    def _backward(self, batch: Any, scale: float, extras: list[Mapping[str, Tensor]]) -> Tensor:
+    def _backward(self, engine: Engine, batch: Any, scale: float, extras: list[Mapping[str, Tensor]]) -> Tensor:
         """Forward and backward of one micro-batch on the device; its mean loss, detached."""
+        handlers = engine._event_handlers
+        if handlers.get(TrainingEvents.FORWARD_STARTED):
+            engine.fire_event(TrainingEvents.FORWARD_STARTED)
         with self._autocast:
             result: Any = self.loss_fn(self.model, batch)
+        if handlers.get(TrainingEvents.FORWARD_COMPLETED):
+            engine.fire_event(TrainingEvents.FORWARD_COMPLETED)
         try:
             loss, extra = (result, None) if type(result) is Tensor else parts(result)
             if loss.dim():

@@ -364,7 +364,7 @@ class LoggingSection(Section):
     console: SwitchOrKeys = True  # one line per log point on rank 0; a list: of these metrics
     progress: bool = True  # a bar with the time left
     memory: bool = True
-    throughput: bool = True
+    throughput: bool = True  # rates, the parts of a step, where the run's time went
     flops: bool = False  # count the FLOPs of one update, for FLOP/s and MFU
     peak_flops: Positive | None = None  # of one device, FLOP/s; default: by a table of data sheets
     clearml: bool = True  # a ClearML task: in the run's folder, or on the server that the user has configured

@@ -30,6 +30,8 @@ _IN_ORDER = (
     Events.GET_BATCH_COMPLETED,
     TrainingEvents.WINDOW_STARTED,
     Events.ITERATION_STARTED,
+    TrainingEvents.FORWARD_STARTED,
+    TrainingEvents.FORWARD_COMPLETED,
     TrainingEvents.BACKWARD_COMPLETED,
     TrainingEvents.OPTIMIZER_STEP_STARTED,
     TrainingEvents.OPTIMIZER_STEP_COMPLETED,

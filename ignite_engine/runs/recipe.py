@@ -247,6 +247,7 @@ def _attach(
     if logging.throughput:
         throughput = handlers.Throughput(task.tokens_fn, flops=logging.flops, peak_flops=logging.peak_flops)
         throughput.attach(trainer, log_point)
+        handlers.StepTimes(run.directory.path, since=run.startup.began).attach(trainer, log_point)
     _metric_logger(config, run).attach(trainer, log_point)
     profile = config.profiler
     if profile.active is not None:

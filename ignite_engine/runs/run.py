@@ -21,6 +21,7 @@ from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.report import write_report
+from ignite_engine.report.goodput import goodput_line, read_ledger
 from ignite_engine.report.lr_curve import lr_svg, lr_text
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, weights_sha256
 from ignite_engine.schedules import Schedule
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.checkpoint.times import Times
 
 logger = logging.getLogger(__name__)
+
+GOODPUT_FROM_S = 60.0
+"""A shorter run spends most of its time on its start, which says nothing."""
 
 
 class Saves(Protocol):
@@ -309,6 +313,8 @@ class Run:
                 summary["wall_s"],
                 self.directory.path,
             )
+        if summary["goodput"] and summary["goodput"]["wall_s"] >= GOODPUT_FROM_S:
+            logger.info("%s", goodput_line(summary["goodput"]))
         if (best := summary["best"]) is not None:
             path = self.directory.checkpoints / best["checkpoint"]
             pages = "" if report is None else f"; report: {report}"
@@ -380,6 +386,8 @@ class Run:
             with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
                 digest = weights_sha256(model)
         before = self._metrics_before if self.trained_nothing else {}
+        is_timed = status != "running" and self.config["logging"]["throughput"] and agreement.rank() == 0
+        ledger = read_ledger(self.directory.goodput) if is_timed else None
         summary: dict[str, Any] = {
             "status": status,
             "reason": state.reason if status != "running" else None,
@@ -398,6 +406,8 @@ class Run:
             "startup_s": dict(self.startup.seconds),
             "checkpoints": self.checkpoint.times.as_dict() if self.checkpoint else {},
             "wall_s": time.perf_counter() - self.startup.began,
+            "goodput": ledger and ledger.as_values(),
+            "verdict": ledger and ledger.verdict,
             "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         self.summary = summary

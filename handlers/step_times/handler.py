@@ -1,0 +1,385 @@
+"""Where the time of a run goes: the parts of a step, the slowest rank, the ledger of all starts, and a verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from time import perf_counter, time
+from typing import Any
+
+import torch
+from ignite.engine import Events
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Phase, Trainer, TrainingEvents, Update, Updates
+from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP, Clock, DeviceClock, HostClock, own_time
+from ignite_engine.ranks import agreement
+from ignite_engine.report.goodput import Figures, Ledger, LedgerFile, Verdict, read_ledger, verdict
+from ignite_engine.run_directory import RunDirectory
+from ignite_engine.state import Start
+
+logger = logging.getLogger(__name__)
+LOST = 1e-3
+"""The share of a start's time after which the ledger's newest line is written again, between 0.02 and 1 s: a kill loses
+no more than that, or the work between two events."""
+
+
+class StepTimes:
+    """Times of the parts of an iteration, of its 50th and 99th percentile, and of the slowest rank.
+
+    Args:
+        directory: of the run, which gets a ``goodput.jsonl``: where the time of all its starts went (see
+            ``ignite_engine.report.goodput``). None: no file.
+        since: when this start of the run began, by ``time.perf_counter()``; None: when this was attached. What lies
+            between it and the first epoch is the start-up.
+
+    Written at the event, in ms per iteration since it last wrote, means over the ranks; together they are all of the
+    time:
+
+    - ``time/data_wait_ms``, ``time/copy_ms`` (from there to the forward: the copy to the device, weights of
+      micro-batches), ``time/forward_ms``, ``time/backward_ms``, ``time/reduction_ms`` (what DDP's reduction takes
+      beyond the backward, waiting for slower ranks included; of FSDP2 it is part of forward and backward),
+      ``time/optimizer_ms`` (unscale, clip, step). An update function of one's own is ``time/update_ms`` as a whole;
+    - ``time/evaluation_ms``, ``time/checkpoint_ms``, ``time/logging_ms`` (the sinks), and ``time/handlers_ms``: all
+      other handlers, and what the engine itself takes;
+    - ``time/step_ms``: the sum of the first group; ``time/step_p50_ms`` and ``time/step_p99_ms`` of it, of all steps of
+      this process, to 1 %, the largest over the ranks;
+    - on several ranks ``time/slowest_rank``, ``time/slowest_rank_ms``: the step of the slowest without its reduction,
+      and ``time/other_ranks_ms``, the median of that of the others.
+
+    A part that takes no time in a run is not written. On CUDA the times are those of the device, by events in its
+    stream that are read once they have completed: nothing waits for it. One collective at the event, none between. When
+    the run ends, rank 0 logs why it was not faster, if something is wrong (``docs/performance.md``). No state is saved.
+    """
+
+    def __init__(self, directory: str | Path | None = None, *, since: float | None = None) -> None:
+        self.directory = None if directory is None else RunDirectory(directory)
+        self.verdict: Verdict | None = None
+        """Why the run was not faster, when it has ended; rank 0's."""
+        self._began = self._given = since
+        self._clock: Clock = HostClock()
+        self._file: LedgerFile | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rest, self._waiting, self._reduced = "startup", False, False
+        self._written = dict.fromkeys((*STEP, *BETWEEN), 0.0)
+        self._steps_written = self._caught_up = 0
+        self._ranks: list[dict[str, float]] = []
+        self._saves = self._evaluations = 0
+        self._next_beat = 0.0
+
+    def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
+        """Write at ``event``."""
+        if self._began is None:
+            self._began = perf_counter()
+        on, own = trainer.add_event_handler, TrainingEvents
+        on(Events.STARTED, self._start)
+        on(Events.EPOCH_STARTED, self._epoch_starts)
+        on(Events.GET_BATCH_STARTED, self._wait_starts)
+        on(Events.GET_BATCH_COMPLETED, self._wait_ends)
+        on(Events.ITERATION_STARTED, self._iteration_starts)
+        on(own.FORWARD_STARTED, self._forward_starts)
+        on(own.FORWARD_COMPLETED, self._forward_ends)
+        on(own.BACKWARD_COMPLETED, self._backward_ends)
+        on(own.BACKWARD_COMPLETED, self._handlers_end)
+        on(own.OPTIMIZER_STEP_STARTED, self._gradients_are_there)
+        on(own.OPTIMIZER_STEP_STARTED, self._handlers_end)
+        on(own.OPTIMIZER_STEP_COMPLETED, self._optimizer_ends)
+        on(own.OPTIMIZER_STEP_SKIPPED, self._optimizer_ends)
+        on(Events.ITERATION_COMPLETED, self._iteration_ends)
+        on(own.EVALUATION_STARTED, self._evaluation_starts)
+        for rest in (Events.EPOCH_COMPLETED, own.METRICS_READY, Events.COMPLETED):
+            on(rest, self._step_is_over)
+        on(own.METRICS_READY, self._logging_ends)
+        on(own.RESUME_POINT, self._boundary_starts)
+        on(own.RESUME_POINT, self._boundary_ends)
+        on(event, self)
+        on(Events.COMPLETED, self._write_rest)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Write the interval's means into ``state.metrics``; a collective."""
+        clock = self._clock
+        clock.read()
+        parts, written = (*STEP, *BETWEEN), self._written
+        spent = [clock.seconds[part] - written[part] for part in parts]
+        steps, self._written = clock.steps - self._steps_written, dict(clock.seconds)
+        self._steps_written = clock.steps
+        quantiles = [clock.durations.quantile(share) for share in (0.5, 0.99)]
+        rows = agreement.gather_floats([float(steps), *quantiles, *spent])
+        if not min(row[0] for row in rows):
+            return
+        metrics, ranks = trainer.state.metrics, len(rows)
+        each = [[seconds / row[0] for seconds in row[3:]] for row in rows]
+        own = [own_time(row[: len(STEP)]) for row in each]
+        for index, part in enumerate(parts):
+            if f"time/{part}_ms" in metrics or any(row[index] for row in each):
+                metrics[f"time/{part}_ms"] = 1e3 * sum(row[index] for row in each) / ranks
+        metrics["time/step_ms"] = 1e3 * sum(sum(row[: len(STEP)]) for row in each) / ranks
+        for index, name in ((1, "p50"), (2, "p99")):
+            metrics[f"time/step_{name}_ms"] = 1e3 * max(row[index] for row in rows)
+        if ranks > 1:
+            slowest = max(range(ranks), key=own.__getitem__)
+            metrics["time/slowest_rank"] = float(slowest)
+            metrics["time/slowest_rank_ms"] = 1e3 * own[slowest]
+            others = median(seconds for rank, seconds in enumerate(own) if rank != slowest)
+            metrics["time/other_ranks_ms"] = 1e3 * others
+            self._ranks = self._ranks or [dict.fromkeys(STEP, 0.0) for _ in rows]
+            for sums, row in zip(self._ranks, rows, strict=True):
+                for index, part in enumerate(STEP):
+                    sums[part] += row[3 + index]
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where the time of the run went over all its starts, as far as it is written; None without a directory."""
+        return None if self.directory is None else read_ledger(self.directory.goodput)
+
+    # -- a run ----------------------------------------------------------------------------------------------------
+
+    def _start(self, trainer: Trainer) -> None:
+        assert self._began is not None, "attach has set it"
+        state, update = trainer.state, trainer.update
+        self._reset()
+        self.verdict = None
+        self._trainer = trainer
+        self._says_parts = isinstance(update, Update | Updates)
+        model = getattr(update, "model", None)
+        self._device = getattr(update, "device", torch.device("cpu"))
+        self._clock = DeviceClock() if self._device.type == "cuda" else HostClock()
+        self._clock.seconds["startup"] = perf_counter() - self._began
+        self._after_backward = "reduction" if getattr(update, "rank_invariant", False) else "optimizer"
+        self._hook = self._last_gradient(model)
+        if trainer.progress.windows is not None and not trainer.has_event_handler(
+            self._step_is_over, TrainingEvents.WINDOW_COMPLETED
+        ):
+            trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, self._step_is_over)
+        self._first, self._checkpoints = state.iteration, state.checkpoints
+        self._saves_before, self._evaluations_before = state.checkpoints, state.evaluations
+        self._sinks_before = dict(state.sink_seconds)
+        self._stalled, self._retries = _stalled_s(), self._cuda_retries()
+        hosts = agreement.gather_objects(socket.gethostname()) if agreement.world_size() > 1 else [""]
+        self._local_ranks = hosts.count(hosts[agreement.rank()])
+        self._wall = time() - (perf_counter() - self._began)
+        if self.directory is not None and agreement.rank() == 0:
+            with self._writing():
+                self._file = LedgerFile(self.directory.goodput, fresh=state.start is Start.FRESH)
+                self._beat()
+        trainer.call_at_end(self._end)
+
+    def _last_gradient(self, model: Any) -> Callable[[], None]:
+        """Have it marked when a backward under DDP has made the model's first gradient, usually its last one."""
+        if not isinstance(model, DistributedDataParallel):
+            return lambda: None
+        first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        handle = first.register_post_accumulate_grad_hook(self._backward_has_its_gradients)
+        return lambda: handle.remove()
+
+    def _end(self, trainer: Trainer) -> None:
+        """The run has ended, in whatever way."""
+        self._clock.mark(self._rest)
+        self._hook()
+        status = trainer.state.status
+        if agreement.rank() == 0 and status in ("completed", "interrupted"):
+            self._clock.read()
+            self.verdict = verdict(self._figures(trainer))
+            if self.verdict is not None:
+                logger.warning("%s", self.verdict)
+        self._beat(status=status, verdict=None if self.verdict is None else str(self.verdict))
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._began = perf_counter()  # of another run() in this process
+
+    def _write_rest(self, trainer: Trainer) -> None:
+        """The last, perhaps shorter interval of a completed run."""
+        if trainer.state.status == "completed":
+            self(trainer)
+
+    def _figures(self, trainer: Trainer) -> Figures:
+        state, clock, ledger = trainer.state, self._clock, self.ledger
+        workers = getattr(state.dataloader, "num_workers", None)
+        return Figures(
+            clock.steps,
+            {part: clock.seconds[part] for part in (*STEP, *BETWEEN)},
+            p50_ms=1e3 * clock.durations.quantile(0.5),
+            ranks=self._ranks,
+            evaluations=state.evaluations - self._evaluations_before,
+            saves=state.checkpoints - self._saves_before,
+            sinks={name: each - self._sinks_before.get(name, 0.0) for name, each in state.sink_seconds.items()},
+            device=self._device.type,
+            threads=torch.get_num_threads(),
+            local_ranks=self._local_ranks,
+            cores=_cores(),
+            workers=workers if isinstance(workers, int) else None,
+            stalled_s=_stalled_s() - self._stalled,
+            swapped_mib=_swapped_mib(),
+            retries=self._cuda_retries() - self._retries,
+            caught_up=self._caught_up / max(clock.steps, 1),
+            wasted_s=0.0 if ledger is None else ledger.seconds["wasted"],
+            wall_s=0.0 if ledger is None else ledger.wall_s,
+        )
+
+    def _cuda_retries(self) -> int:
+        return int(torch.cuda.memory_stats(self._device)["num_alloc_retries"]) if self._device.type == "cuda" else 0
+
+    # -- the ledger -----------------------------------------------------------------------------------------------
+
+    def _beat(self, **values: Any) -> None:
+        """Write what this start has spent so far."""
+        now, began, clock = perf_counter(), self._began, self._clock
+        if self._file is None or began is None:
+            self._next_beat = math.inf
+            return
+        self._next_beat = now + min(max(LOST * (now - began), 0.02), 1.0)
+        clock.read()
+        seconds = clock.seconds
+        line = {
+            "began": self._wall,
+            "elapsed": now - began,
+            "first": self._first,
+            "iteration": self._trainer.state.iteration,
+            "status": "running",
+            **{part: seconds[part] for part in ("startup", "data_wait", "evaluation", "checkpoint")},
+            "handlers": seconds["handlers"] + seconds["logging"],
+            "world_size": agreement.world_size(),
+        }
+        with self._writing():
+            self._file.write(line | values)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A disk that is full, or a folder that cannot be written, ends the ledger, not the run."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning("The ledger of the run's time cannot be written: %s.", error)
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    # -- marks: each says what the time since the one before it was ----------------------------------------------
+
+    def _epoch_starts(self) -> None:
+        self._clock.mark(self._rest)
+        self._rest, self._waiting = "handlers", True  # a pass is opened next, with its workers
+
+    def _wait_starts(self) -> None:
+        self._clock.mark("data_wait" if self._waiting else "handlers")
+        self._waiting = True
+
+    def _wait_ends(self) -> None:
+        self._clock.mark("data_wait")
+        self._waiting = False
+
+    def _iteration_starts(self) -> None:
+        self._step_is_over()
+
+    def _forward_starts(self) -> None:
+        self._clock.mark("copy")
+
+    def _forward_ends(self) -> None:
+        self._clock.mark("forward")
+
+    def _backward_has_its_gradients(self, parameter: Any) -> None:
+        self._clock.mark("backward")
+        self._reduced = True
+
+    def _backward_ends(self) -> None:
+        self._clock.mark("reduction" if self._reduced else "backward")
+        self._reduced = False
+
+    def _handlers_end(self) -> None:
+        self._clock.mark("handlers")
+
+    def _gradients_are_there(self) -> None:
+        self._clock.mark(self._after_backward)
+
+    def _optimizer_ends(self) -> None:
+        self._clock.mark("optimizer")
+
+    def _iteration_ends(self) -> None:
+        clock = self._clock
+        clock.end_step("handlers" if self._says_parts else "update")
+        if clock.caught_up():
+            self._caught_up += 1
+        if perf_counter() > self._next_beat:
+            self._beat()
+
+    def _step_is_over(self) -> None:
+        self._clock.mark("data_wait" if self._waiting else self._rest)
+        self._waiting = False
+
+    def _logging_ends(self) -> None:
+        self._clock.mark("logging")
+
+    def _boundary_starts(self, trainer: Trainer) -> None:
+        self._step_is_over()
+        self._checkpoints = trainer.state.checkpoints
+
+    def _boundary_ends(self, trainer: Trainer) -> None:
+        state = trainer.state
+        saved = state.checkpoints != self._checkpoints  # it is counted when a save begins
+        self._clock.mark("checkpoint" if saved or state.background_done or state.last else self._rest)
+        if saved and self._file is not None:
+            self._beat()
+            self._file.next_line()
+
+    def _evaluation_starts(self, trainer: Trainer) -> None:
+        self._step_is_over()
+        self._beat()
+        evaluating = trainer.state.evaluating
+        if evaluating is not None:
+            handle = evaluating.evaluator.add_event_handler(Events.ITERATION_COMPLETED, self._evaluates)
+            evaluating.undo.callback(self._evaluation_ends)
+            evaluating.undo.callback(handle.remove)
+
+    def _evaluates(self) -> None:
+        if perf_counter() > self._next_beat:
+            self._clock.mark("evaluation")
+            self._beat()
+
+    def _evaluation_ends(self) -> None:
+        self._clock.mark("evaluation")
+
+    _each: Any
+    for _each in (
+        *(_start, _wait_ends, _forward_starts, _forward_ends, _backward_ends, _gradients_are_there, _optimizer_ends),
+        *(_iteration_ends, _evaluation_starts, _step_is_over, _boundary_starts),
+    ):
+        _each.phase = Phase.FIRST
+    for _each in (_epoch_starts, _wait_starts, _iteration_starts, _handlers_end, _logging_ends, _boundary_ends):
+        _each.phase = Phase.LAST
+    del _each
+    phase = Phase.LOG
+
+
+def _cores() -> int:
+    """Cores that this process may use: its affinity, and the limit of its cgroup."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        allowed = min(allowed, max(round(int(quota) / int(period)), 1))  # "max": no limit
+    return allowed
+
+
+def _stalled_s() -> float:
+    """Seconds in which some process of this cgroup, or else of the machine, has stood still for lack of memory."""
+    for path in ("/sys/fs/cgroup/memory.pressure", "/proc/pressure/memory"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            some = Path(path).read_text(encoding="ascii").splitlines()[0]
+            return int(some.rpartition("total=")[2]) / 1e6
+    return 0.0
+
+
+def _swapped_mib() -> float:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmSwap:"):
+                return int(line.split()[1]) / 1024
+    return 0.0

@@ -1,0 +1,8 @@
+"""Where the time of a run went, over all its starts, and why it was not faster; pure functions of what was measured."""
+
+from __future__ import annotations
+
+from ignite_engine.report.goodput.ledger import PARTS, Ledger, LedgerFile, goodput_line, read_ledger
+from ignite_engine.report.goodput.verdict import Figures, Verdict, verdict
+
+__all__ = ["PARTS", "Figures", "Ledger", "LedgerFile", "Verdict", "goodput_line", "read_ledger", "verdict"]

@@ -1,0 +1,178 @@
+"""The time of a run over all its starts, in parts that sum to its wall time; also of starts that were killed.
+
+Each start of the run writes lines of its own into ``goodput.jsonl``: how long it has run, and what of it went where.
+The newest line is written again several times a second, so that a kill loses no more than that; a new one begins at
+each checkpoint, so that it is known what had been spent when the state was saved that the next start resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PARTS = {
+    "productive": "training that was kept",
+    "data_wait": "waiting for data",
+    "evaluation": "evaluation",
+    "checkpoint": "saving",
+    "handlers": "logging and other handlers",
+    "startup": "start-up",
+    "restart": "start-up of later starts",
+    "downtime": "no process ran",
+    "wasted": "done again, or lost",
+}
+"""Of the wall time, and what to call them."""
+
+COUNTED = ("data_wait", "evaluation", "checkpoint", "handlers", "startup")
+"""What a line holds; what else of ``elapsed`` is training."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Where the wall time of a run went.
+
+    Attributes:
+        seconds: by the names of ``PARTS``; their sum is the wall time from the beginning of the first start to the end
+            of the last one, as far as it is known.
+        starts: processes that have trained it.
+        verdict: why the last start was not faster, as it said at its end; None: nothing was wrong, or it was killed.
+    """
+
+    seconds: Mapping[str, float]
+    starts: int
+    verdict: str | None = None
+
+    @property
+    def wall_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of the wall time that was training that was kept, 0 to 1."""
+        return self.seconds["productive"] / self.wall_s if self.wall_s > 0 else 0.0
+
+    def as_values(self) -> dict[str, Any]:
+        """For ``summary.json``."""
+        return {
+            "goodput": self.goodput,
+            "wall_s": self.wall_s,
+            "starts": self.starts,
+            **{f"{part}_s": seconds for part, seconds in self.seconds.items()},
+        }
+
+
+def read_ledger(path: str | Path) -> Ledger | None:
+    """The ledger of a run from its ``goodput.jsonl``; None: there is none."""
+    starts = _starts(_lines(Path(path)))
+    return _summed(starts) if starts else None
+
+
+def goodput_line(values: Mapping[str, Any]) -> str:
+    """One line: the goodput, and what else has taken a hundredth of the time, the largest first."""
+    wall = values["wall_s"] or 1.0
+    others = sorted(((values[f"{part}_s"] / wall, name) for part, name in PARTS.items() if part != "productive"))
+    said = ", ".join(f"{100 * share:.0f} % {name}" for share, name in reversed(others) if share >= 0.01)
+    return f"Goodput {100 * values['goodput']:.0f} %{f'; {said}' if said else ''}."
+
+
+def _summed(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Ledger:
+    seconds = dict.fromkeys(PARTS, 0.0)
+    cut, until = math.inf, math.inf  # what a later start has trained again, and when the next one began
+    for number, lines in reversed(list(enumerate(starts))):
+        last = lines[-1]
+        kept = _kept(lines, cut)
+        for part in ("data_wait", "evaluation", "checkpoint", "handlers"):
+            seconds[part] += kept[part]
+        seconds["restart" if number else "startup"] += last["startup"]
+        trained = kept["elapsed"] - sum(kept[part] for part in COUNTED)
+        seconds["productive"] += max(trained, 0.0)
+        seconds["wasted"] += max(last["elapsed"] - kept["elapsed"], 0.0)
+        if until < math.inf and last.get("status") != "completed":
+            seconds["downtime"] += max(until - last["began"] - last["elapsed"], 0.0)  # a clock may be set back
+        cut, until = min(cut, last["first"]), last["began"]
+    return Ledger(seconds, len(starts), starts[-1][-1].get("verdict"))
+
+
+def _kept(lines: Sequence[Mapping[str, Any]], cut: float) -> Mapping[str, Any]:
+    """What a start had spent when it reached iteration ``cut``, from which a later one has trained again."""
+    last = lines[-1]
+    if last["iteration"] <= cut:
+        return last
+    began = {**dict.fromkeys(COUNTED, 0.0), "startup": last["startup"], "elapsed": last["startup"]}
+    known = [began | {"iteration": last["first"]}, *lines]
+    before = next((each for each in reversed(known) if each["iteration"] <= cut), known[0])
+    if before["iteration"] >= cut:
+        return before
+    after = next(each for each in known if each["iteration"] > cut)
+    share = (cut - before["iteration"]) / (after["iteration"] - before["iteration"])
+    return {name: before[name] + share * (after[name] - before[name]) for name in ("elapsed", *COUNTED)}
+
+
+def _starts(lines: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    found: list[list[Mapping[str, Any]]] = []
+    for line in lines:
+        if found and found[-1][-1]["began"] == line["began"]:
+            found[-1].append(line)
+        else:
+            found.append([line])
+    return found
+
+
+def _lines(path: Path) -> list[Mapping[str, Any]]:
+    """Those that can be read; a kill may have torn one."""
+    found: list[Mapping[str, Any]] = []
+    with contextlib.suppress(OSError):
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict) and all(
+                    isinstance(line.get(key), int | float)
+                    for key in ("began", "elapsed", "first", "iteration", *COUNTED)
+                ):
+                    found.append(line)
+    return found
+
+
+class LedgerFile:
+    """Writes the lines of one start; rank 0 alone has one."""
+
+    _WIDTH = 320
+    """Bytes of a line; blanks fill it, so that a line is written over by one call, and no part of it stays."""
+
+    def __init__(self, path: Path, *, fresh: bool) -> None:
+        """Begin the lines of a start.
+
+        Args:
+            fresh: the run starts over. What an earlier one has left is dropped, unless it was killed: then the same run
+                is started again, and what it had done is wasted.
+        """
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = _lines(path) if fresh else []
+        over = bool(earlier) and earlier[-1].get("status", "running") != "running"
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if fresh and over else 0), 0o644)
+        self._at = os.fstat(self._file).st_size
+        if self._at and os.pread(self._file, 1, self._at - 1) != b"\n":
+            os.pwrite(self._file, b"\n", self._at)
+            self._at += 1
+        self._written = 0
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Write the newest line, again if it is there; nothing is synchronized."""
+        text = json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()})
+        data = text.ljust(max(self._WIDTH, self._written) - 1).encode() + b"\n"
+        os.pwrite(self._file, data, self._at)
+        self._written = len(data)
+
+    def next_line(self) -> None:
+        """Keep the newest line as it is."""
+        self._at, self._written = self._at + self._written, 0
+
+    def close(self) -> None:
+        os.close(self._file)

@@ -1,0 +1,313 @@
+"""Why a run was not faster: from measured figures to one sentence, or none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+SHORTEST_S = 5.0
+"""A shorter run is not judged: its first iterations, which warm up, weigh too much."""
+FEWEST_STEPS = 20
+"""Nor is one of fewer steps."""
+DATA = 0.2
+"""Share of the time spent waiting for data: below it more workers gain less than a fifth."""
+SAVING = 0.1
+"""Share of saving; an interval that Young's rule would choose for a failure each hour and saves of 10 s costs 7 %."""
+EVALUATING = 0.4
+"""Share of evaluation: one each epoch of a set of a fifth of the data takes less, as it needs no backward."""
+HANDLERS = 0.1
+"""Share of logging and other handlers, which ought to take next to nothing."""
+SLOW_RANK = 0.15
+"""Share of the step by which one rank takes longer than the median of the others."""
+WASTED = 0.15
+"""Share of the wall time of all starts whose training was lost to kills."""
+STALLED = 0.05
+"""Share of the time in which the kernel had stalled processes for lack of memory (its pressure-stall information)."""
+SWAPPED_MIB = 64.0
+"""Of this process in swap: less is what it never uses again."""
+RETRIES = 0.05
+"""Allocations for each step that succeeded only after the CUDA cache was freed, which waits for the device."""
+THREADS = 1.5
+"""Threads that compute for each core: at more they wait for each other within each operation."""
+TINY_MS = 0.5
+"""Forward, backward and optimizer on a CPU: below it calling operations takes most of the time."""
+CAUGHT_UP = 0.8
+"""Share of steps at whose end a CUDA device had nothing left to do: the host is slower than it."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of the last start of a run.
+
+    Attributes:
+        steps: iterations.
+        seconds: of this process by part: those of ``handlers/clocks.py``, without the start-up.
+        p50_ms: the median step.
+        ranks: seconds by part of each rank, at the same number of steps; empty on one process.
+        evaluations, saves: how many there were.
+        sinks: seconds of each sink by its name.
+        device: the type of the model's device.
+        threads: of torch in this process.
+        local_ranks: processes that train on this machine.
+        cores: that they may use.
+        workers: of the loader; None: it has no such setting.
+        background: saves are written in the background.
+        stalled_s: the kernel's pressure-stall time of memory.
+        swapped_mib: of this process, now.
+        retries: of CUDA's allocator.
+        caught_up: share of steps at whose end the device had nothing left to do.
+        wasted, wall_s: of all starts of the run: what was lost to kills, and its whole time.
+    """
+
+    steps: int
+    seconds: Mapping[str, float]
+    p50_ms: float = math.inf
+    ranks: Sequence[Mapping[str, float]] = ()
+    evaluations: int = 0
+    saves: int = 0
+    sinks: Mapping[str, float] = field(default_factory=dict)
+    device: str = "cpu"
+    threads: int = 1
+    local_ranks: int = 1
+    cores: int = 1
+    workers: int | None = None
+    background: bool = False
+    stalled_s: float = 0.0
+    swapped_mib: float = 0.0
+    retries: int = 0
+    caught_up: float = 0.0
+    wasted_s: float = 0.0
+    wall_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    def share(self, *parts: str) -> float:
+        return sum(self.seconds.get(part, 0.0) for part in parts) / self.total_s
+
+    def each_ms(self, *parts: str) -> float:
+        """Milliseconds of a step."""
+        return 1e3 * sum(self.seconds.get(part, 0.0) for part in parts) / self.steps
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run was not faster.
+
+    Attributes:
+        cause: in one or two words.
+        evidence: the figures.
+        remedy: the next step to take.
+        share: of the time that it has cost, as far as it can be told.
+    """
+
+    cause: str
+    evidence: str
+    remedy: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"The run was limited by {self.cause}: {self.evidence}; {self.remedy}."
+
+
+def verdict(figures: Figures) -> Verdict | None:
+    """The cause that has cost most; None: nothing is wrong, or too little was measured."""
+    if figures.steps < FEWEST_STEPS or figures.total_s < SHORTEST_S:
+        return None
+    found = [each for rule in _RULES if (each := rule(figures)) is not None]
+    # what slows everything else cannot be told as a share, and is the cause of the other shares
+    return max(found, key=lambda each: each.share, default=None)
+
+
+def _threads(figures: Figures) -> Verdict | None:
+    running = figures.threads * figures.local_ranks
+    if figures.device != "cpu" or running <= THREADS * figures.cores:
+        return None
+    each = max(figures.cores // figures.local_ranks, 1)
+    processes = f"{figures.local_ranks} processes with " if figures.local_ranks > 1 else ""
+    return Verdict(
+        "too many threads",
+        f"{processes}{figures.threads} threads{' each' if processes else ''} on {_cores(figures.cores)}",
+        f"set run.threads={each}, or OMP_NUM_THREADS={each} before Python starts",
+        math.inf,
+    )
+
+
+def _memory(figures: Figures) -> Verdict | None:
+    share = figures.stalled_s / figures.total_s
+    if share > STALLED:
+        evidence = f"processes stood still for lack of memory {_percent(share)} of the time"
+        return Verdict(
+            "memory", evidence, "use fewer loader workers, a smaller batch, or a machine with more", math.inf
+        )
+    if figures.swapped_mib > SWAPPED_MIB:
+        evidence = f"{figures.swapped_mib:,.0f} MiB of this process are in swap"
+        return Verdict(
+            "memory", evidence, "use fewer loader workers, a smaller batch, or a machine with more", math.inf
+        )
+    if figures.retries / figures.steps > RETRIES:
+        evidence = f"CUDA's cache was freed {figures.retries} times in {figures.steps:,} iterations to find memory"
+        remedy = (
+            "use a smaller batch with update.accumulation_steps, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+        return Verdict("the device's memory", evidence, remedy, math.inf)
+    return None
+
+
+def _slow_rank(figures: Figures) -> Verdict | None:
+    if len(figures.ranks) < 2:
+        return None
+    own = [sum(seconds for part, seconds in rank.items() if part != "reduction") for rank in figures.ranks]
+    slowest = max(range(len(own)), key=own.__getitem__)
+    others = [rank for number, rank in enumerate(figures.ranks) if number != slowest]
+    usual = median(each for number, each in enumerate(own) if number != slowest)
+    excess = own[slowest] - usual
+    share = excess / figures.total_s
+    if share <= SLOW_RANK:
+        return None
+    rank = figures.ranks[slowest]
+    more = {part: seconds - median(other[part] for other in others) for part, seconds in rank.items()}
+    part = max((part for part in more if part != "reduction"), key=more.__getitem__)
+    where = PART_NAMES[part]
+    return Verdict(
+        f"rank {slowest}",
+        f"it takes {1e3 * own[slowest] / figures.steps:.3g} ms an iteration where the others take "
+        f"{1e3 * usual / figures.steps:.3g} ms and wait for it; {1e3 * more[part] / figures.steps:.3g} ms of that in "
+        f"{where}",
+        "look at that rank's machine, and at its share of the data"
+        if part != "data_wait"
+        else "look at that rank's disk, and at its share of the data",
+        share,
+    )
+
+
+def _data(figures: Figures) -> Verdict | None:
+    share = figures.share("data_wait")
+    if share <= DATA:
+        return None
+    evidence = f"{_percent(share)} of the time, {_ms(figures, 'data_wait')} an iteration, was spent waiting for it"
+    room = max(figures.cores // figures.local_ranks, 1)
+    if figures.workers is None:
+        remedy = "make the loader faster, or give one with num_workers"
+    elif figures.workers < room:
+        more = max(min(room, max(2 * figures.workers, 2)), 1)
+        evidence += f" with num_workers={figures.workers}"
+        remedy = f"set data.num_workers={more}, loader(..., num_workers={more})"
+    else:
+        evidence += f" with num_workers={figures.workers} on {_cores(figures.cores)}"
+        remedy = "do less work for each sample: decode and resize once, and store the result"
+    return Verdict("data", evidence, remedy, share)
+
+
+def _saving(figures: Figures) -> Verdict | None:
+    share = figures.share("checkpoint")
+    if share <= SAVING or not figures.saves:
+        return None
+    interval = max(figures.steps / figures.saves, 1)
+    rarer = _rounded(interval * share / (SAVING / 5))
+    background = "" if figures.background else ", or checkpoint.background=true"
+    return Verdict(
+        "saving",
+        f"{figures.saves} checkpoints took {_percent(share)} of the time, one about every {interval:,.0f} iterations",
+        f"set checkpoint.every={rarer}{background}",
+        share,
+    )
+
+
+def _evaluating(figures: Figures) -> Verdict | None:
+    share = figures.share("evaluation")
+    if share <= EVALUATING or not figures.evaluations:
+        return None
+    interval = max(figures.steps / figures.evaluations, 1)
+    rarer = _rounded(interval * share / (1 - share) / 0.1)
+    return Verdict(
+        "evaluation",
+        f"{figures.evaluations} evaluations took {_percent(share)} of the time, one about every {interval:,.0f} "
+        "iterations",
+        f"set evaluation.every={rarer}, or evaluation.limit to fewer batches",
+        share,
+    )
+
+
+def _handlers(figures: Figures) -> Verdict | None:
+    share = figures.share("handlers", "logging")
+    if share <= HANDLERS:
+        return None
+    evidence = f"they took {_percent(share)} of the time, {_ms(figures, 'handlers', 'logging')} an iteration"
+    sink = max(figures.sinks, key=lambda name: figures.sinks[name], default="")
+    if sink and figures.sinks[sink] > figures.total_s * share / 2:
+        remedy = "set logging.every to a larger interval, or leave that sink out"
+        return Verdict("logging", f"{evidence}, most of it in the sink {sink!r}", remedy, share)
+    remedy = "attach them to rarer events, such as Events.ITERATION_COMPLETED(every=100)"
+    return Verdict("handlers", evidence, remedy, share)
+
+
+def _wasted(figures: Figures) -> Verdict | None:
+    share = figures.wasted_s / figures.wall_s if figures.wall_s else 0.0
+    if share <= WASTED:
+        return None
+    evidence = f"{_percent(share)} of the run's whole time, {figures.wasted_s:,.0f} s, was lost to kills"
+    return Verdict("saving too seldom", evidence, "save more often: a smaller checkpoint.every", share)
+
+
+def _overhead(figures: Figures) -> Verdict | None:
+    computed = figures.each_ms("forward", "backward", "optimizer", "update")
+    if figures.device == "cuda" and figures.caught_up > CAUGHT_UP:
+        evidence = f"the device had nothing left to do at the end of {_percent(figures.caught_up)} of the iterations"
+        return Verdict("the host", evidence, "use a larger batch, or compile the model with torch.compile", 0.0)
+    if (
+        figures.device == "cpu"
+        and computed < TINY_MS
+        and figures.share("forward", "backward", "optimizer", "update") > 0.3
+    ):
+        evidence = f"an iteration computes for {computed:.2g} ms, most of it calls of operations, not arithmetic"
+        return Verdict("tiny batches", evidence, "use a larger data.batch_size", 0.0)
+    return None
+
+
+PART_NAMES = {
+    "data_wait": "waiting for data",
+    "copy": "copying to the device",
+    "forward": "the forward",
+    "backward": "the backward",
+    "reduction": "the reduction",
+    "optimizer": "the optimizer",
+    "update": "the update",
+    "evaluation": "evaluation",
+    "checkpoint": "saving",
+    "logging": "logging",
+    "handlers": "handlers",
+}
+
+_RULES: tuple[Callable[[Figures], Verdict | None], ...] = (
+    _threads,
+    _memory,
+    _slow_rank,
+    _data,
+    _saving,
+    _evaluating,
+    _handlers,
+    _wasted,
+    _overhead,
+)
+
+
+def _rounded(number: float) -> int:
+    """Up to a number with one digit that is not zero."""
+    power = 10 ** math.floor(math.log10(number)) if number >= 1 else 1
+    return int(math.ceil(number / power) * power)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _ms(figures: Figures, *parts: str) -> str:
+    return f"{figures.each_ms(*parts):.3g} ms"
+
+
+def _cores(cores: int) -> str:
+    return f"{cores} core{'s' if cores != 1 else ''}"

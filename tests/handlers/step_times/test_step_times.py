@@ -1,0 +1,277 @@
+"""The parts of a step are where they were planted, sum to the wall time, and name the slowest rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
+from ignite_engine.engine.bus import handlers_of
+from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StepTimes
+from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP
+from tests.builders import Numbers, linear, mse, numbers_loader, trainer_of
+
+PLANTED_S = 0.004
+
+
+class Slept:
+    """Sleeps for a part, and knows for how long it really did."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def __call__(self, part: str) -> None:
+        started = time.perf_counter()
+        time.sleep(PLANTED_S)
+        self.seconds[part] += time.perf_counter() - started
+
+
+class SlowData:
+    def __init__(self, slept: Slept) -> None:
+        self.slept = slept
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.slept("data_wait")
+        return torch.ones(3), torch.ones(1)
+
+
+class SlowState:
+    def __init__(self, slept: Slept) -> None:
+        self.slept = slept
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.slept.seconds["forward"]:  # not where it is checked at the start
+            self.slept("checkpoint")
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def planted(slept: Slept, folder: Path) -> Trainer:
+    """Sleeps in each part of each iteration, of 6 micro-batches of 2 samples in 3 iterations an epoch."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        slept("forward")
+        return mse(model, batch)
+
+    def predict(model: nn.Module, batch: Any) -> Any:
+        slept("evaluation")
+        return model(batch[0])
+
+    next(model.parameters()).register_hook(lambda gradient: slept("backward"))
+    optimizer.register_step_pre_hook(lambda *_: slept("optimizer"))
+    trainer = Trainer(Update(model, optimizer, loss_fn), accumulation_steps=2)
+    trainer.register("slow", SlowState(slept))
+    evaluator = create_evaluator(model, predict)
+    Evaluation(evaluator, loader(Numbers(4), batch_size=2)).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    Checkpoint(folder / "checkpoints").attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    MetricLogger(console=False, sinks=[SlowSink(slept)]).attach(trainer)
+    for event in (Events.STARTED, Events.EPOCH_STARTED):
+        trainer.add_event_handler(event, lambda: slept("startup") if not slept.seconds["forward"] else None)
+    for event in (
+        *(Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
+        *(TrainingEvents.BACKWARD_COMPLETED, TrainingEvents.OPTIMIZER_STEP_STARTED, Events.EPOCH_COMPLETED),
+        *(TrainingEvents.OPTIMIZER_STEP_COMPLETED, TrainingEvents.RESUME_POINT(event_filter=nothing_is_saved)),
+    ):
+        trainer.add_event_handler(event, lambda: slept("handlers"))
+    return trainer
+
+
+def nothing_is_saved(engine: Engine, count: int) -> bool:
+    return bool(engine.state.iteration % 2) and not engine.state.last
+
+
+class SlowSink:
+    name = "slow_sink"
+
+    def __init__(self, slept: Slept) -> None:
+        self.slept = slept
+
+    def write(self, iteration: int, values: Any) -> None:
+        self.slept("logging")
+
+
+def test_each_part_has_what_was_planted_in_it_and_all_together_are_the_wall_time(tmp_path: Path) -> None:
+    slept, began = Slept(), time.perf_counter()
+    trainer = planted(slept, tmp_path)
+    times = StepTimes(since=began)
+    times.attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    # attached last, and yet around all of the others
+    trainer.run(loader(SlowData(slept), batch_size=2), max_epochs=4)
+    wall = time.perf_counter() - began
+
+    spent = times._clock.seconds
+    assert sum(spent.values()) == pytest.approx(wall, rel=0.02)
+    assert {part: spent[part] >= seconds for part, seconds in slept.seconds.items()} == dict.fromkeys(
+        slept.seconds, True
+    )
+    assert len(slept.seconds) == 9
+    assert spent["update"] == spent["reduction"] == 0
+    assert times._clock.steps == trainer.state.iteration == 24
+
+
+def test_values_are_written_at_the_event_and_sum_to_the_time_of_an_iteration(tmp_path: Path) -> None:
+    slept = Slept()
+    trainer = planted(slept, tmp_path)
+    times = StepTimes()
+    times.attach(trainer, Events.ITERATION_COMPLETED(every=6))
+    sums, at = dict[str, float](), list[int]()
+
+    def add() -> None:
+        found = {name: value for name, value in trainer.state.metrics.fresh.items() if name.startswith("time/")}
+        if found:
+            at.append(trainer.state.iteration)
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + 6 * value
+
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, add)
+    trainer.run(loader(SlowData(slept), batch_size=2), max_epochs=4)
+
+    assert at == [6, 12, 18, 24]
+    written = times._written
+    parts = ("data_wait", "copy", "forward", "backward", "optimizer")
+    assert {name for name in sums if "step" not in name} == {
+        f"time/{part}_ms" for part in (*parts, "evaluation", "checkpoint", "logging", "handlers")
+    }
+    for part in parts:  # steps; what lies between them may come after the last log point
+        assert sums[f"time/{part}_ms"] == pytest.approx(1e3 * written[part])
+    assert sums["time/step_ms"] == pytest.approx(1e3 * sum(written[part] for part in parts))
+    metrics = trainer.state.metrics
+    assert metrics["time/step_p50_ms"] <= metrics["time/step_p99_ms"]
+    assert "time/slowest_rank" not in metrics and "time/reduction_ms" not in metrics
+
+
+def test_own_update_is_one_part_and_nothing_is_left_over() -> None:
+    def update(engine: Engine, batch: Any) -> dict[str, float]:
+        time.sleep(PLANTED_S)
+        return {"loss": 1.0}
+
+    trainer = Trainer(update)
+    times, began = StepTimes(), time.perf_counter()
+    times.attach(trainer, Events.ITERATION_COMPLETED(every=5))
+    trainer.run([torch.ones(1)] * 10, max_epochs=1)
+
+    assert times._clock.seconds["update"] >= 10 * PLANTED_S
+    assert times._clock.seconds["forward"] == times._clock.seconds["copy"] == 0
+    assert sum(times._clock.seconds.values()) == pytest.approx(time.perf_counter() - began, rel=0.02)
+    assert trainer.state.metrics["time/step_ms"] >= 1e3 * PLANTED_S
+
+
+def test_data_of_unknown_length_is_waited_for_to_its_end() -> None:
+    slept = Slept()
+
+    class Stream:
+        def __iter__(self) -> Any:
+            for _ in range(3):
+                slept("data_wait")
+                yield torch.ones(2, 3), torch.ones(2, 1)
+            slept("data_wait")  # it knows only then that it was the last one
+
+    trainer, times = trainer_of(), StepTimes()
+    times.attach(trainer)
+    trainer.run(Stream(), max_epochs=3)
+    assert times._clock.seconds["data_wait"] >= slept.seconds["data_wait"] >= 12 * PLANTED_S
+
+
+def test_it_changes_no_bit_and_keeps_nothing_in_checkpoints() -> None:
+    plain, timed = trainer_of(), trainer_of()
+    StepTimes().attach(timed, Events.ITERATION_COMPLETED(every=2))
+    for trainer in (plain, timed):
+        trainer.run(numbers_loader(24, 2), max_epochs=2)
+
+    for own, other in zip(plain.update.model.parameters(), timed.update.model.parameters(), strict=True):  # type: ignore[attr-defined]
+        assert torch.equal(own, other)
+    assert set(plain.registry.objects) == set(timed.registry.objects)
+
+
+def test_events_of_the_forward_cost_nothing_where_nobody_listens() -> None:
+    trainer = trainer_of()
+    fired = []
+    trainer.fire_event = lambda event: fired.append(event)  # type: ignore[method-assign]
+    trainer.run(numbers_loader(8, 2))
+    assert fired == [] and not handlers_of(trainer, TrainingEvents.FORWARD_STARTED)
+
+
+def test_second_run_and_two_trainers_keep_their_own_time() -> None:
+    one, two = trainer_of(), trainer_of()
+    times = [StepTimes(), StepTimes()]
+    for trainer, each in zip((one, two), times, strict=True):
+        each.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    one.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: two.run(numbers_loader(8, 2)))
+    one.run(numbers_loader(8, 2))
+    assert [each._clock.steps for each in times] == [4, 4]
+
+    one.run(numbers_loader(8, 2), max_epochs=3)
+    assert times[0]._clock.steps == 8
+
+
+def test_two_ranks_name_the_slower_one_and_split_off_the_reduction(tmp_path: Path) -> None:
+    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+
+    assert first["metrics"]["time/slowest_rank"] == second["metrics"]["time/slowest_rank"] == 1.0
+    assert first["metrics"]["time/slowest_rank_ms"] >= 20.0
+    assert first["metrics"]["time/slowest_rank_ms"] == second["metrics"]["time/slowest_rank_ms"]
+    # the other one waits for it within the reduction
+    assert first["seconds"]["reduction"] > second["seconds"]["reduction"]
+    assert first["seconds"]["reduction"] >= 0.7 * second["seconds"]["forward"]
+    assert "rank 1" in first["verdict"] and "the forward" in first["verdict"]
+    assert second["verdict"] is None  # rank 0 says it
+    # one collective at each of 4 log points and at the end, none between
+    assert first["gathers"] == second["gathers"] == 5
+    assert first["hooks"] == second["hooks"] == 0
+
+
+def _rank(rank: int, folder: str) -> None:
+    import torch.distributed as dist
+
+    from ignite_engine.ranks import agreement
+    from ignite_engine.report.goodput import verdict as verdicts  # the function; its module is of the same name
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    sys.modules[verdicts.__module__].SHORTEST_S = 0.1  # type: ignore[attr-defined]
+    gather, gathers = agreement.gather_floats, list[int]()
+
+    def counted(values: Any) -> Any:
+        gathers.append(len(values))
+        return gather(values)
+
+    agreement.gather_floats = counted
+    model = DistributedDataParallel(linear())
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        time.sleep(0.02 * rank)
+        return mse(model, batch)
+
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
+    times = StepTimes()
+    times.attach(trainer, Events.ITERATION_COMPLETED(every=10))
+    trainer.run(numbers_loader(320, 4), max_epochs=1)
+    first = next(model.parameters())
+    found = {
+        "metrics": dict(trainer.state.metrics),
+        "seconds": times._clock.seconds,
+        "verdict": None if times.verdict is None else str(times.verdict),
+        "gathers": gathers.count(3 + len(STEP) + len(BETWEEN)),
+        "hooks": len(first._post_accumulate_grad_hooks or ()),  # type: ignore[attr-defined]
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()

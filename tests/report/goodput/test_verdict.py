@@ -1,0 +1,80 @@
+"""From figures to a sentence: each cause at its threshold, silence below it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ignite_engine.report.goodput import Figures, verdict
+
+HEALTHY = {"data_wait": 5.0, "copy": 0.5, "forward": 35.0, "backward": 45.0, "optimizer": 8.0, "evaluation": 4.0}
+HEALTHY |= {"checkpoint": 1.0, "handlers": 1.0, "logging": 0.5}
+
+
+def figures(seconds: dict[str, float] | None = None, **values: Any) -> Figures:
+    own: dict[str, Any] = {"steps": 1000, "cores": 8, "threads": 8, "workers": 2, "evaluations": 5, "saves": 5}
+    return Figures(seconds=HEALTHY | (seconds or {}), **(own | values))
+
+
+def ranks(*forward: float) -> list[dict[str, float]]:
+    slowest = max(forward)
+    return [
+        {"data_wait": 5.0, "forward": each, "backward": 45.0, "reduction": slowest - each + 1.0} for each in forward
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "cause", "said"),
+    [
+        (figures({"data_wait": 50.0}), "data", "data.num_workers=4"),
+        (figures({"data_wait": 50.0}, workers=0), "data", "with num_workers=0; set data.num_workers=2"),
+        (figures({"data_wait": 50.0}, workers=8), "data", "do less work for each sample"),
+        (figures({"data_wait": 50.0}, workers=None), "data", "make the loader faster"),
+        (figures({"checkpoint": 30.0}, saves=100), "saving", "set checkpoint.every=200, or checkpoint.background=true"),
+        (figures({"checkpoint": 30.0}, background=True), "saving", "one about every 200 iterations"),
+        (figures({"evaluation": 120.0}, evaluations=100), "evaluation", "evaluation.limit"),
+        (figures({"handlers": 20.0}), "handlers", "every=100"),
+        (figures({"logging": 20.0}, sinks={"clearml": 19.0, "jsonl": 0.5}), "logging", "'clearml'"),
+        (figures(ranks=ranks(35.0, 35.0, 70.0, 35.0)), "rank 2", "the forward"),
+        (figures(threads=8, local_ranks=2), "too many threads", "run.threads=4"),
+        (figures(threads=16, cores=2), "too many threads", "16 threads on 2 cores"),
+        (figures(stalled_s=20.0), "memory", "20 % of the time"),
+        (figures(swapped_mib=900.0), "memory", "900 MiB"),
+        (figures(retries=200, device="cuda"), "the device's memory", "200 times in 1,000"),
+        (figures(caught_up=0.95, device="cuda"), "the host", "larger batch"),
+        (figures(steps=1_000_000), "tiny batches", "data.batch_size"),
+        (figures(wasted_s=400.0, wall_s=1000.0), "saving too seldom", "40 %"),
+    ],
+)
+def test_cause_evidence_and_remedy(given: Figures, cause: str, said: str) -> None:
+    found = verdict(given)
+    assert found is not None
+    assert found.cause == cause
+    assert said in str(found)
+    assert str(found).count(".") == str(found).rstrip(".").count(".") + 1 and "\n" not in str(found)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        figures(),
+        figures({"data_wait": 15.0}),
+        figures({"evaluation": 40.0}),
+        figures(ranks=ranks(35.0, 36.0)),
+        figures(device="cuda", caught_up=0.3, threads=64),
+        figures(wasted_s=50.0, wall_s=1000.0),
+        figures({"data_wait": 50.0}, steps=10),
+        Figures(1000, {"data_wait": 3.0, "forward": 1.0}),
+        Figures(0, {}),
+    ],
+)
+def test_silent_where_nothing_is_wrong_or_too_little_was_measured(given: Figures) -> None:
+    assert verdict(given) is None
+
+
+def test_what_costs_most_is_named() -> None:
+    found = verdict(figures({"data_wait": 60.0, "checkpoint": 40.0}))
+    assert found is not None and found.cause == "data"
+    found = verdict(figures({"data_wait": 60.0, "checkpoint": 90.0}))
+    assert found is not None and found.cause == "saving"
