@@ -132,8 +132,8 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         """The batch of these samples, all of one pass."""
-        batch = partial(self._batch, keys)
-        if get_worker_info() is not None:
+        batch, worker = partial(self._batch, keys), get_worker_info()
+        if worker is not None and worker.dataset is self:
             return batch(None)
         return rng.undisturbed(batch, numpy_rests=self._reading.leaves_numpy and self._collating.leaves_numpy)
 

@@ -129,29 +129,45 @@ def test_error_because_of_a_number_is_that_of_the_right_number() -> None:
 
 
 def test_collate_function_that_begins_to_draw_late_gets_fresh_samples() -> None:
+    class Dicts(Drawing):
+        def __getitem__(self, index: int) -> Any:
+            return {"index": super().__getitem__(index)[0]}
+
     def collate(samples: list[dict[str, Any]]) -> Any:
         indices = [sample.pop("index") for sample in samples]
         return indices, samples, np.random.rand() if indices[0] >= 100 else None
 
     def made(kind: type[SeededDataset]) -> Any:
-        data = kind(Drawing(lambda index: 0), lambda pairs: collate([{"index": index} for index, _ in pairs]), 3)
+        data = kind(Dicts(abs), collate, 3)
         return [data.__getitems__([(0, index) for index in range(at, at + 5)]) for at in range(0, 200, 5)]
 
     assert made(SeededDataset) == made(SeededInFull)
 
 
-def test_half_of_a_pair_outside_is_neither_drawn_nor_lost() -> None:
+@pytest.mark.parametrize("parity", [0, 1])
+def test_half_of_a_pair_outside_is_neither_drawn_nor_lost(parity: int) -> None:
     """``randn`` makes two numbers and keeps one, which is drawn later without a move of the generator."""
 
     def made(kind: type[SeededDataset]) -> Any:
-        data, after = kind(Drawing(late(np.random.randn)), list, 3), []
+        data = kind(Drawing(late(np.random.randn)), list, 3)
         rng.seed_host(1)
+        after = [np.random.randn() for _ in range(parity)]
         for at in range(0, 200, 5):
             after.append(data.__getitems__([(0, index) for index in range(at, at + 5)]))
             after.append(np.random.randn())
         return after
 
     assert made(SeededDataset) == made(SeededInFull)
+
+
+def test_half_of_a_pair_of_a_sample_is_not_drawn_by_the_collate_function() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return samples, np.random.randn() if samples[0][0] >= 100 else None
+
+    def made(kind: type[SeededDataset]) -> Any:
+        return batches(kind, lambda index: np.random.randn(), collate, size=5)
+
+    assert made(SeededDataset)[0] == made(SeededInFull)[0]
 
 
 @pytest.mark.parametrize("start", [0, 100])
@@ -188,6 +204,46 @@ def test_workers_draw_the_same(method: str) -> None:
     data = loader(LateInWorkers(), 10, seed=5, num_workers=2, multiprocessing_context=method)
 
     assert [[each.tolist() for each in batch] for batch in data] == [[each.tolist() for each in b] for b in expected]
+
+
+class Nested(Drawing):
+    """Reads a loader of its own between two draws."""
+
+    def __init__(self) -> None:
+        super().__init__(abs, 12)
+        self.inner = loader(Drawing(lambda index: random.random()), 2)
+
+    def __getitem__(self, index: int) -> Any:
+        first = random.random() + np.random.randn()
+        return first, next(iter(self.inner))[1], random.random() + np.random.randn()
+
+
+def test_loader_within_a_sample_leaves_its_numbers_alone() -> None:
+    alone, in_workers = (list(loader(Nested(), 3, num_workers=workers)) for workers in (0, 2))
+    full = SeededInFull(Nested(), default_collate, 0)
+
+    assert (
+        str(alone)
+        == str(in_workers)
+        == str([full.__getitems__([(0, i) for i in range(k, k + 3)]) for k in (0, 3, 6, 9)])
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_call_that_seeds_after_its_draw_is_noticed(seed: int, workers: int) -> None:
+    def drawn(index: int) -> Any:
+        if index < 100:
+            return 0.0
+        number = random.random() + np.random.rand()
+        random.seed(seed)
+        np.random.seed(seed)
+        return number
+
+    with rng.isolated():
+        rng.seed_host(7)
+        found = [batch for batch in loader(Drawing(drawn), 10, seed=3, num_workers=workers, collate_fn=list)]
+        assert found == batches(SeededInFull, drawn)[0]
 
 
 def test_memory_of_numpys_generator_is_where_it_is_looked_for() -> None:
