@@ -1,6 +1,7 @@
 """The overhead of a training loop per micro-batch: ours, hand-written ones, Ignite's engine.
 
-    python -m benchmarks.overhead [--quick] [--rounds N] [--settings bare,full] [--contenders plain,ours] [--json PATH]
+    python -m benchmarks.overhead [--quick] [--rounds N] [--settings bare,full] [--contenders plain,ours]
+        [--processes N] [--json PATH]
 
 See ``benchmarks/README.md`` for what is measured and how to read it. Exit code 1: the final weights differ, so the
 contenders did not do the same work.
@@ -40,11 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in CONTENDERS[setting]
         if options.contenders is None or name in options.contenders
     ]
-    measured = measure(chosen, options.micro_batches, options.rounds)
+    # one after the other: a process may be faster than the next by where its memory lies
+    runs = [measure(chosen, options.micro_batches, options.rounds) for _ in range(options.processes)]
+    measured = [Measured.joined(each) for each in zip(*runs, strict=True)]
     report = {
         "machine": machine(),
         "command": " ".join(["python -m benchmarks.overhead", *(sys.argv[1:] if arguments is None else arguments)]),
         "rounds": options.rounds,
+        "processes": options.processes,
         "micro_batches_per_round": options.micro_batches,
         "results": [asdict(result) | {"median_us": median(result.cpu_us)} for result in measured],
         "ratios": ratios(measured),
@@ -70,20 +74,20 @@ def ratios(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     for result in measured:
         for baseline in measured:
             if baseline.setting == result.setting and baseline.name in ("plain", "cheapest"):
-                ratio = ratio_of_medians(result.cpu_us, baseline.cpu_us)
+                ratio = ratio_of_medians(result.cpu_us, baseline.cpu_us, processes=result.processes)
                 rows.append({"setting": result.setting, "contender": result.name, "to": baseline.name} | asdict(ratio))
     return rows
 
 
 def targets(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     """The targets whose two sides were both measured, each with its ratio and verdict."""
-    by_name = {(result.setting, result.name): result.cpu_us for result in measured}
+    by_name = {(result.setting, result.name): result for result in measured}
     rows = []
     for target in TARGETS:
         contender = by_name.get((target.setting, target.contender))
         baseline = by_name.get((target.setting, target.baseline))
         if contender is not None and baseline is not None:
-            ratio = ratio_of_medians(contender, baseline)
+            ratio = ratio_of_medians(contender.cpu_us, baseline.cpu_us, processes=contender.processes)
             rows.append(asdict(target) | asdict(ratio) | {"verdict": target.verdict(ratio)})
     return rows
 
@@ -91,7 +95,8 @@ def targets(measured: Sequence[Measured]) -> list[dict[str, Any]]:
 def print_report(report: dict[str, Any], measured: Sequence[Measured]) -> None:
     """The tables on stdout."""
     machine_line = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
-    print(f"{machine_line}\n{report['rounds']} rounds of {report['micro_batches_per_round']} micro-batches, CPU time")
+    rounds = f"{report['rounds']} rounds of {report['micro_batches_per_round']} micro-batches"
+    print(f"{machine_line}\n{rounds} in each of {report['processes']} processes, CPU time")
     for setting, equal in report["equal_work"].items():
         print(f"\n{setting:12}{'us':>8}  {'to plain [95 %]':24}{'to cheapest [95 %]':24}weights")
         for result in measured:
@@ -120,19 +125,22 @@ def _interval(row: dict[str, Any] | None) -> str:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--rounds", type=int, help="counted rounds per contender (default 60; 3 with --quick)")
+    parser.add_argument("--rounds", type=int, help="counted rounds of a process (default 20; 3 with --quick)")
     parser.add_argument("--micro-batches", type=int, help=f"per round, a multiple of {LOG_EVERY}")
     parser.add_argument("--quick", action="store_true", help="3 short rounds, to check that it runs")
     parser.add_argument("--settings", type=_names, default=list(CONTENDERS), help="of bare,full")
     parser.add_argument("--contenders", type=_names, help=f"of {','.join(CONTENDERS['full'])}")
+    parser.add_argument("--processes", type=int, default=3, help="of each contender, default 3")
     parser.add_argument("--json", type=Path, help="file for all results")
     options = parser.parse_args(arguments)
-    options.rounds = options.rounds or (3 if options.quick else 60)
+    options.rounds = options.rounds or (3 if options.quick else 20)
     options.micro_batches = options.micro_batches or (LOG_EVERY * (2 if options.quick else 3))
     _check_known(parser, "--settings", options.settings, list(CONTENDERS))
     _check_known(parser, "--contenders", options.contenders or [], list(CONTENDERS["full"]))
-    if options.rounds < 1 or options.micro_batches < 1 or options.micro_batches % LOG_EVERY:
-        parser.error(f"--rounds must be at least 1 and --micro-batches a positive multiple of {LOG_EVERY}.")
+    if min(options.rounds, options.processes, options.micro_batches) < 1 or options.micro_batches % LOG_EVERY:
+        parser.error(
+            f"--rounds and --processes must be at least 1 and --micro-batches a positive multiple of {LOG_EVERY}."
+        )
     return options
 
 

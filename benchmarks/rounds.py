@@ -21,7 +21,8 @@ class Measured:
     Args:
         cpu_us: CPU time per micro-batch of each round, in microseconds, in the order of the rounds.
         digest: of the final weights.
-        log_lines: lines of the running loss over all rounds.
+        log_lines: lines of the running loss over all rounds of a process.
+        processes: that the rounds come from, as many from each, one process after the other.
     """
 
     setting: str
@@ -29,6 +30,15 @@ class Measured:
     cpu_us: list[float]
     digest: str
     log_lines: int
+    processes: int = 1
+
+    @classmethod
+    def joined(cls, runs: Sequence[Measured]) -> Measured:
+        """Those of one contender in several processes; the digest is that of each where they differ."""
+        first = runs[0]
+        digests = dict.fromkeys(run.digest for run in runs)
+        cpu_us = [us for run in runs for us in run.cpu_us]
+        return cls(first.setting, first.name, cpu_us, " ".join(digests), first.log_lines, len(runs))
 
 
 class _Worker:

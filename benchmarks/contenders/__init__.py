@@ -25,6 +25,7 @@ CONTENDERS: Mapping[str, Mapping[str, Contender]] = {
         "ours": ours.bare,
         "ours+10": partial(ours.bare, handlers=10),
         "ours+100": partial(ours.bare, handlers=100),
+        "ours+10real": partial(ours.bare, real=True),
     },
     "full": {
         "plain": plain.full,
@@ -36,5 +37,6 @@ CONTENDERS: Mapping[str, Mapping[str, Contender]] = {
         "ours": ours.full,
         "ours+10": partial(ours.full, handlers=10),
         "ours+100": partial(ours.full, handlers=100),
+        "ours+10real": partial(ours.full, real=True),
     },
 }

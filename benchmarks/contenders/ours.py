@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, redirect_stderr
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.contenders.ignite_engines import add_quiet_handlers
-from benchmarks.workload import ACCUMULATION, CLIP_NORM, LOG_EVERY, TOTAL, WARMUP, Batch, Workload
+from benchmarks.workload import ACCUMULATION, CLIP_NORM, HANDLER_PERIOD, LOG_EVERY, TOTAL, WARMUP, Batch, Workload
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
@@ -16,15 +21,18 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(model(inputs), targets)
 
 
-def bare(work: Workload, handlers: int = 0) -> None:
+def bare(work: Workload, handlers: int = 0, *, real: bool = False) -> None:
     from ignite_engine import Trainer, Update
 
     trainer = Trainer(Update(work.model, work.optimizer, loss_fn))
     add_quiet_handlers(trainer, handlers, micro_batches_per_update=1)
-    trainer.run(work.batches, max_epochs=work.epochs)
+    with ExitStack() as stack:
+        if real:
+            add_real_handlers(trainer, work, stack, LOG_EVERY, [])
+        trainer.run(work.batches, max_epochs=work.epochs)
 
 
-def full(work: Workload, handlers: int = 0) -> None:
+def full(work: Workload, handlers: int = 0, *, real: bool = False) -> None:
     from ignite.engine import Events
 
     from ignite_engine import Trainer, Update
@@ -39,7 +47,52 @@ def full(work: Workload, handlers: int = 0) -> None:
     update = Update(work.model, work.optimizer, loss_fn, precision="bf16", clip_norm=CLIP_NORM)
     trainer = Trainer(update, accumulation_steps=ACCUMULATION)
     LRSchedule(warmup_cosine(work.optimizer, warmup=WARMUP, total=TOTAL)).attach(trainer)
-    logger = MetricLogger(sinks=[Lines()], console=False)
-    logger.attach(trainer, Events.ITERATION_COMPLETED(every=LOG_EVERY // ACCUMULATION))
     add_quiet_handlers(trainer, handlers, micro_batches_per_update=1)
-    trainer.run(work.batches, max_epochs=work.epochs)
+    with ExitStack() as stack:
+        if real:
+            add_real_handlers(trainer, work, stack, LOG_EVERY // ACCUMULATION, [Lines()])
+        else:
+            logger = MetricLogger(sinks=[Lines()], console=False)
+            logger.attach(trainer, Events.ITERATION_COMPLETED(every=LOG_EVERY // ACCUMULATION))
+        trainer.run(work.batches, max_epochs=work.epochs)
+
+
+def add_real_handlers(trainer: Any, work: Workload, stack: ExitStack, log_every: int, sinks: Sequence[Any]) -> None:
+    """Ten handlers as a user has them: what is measured is logged to a file, saves and evaluations are far apart.
+
+    Args:
+        stack: removes the files.
+        log_every: iterations between log points.
+    """
+    from ignite.engine import Events
+    from ignite.metrics import Loss
+
+    from ignite_engine import create_evaluator
+    from ignite_engine.handlers import (
+        Checkpoint,
+        EarlyStopping,
+        Evaluation,
+        GracefulStop,
+        MemoryLogger,
+        MetricLogger,
+        Progress,
+        StopFile,
+        Throughput,
+        WallClockLimit,
+    )
+
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    stack.enter_context(redirect_stderr(io.StringIO()))  # the bar
+    log, far = Events.ITERATION_COMPLETED(every=log_every), Events.ITERATION_COMPLETED(every=HANDLER_PERIOD)
+    metrics = {"loss": Loss(cross_entropy)}
+    evaluator = create_evaluator(work.model, lambda model, batch: (model(batch[0]), batch[1]), metrics)
+    Evaluation(evaluator, work.batches.batches[:4]).attach(trainer, far)
+    MetricLogger(folder, sinks=sinks, console=False).attach(trainer, log)
+    Throughput().attach(trainer, log)
+    MemoryLogger().attach(trainer, log)
+    Progress().attach(trainer)
+    EarlyStopping("loss", patience=1000).attach(trainer)
+    Checkpoint(folder / "checkpoints", background=True).attach(trainer, far)
+    GracefulStop().attach(trainer)
+    WallClockLimit(hours=100).attach(trainer)
+    StopFile(folder / "stop").attach(trainer)

@@ -106,11 +106,11 @@ def test_unequal_work_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_command_measures_in_processes_and_writes_json(tmp_path: Path) -> None:
     path = tmp_path / "overhead.json"
-    arguments = ["--quick", "--rounds", "2", "--settings", "full", "--contenders", "plain,cheapest"]
+    arguments = ["--quick", "--rounds", "2", "--settings", "full", "--contenders", "plain,cheapest", "--processes", "2"]
     assert overhead.main([*arguments, "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert [result["name"] for result in report["results"]] == ["plain", "cheapest"]
-    assert all(len(result["cpu_us"]) == 2 and min(result["cpu_us"]) > 0 for result in report["results"])
+    assert all(len(result["cpu_us"]) == 2 * 2 and min(result["cpu_us"]) > 0 for result in report["results"])
     assert report["equal_work"] == {"full": True}
     assert report["targets"] == []
 
@@ -122,6 +122,14 @@ def test_ratio_of_medians_and_its_interval() -> None:
     assert loose.low < loose.value < loose.high
     with pytest.raises(ValueError, match="same number of rounds"):
         ratio_of_medians([1.0], [1.0, 2.0])
+
+
+def test_interval_is_wider_where_processes_differ() -> None:
+    own = [1.0, 1.01, 1.0, 1.02, 1.0, 1.2, 1.21, 1.2, 1.22, 1.2]
+    narrow, wide = (ratio_of_medians(own, [1.0] * 10, processes=processes) for processes in (1, 2))
+    assert narrow.value == wide.value
+    assert wide.high > narrow.high
+    assert ratio_of_medians([1.0] * 4 + [2.0] * 2, [1.0] * 6, processes=3).high == 2.0
 
 
 def test_target_is_met_missed_or_within_its_limit() -> None:
