@@ -8,6 +8,7 @@ there rows with a number for each take the place of those in the checkpoints bef
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import Counter
@@ -27,8 +28,8 @@ from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.layout import ROWS_FILE, TABLES_FILE
 from ignite_engine.checkpointing.manifest import Manifest
 from ignite_engine.checkpointing.nested import Path, dotted, rebuilt_with_paths, walk
-from ignite_engine.checkpointing.part_file import load_plain
-from ignite_engine.errors import CheckpointError
+from ignite_engine.checkpointing.stored_rows import Stored, stored_rows
+from ignite_engine.errors import CheckpointError, one_line
 
 SMALLEST_BYTES = 1 << 20
 """Smaller tensors stay in the file that the ranks share: a file of their own gains nothing."""
@@ -166,7 +167,7 @@ class RowFiles:
         return self._joined(parts, lambda placeholder, pieces, spans: None)
 
     def _joined(
-        self, parts: Mapping[str, Any], read: Callable[[Tensor, list[_Piece], list[_Span]], Any]
+        self, parts: Mapping[str, Any], read: Callable[[Tensor, list[Stored], list[_Span]], Any]
     ) -> dict[str, Any]:
         if not self.names:
             return dict(parts)
@@ -174,34 +175,43 @@ class RowFiles:
             if found:
                 raise self._damaged(found)
         try:
-            index: dict[tuple[str, Path], list[_Piece]] = {}
-            spans: list[_Span] = []
-            for name in self.names:
-                path = file_of(self._checkpoint, name)
-                for part, pieces in load_plain(path, None, mmap=True).items():
-                    for place, (numbers, rows) in pieces.items():
-                        index.setdefault((part, place), []).append((numbers, rows))
-
-            def leaf(part: str, place: Path, value: Any) -> Any:
-                if not (isinstance(value, Tensor) and value.is_meta):
-                    return value
-                pieces = index.get((part, place), [])
-                if self._sharded and not pieces:
-                    return value
-                if problem := _fault(value, pieces):
-                    raise self._damaged(f"{part} {dotted(place)} {problem}")
-                return read(value, pieces, spans)
-
-            joined = {
-                part: rebuilt_with_paths(state, lambda place, value: leaf(part, place, value))  # noqa: B023
-                for part, state in parts.items()
-            }
-            in_threads(lambda span: span(), spans)
-            return joined
+            with contextlib.ExitStack() as files:
+                return self._read(parts, read, files)
         except CheckpointError:
             raise
+        except OSError as error:
+            raise CheckpointError(f"{self._checkpoint} cannot be read: {one_line(error)}.") from error
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:  # other plain data than rows
             raise self._damaged("a file of rows does not hold rows of tensors") from error
+
+    def _read(
+        self,
+        parts: Mapping[str, Any],
+        read: Callable[[Tensor, list[Stored], list[_Span]], Any],
+        files: contextlib.ExitStack,
+    ) -> dict[str, Any]:
+        index: dict[tuple[str, Path], list[Stored]] = {}
+        spans: list[_Span] = []
+        for name in self.names:
+            for part, place, stored in stored_rows(file_of(self._checkpoint, name), files):
+                index.setdefault((part, place), []).append(stored)
+
+        def leaf(part: str, place: Path, value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.is_meta):
+                return value
+            pieces = index.get((part, place), [])
+            if self._sharded and not pieces:
+                return value
+            if problem := _fault(value, pieces):
+                raise self._damaged(f"{part} {dotted(place)} {problem}")
+            return read(value, pieces, spans)
+
+        joined = {
+            part: rebuilt_with_paths(state, lambda place, value: leaf(part, place, value))  # noqa: B023
+            for part, state in parts.items()
+        }
+        in_threads(lambda span: span(), spans)
+        return joined
 
     def _damaged(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._checkpoint} is damaged: {problem}.")
@@ -222,35 +232,35 @@ def records(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor_bytes(tensor).numpy().view(f"V{row_bytes}")
 
 
-def _fault(placeholder: Tensor, pieces: list[_Piece]) -> str | None:
+def _fault(placeholder: Tensor, pieces: list[Stored]) -> str | None:
     """Why pieces are not the rows of a tensor, as the rest of a sentence; None: they are."""
-    if any(rows.dtype != placeholder.dtype or rows.shape[1:] != placeholder.shape[1:] for _, rows in pieces):
+    if any(piece.dtype != placeholder.dtype or piece.shape[1:] != placeholder.shape[1:] for piece in pieces):
         return f"has rows of another type or shape than {placeholder.dtype} {tuple(placeholder.shape[1:])}"
     end = 0
-    for first, rows in _consecutive(pieces):
+    for first, piece in _consecutive(pieces):
         if first != end:
             return f"has other rows than its own from row {end} on"
-        end += len(rows)
+        end += piece.shape[0]
     if end != len(placeholder):
         return f"has {end} of its {len(placeholder)} rows"
-    for numbers, rows in pieces:
+    for numbers, count in ((piece.numbers, piece.shape[0]) for piece in pieces):
         if isinstance(numbers, int):
             continue
-        if numbers.dtype not in (torch.int32, torch.int64) or numbers.shape != rows.shape[:1]:
+        if numbers.dtype not in (torch.int32, torch.int64) or numbers.shape != (count,):
             return "has rows without a number for each"
         if not bool((numbers[1:] > numbers[:-1]).all()):
             return "has changed rows out of their order"
-        if len(rows) and not 0 <= int(numbers[0]) <= int(numbers[-1]) < end:
+        if count and not 0 <= int(numbers[0]) <= int(numbers[-1]) < end:
             return f"has changed rows beyond its {end}"
     return None
 
 
-def _consecutive(pieces: list[_Piece]) -> list[tuple[int, Tensor]]:
-    found = [(numbers, rows) for numbers, rows in pieces if not isinstance(numbers, Tensor)]
-    return sorted(found, key=lambda piece: piece[0])
+def _consecutive(pieces: list[Stored]) -> list[tuple[int, Stored]]:
+    found = [(piece.numbers, piece) for piece in pieces if not isinstance(piece.numbers, Tensor)]
+    return sorted(found, key=lambda each: each[0])
 
 
-def _whole(placeholder: Tensor, pieces: list[_Piece], spans: list[_Span]) -> Tensor:
+def _whole(placeholder: Tensor, pieces: list[Stored], spans: list[_Span]) -> Tensor:
     """The tensor, filled by what is added to ``spans``.
 
     Span by span what later checkpoints changed is written where the processor has it at hand.
@@ -258,19 +268,19 @@ def _whole(placeholder: Tensor, pieces: list[_Piece], spans: list[_Span]) -> Ten
     values = torch.empty(placeholder.shape, dtype=placeholder.dtype)
     into, into_bytes = records(values), tensor_bytes(values).numpy()
     row_bytes = into.itemsize
-    whole = [(first, len(rows), tensor_bytes(rows).numpy()) for first, rows in _consecutive(pieces)]
-    changed = [(numbers.numpy(), records(rows)) for numbers, rows in pieces if isinstance(numbers, Tensor)]
+    whole = _consecutive(pieces)
+    changed = [(piece.numbers.numpy(), piece) for piece in pieces if isinstance(piece.numbers, Tensor)]
 
     def read(begin: int) -> None:
         end = min(begin + span, len(values))
-        for first, count, rows in whole:
-            start, stop = (min(max(row, first), first + count) for row in (begin, end))
-            into_bytes[start * row_bytes : stop * row_bytes] = rows[
-                (start - first) * row_bytes : (stop - first) * row_bytes
-            ]
-        for numbers, rows in changed:
+        for first, piece in whole:
+            start, stop = (min(max(row, first), first + piece.shape[0]) for row in (begin, end))
+            piece.read(into_bytes[start * row_bytes : stop * row_bytes], (start - first) * row_bytes)
+        for numbers, piece in changed:
             start, stop = numbers.searchsorted(np.array([begin, end], numbers.dtype))  # of one type: no copy
-            into[numbers[start:stop]] = rows[start:stop]
+            rows = np.empty(stop - start, into.dtype)
+            piece.read(rows.view(np.uint8), int(start) * row_bytes)
+            into[numbers[start:stop]] = rows
 
     span = max(1, _SPAN_BYTES // row_bytes)
     spans += [partial(read, begin) for begin in range(0, len(values), span)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -240,3 +242,23 @@ def test_rows_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path, change: A
 def test_part_files_are_what_torch_reads_safely(tmp_path: Path) -> None:
     path = save(tmp_path, 2, parts())
     assert part_file.plain_data_problem(path / "rows_0.pt") is None
+
+
+@pytest.mark.parametrize("fault", ["shorter", "disk"])
+def test_a_file_that_fails_while_it_is_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Neither is seen when the files are verified; a mapping would end the process by SIGBUS."""
+    path = save(tmp_path, 2, parts())
+    preadv = os.preadv
+
+    def failing(descriptor: int, buffers: Any, offset: int) -> int:
+        if fault == "disk":
+            raise OSError(errno.EIO, "Input/output error")
+        os.truncate(path / "rows_1.pt", 0)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    reason = "It has become shorter while it was read" if fault == "shorter" else "Input/output error"
+    with pytest.raises(CheckpointError, match=rf"^.*_00000001 cannot be read: {reason} \(.*/rows_\d.pt\)\.$"):
+        CheckpointStore(tmp_path).load(path)

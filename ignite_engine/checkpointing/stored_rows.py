@@ -1,0 +1,116 @@
+"""Where the rows of tensors are in a file, so that several threads read them straight into the tensors.
+
+They are read, not mapped: where a file becomes shorter, a disk fails, or a file server has deleted it, a read is an
+error of one line, and to touch a mapping is the end of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import struct
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ignite_engine.checkpointing.digests import tensor_bytes
+from ignite_engine.checkpointing.filesystem import open_regular
+from ignite_engine.checkpointing.nested import Path, walk
+from ignite_engine.checkpointing.part_file import load_plain
+
+_LOCAL_HEADER_BYTES = 30
+"""Of a member of a zip file, up to its name; the last four are the lengths of the name and of what follows it."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Rows in a file.
+
+    Attributes:
+        numbers: of the first row, or of all.
+    """
+
+    numbers: int | Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+    _file: IO[bytes]
+    _offset: int
+
+    def read(self, into: np.ndarray[Any, Any], begin: int) -> None:
+        """Fill bytes with those of the rows from the byte ``begin`` on.
+
+        Raises:
+            OSError: with the path.
+        """
+        _read(self._file, into, self._offset + begin)
+
+
+def stored_rows(path: FilePath, files: contextlib.ExitStack) -> Iterator[tuple[str, Path, Stored]]:
+    """Part, place and rows of each tensor in a file, which stays open as long as ``files``.
+
+    Raises:
+        CheckpointError: one line; it is not plain data.
+        OSError: it cannot be read.
+        TypeError, ValueError, AttributeError, RuntimeError: it does not hold rows of tensors.
+    """
+    file = files.enter_context(open_regular(path))
+    parts = load_plain(path, None, mmap=True)
+    base = _address_of(parts, file)
+
+    def offset(tensor: Tensor) -> int:
+        if not tensor.is_contiguous():
+            raise ValueError("rows are contiguous")
+        return tensor.data_ptr() - base
+
+    for part, pieces in parts.items():
+        for place, (numbers, rows) in pieces.items():
+            if isinstance(numbers, Tensor):
+                at, numbers = offset(numbers), torch.empty_like(numbers)
+                _read(file, tensor_bytes(numbers).numpy(), at)
+            yield part, place, Stored(numbers, rows.dtype, rows.shape, file, offset(rows))
+
+
+def _address_of(parts: Any, file: IO[bytes]) -> int:
+    """The address at which the file is mapped.
+
+    The memories of its tensors are the members ``data/N`` of the zip file, in the same order.
+    """
+    memories = [value.untyped_storage() for _, value in walk(parts) if isinstance(value, Tensor) and value.nbytes]
+    addresses = sorted({(each.data_ptr(), each.nbytes()) for each in memories})
+    try:
+        members = [each for each in zipfile.ZipFile(file).infolist() if "/data/" in each.filename and each.file_size]
+    except zipfile.BadZipFile as error:
+        raise ValueError("it is not a zip file") from error
+    offsets = sorted((_data_offset(file, each), each.file_size) for each in members)
+    bases = {address - offset for (address, _), (offset, _) in zip(addresses, offsets, strict=True)}
+    if len(bases) > 1 or [size for _, size in addresses] != [size for _, size in offsets]:
+        raise ValueError("the tensors are not those of the zip file")
+    return next(iter(bases), 0)
+
+
+def _data_offset(file: IO[bytes], member: zipfile.ZipInfo) -> int:
+    header = os.pread(file.fileno(), _LOCAL_HEADER_BYTES, member.header_offset)
+    try:
+        name, extra = struct.unpack("<HH", header[-4:])
+    except struct.error as error:
+        raise ValueError("a member of the zip file has no header") from error
+    return member.header_offset + len(header) + int(name) + int(extra)
+
+
+def _read(file: IO[bytes], into: np.ndarray[Any, Any], offset: int) -> None:
+    left = into.data
+    while len(left):
+        try:
+            count = os.preadv(file.fileno(), [left], offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, file.name) from error
+        if count == 0:
+            raise OSError(errno.EIO, "It has become shorter while it was read", file.name)
+        left, offset = left[count:], offset + count
