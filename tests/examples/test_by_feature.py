@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ignite.engine import Events
 from torch import nn
 
 from examples import (
+    clearml_run,
     compiled_model,
     custom_event,
     custom_handler,
     early_stopping_ema,
+    eight_bit_layers,
     fine_tune,
+    fsdp,
     inference,
     minimal,
     own_update,
     resume,
     several_processes,
+    tensor_parallel,
     tensorboard_curves,
     two_losses,
     unfreezing,
 )
-from ignite_engine import Trainer, TrainingEvents, Update
+from ignite_engine import Trainer, TrainingEvents, Update, load_weights, loader
 from ignite_engine.checkpointing import CheckpointStore
+from ignite_engine.handlers import MetricLogger
 from tests.builders import on_two_ranks, weights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,18 +131,67 @@ def test_fine_tuned_network_keeps_the_body_and_beats_one_from_scratch(tmp_path: 
     assert accuracies["tuned"] > accuracies["from scratch"] + 0.1 and accuracies["tuned"] > 0.85
 
 
-def test_two_ranks_make_the_updates_of_one_process(tmp_path: Path) -> None:
-    alone = several_processes.train(0, str(tmp_path / "one"))
+def test_two_ranks_train_as_one_process_and_continue(tmp_path: Path) -> None:
+    """DDP, FSDP2 and tensor parallel, each started twice."""
+    alone = several_processes.train(0, str(tmp_path / "alone"))
 
     def on_a_rank(rank: int) -> dict[str, Any]:
-        trainer = several_processes.train(rank, str(tmp_path / "two"))
-        return {"iteration": trainer.state.iteration, "weights": weights(trainer).tolist()}
+        folder = str(tmp_path / "several_processes")
+        trainers = [several_processes.train(rank, folder) for _ in range(2)]
+        return {
+            "start": [trainer.state.start.value for trainer in trainers],
+            "iteration": [trainer.state.iteration for trainer in trainers],
+            "weights": weights(trainers[0]).tolist(),
+            "fsdp": [fsdp.train(rank, str(tmp_path / "fsdp")) for _ in range(2)],
+            "tensor": [tensor_parallel.train(rank, str(tmp_path / "tensor")) for _ in range(2)],
+        }
 
     found = on_two_ranks(on_a_rank, tmp_path / "meeting_point")
 
-    assert found["iteration"] == [alone.state.iteration] * 2 == [64, 64]
+    assert found["start"] == [["fresh", "resumed"]] * 2 and found["iteration"] == [[alone.state.iteration] * 2] * 2
     assert found["weights"][0] == found["weights"][1]
     torch.testing.assert_close(torch.tensor(found["weights"][0]), weights(alone), rtol=1e-4, atol=1e-5)
+    for name, example in (("fsdp", fsdp), ("tensor", tensor_parallel)):
+        first, again = found[name][0]
+        assert first == again and 0.4 * first[1] < first[0] < 0.6 * first[1]
+        rows, model = logged(tmp_path / name), example.network()
+        assert [row["iteration"] for row in rows] == [8, 16, 24, 32] and rows[-1]["loss"] < 0.6 * rows[0]["loss"]
+        load_weights(model, tmp_path / name)
+        inputs, targets = example.samples().tensors
+        assert (model.eval()(inputs).argmax(dim=1) == targets).float().mean() > 0.85
+    assert sum(each[0][0] for each in found["fsdp"]) == found["fsdp"][0][0][1]  # every weight once
+
+
+def test_fsdp_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    model = fsdp.network()
+    trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=3e-3), fsdp.loss_fn, clip_norm=1.0))
+    MetricLogger(tmp_path / "plain").attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(loader(fsdp.samples(), batch_size=64, shuffle=True), max_epochs=4)
+
+    on_two_ranks(lambda rank: {"own": fsdp.train(rank, str(tmp_path / "fsdp"))}, tmp_path / "meeting_point")
+    losses = [[row["loss"] for row in logged(tmp_path / name)] for name in ("plain", "fsdp")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "launchers"),
+    [("several_processes", [(), TORCHRUN]), ("fsdp", [()]), ("tensor_parallel", [TORCHRUN])],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_ranks_are_started_by_the_script_and_by_torchrun(
+    name: str, launchers: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    script, path = str(ROOT / "examples" / f"{name}.py"), os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    for launcher in launchers:
+        command = [sys.executable, *launcher, script, str(tmp_path / str(len(launcher)))]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=180, check=True)
+    rows = [logged(tmp_path / str(len(launcher))) for launcher in launchers]
+    assert len(rows[0]) == 4 and rows[0] == rows[-1]
 
 
 def test_frozen_body_has_no_gradient_until_it_is_trained_and_is_resumed_after_it(tmp_path: Path) -> None:
@@ -218,6 +276,57 @@ def test_tensorboard_has_curves_and_images_over_a_resume(tmp_path: Path) -> None
     assert [step for step, _ in curve] == list(range(4, 33, 4)) and curve[-1][1] < curve[0][1]
     assert [event.step for event in read.Images("image_and_restored")] == [8, 16, 24, 32]
     assert read.Tags()["histograms"] == ["weights"]
+
+
+def test_clearml_session_has_the_curve_over_a_resume(tmp_path: Path) -> None:
+    clearml_run.main(str(tmp_path), epochs=2)
+    clearml_run.main(str(tmp_path))
+    (path,) = (tmp_path / "clearml" / "offline").glob("*/metrics.jsonl")  # one task
+    points = [point for line in path.read_text().splitlines() for point in json.loads(line)]
+
+    curve = [(point["iter"], point["value"]) for point in points if point["metric"] == "loss"]
+    assert curve == [(row["iteration"], pytest.approx(row["loss"])) for row in logged(tmp_path)]
+    assert [step for step, _ in curve] == list(range(4, 65, 4))
+    assert '"0.01"' in (path.parent / "task.json").read_text()  # the config's rate
+    assert list(path.parent.parent.glob("*.zip"))
+
+
+def test_hugging_face_model_learns_and_goes_back_to_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from examples import hugging_face
+
+    hugging_face.main(str(tmp_path), epochs=3)
+    saved = hugging_face.main(str(tmp_path))
+
+    assert capsys.readouterr().out.splitlines()[-1] == "5, 6, 7 goes on: [8, 9, 10, 11, 12]"
+    rows = logged(tmp_path)
+    assert [row["epoch"] for row in rows] == [1, 2, 3, 4, 5] and rows[-1]["loss"] < 0.6 * rows[0]["loss"]
+    fresh = hugging_face.GPT2LMHeadModel(saved.config)
+    load_weights(fresh, tmp_path)
+    assert all(map(torch.equal, fresh.state_dict().values(), saved.state_dict().values()))
+
+
+def test_eight_bit_layers_compute_with_the_numbers_of_fp8_and_train_as_bf16_does(tmp_path: Path) -> None:
+    layer = eight_bit_layers.convert(nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 1)))[0]  # type: ignore[index]
+    inputs = torch.randn(2, 8, requires_grad=True)
+    outputs = layer(inputs)
+    outputs.backward(torch.randn(2, 4))
+    weight, gradient = layer.weight, layer.weight.grad
+    assert len(eight_bit_layers.rounded(weight.detach(), torch.float8_e4m3fn).unique()) <= 32
+    assert not torch.equal(outputs, nn.functional.linear(inputs, weight)) and gradient is not None
+    torch.testing.assert_close(outputs, nn.functional.linear(inputs, weight), rtol=0.1, atol=0.2)
+    assert eight_bit_layers.rounded(torch.tensor([1.0, 0.03, -0.9]), torch.float8_e4m3fn).tolist() == pytest.approx(
+        [1.0, 0.03, -0.9], rel=2**-4
+    )
+
+    whole = eight_bit_layers.main(str(tmp_path / "whole"))
+    eight_bit_layers.main(str(tmp_path / "cut"), epochs=3)
+    resumed = eight_bit_layers.main(str(tmp_path / "cut"))
+    assert torch.equal(weights(resumed), weights(whole)) and weights(whole).dtype == torch.float32
+    plain = eight_bit_layers.main(str(tmp_path / "bf16"), eight_bit=False)
+    assert not torch.equal(weights(plain), weights(whole))
+    losses = [logged(tmp_path / name)[-1]["loss"] for name in ("whole", "bf16")]
+    assert losses[0] == pytest.approx(losses[1], rel=0.3) and losses[0] < 0.2
 
 
 def test_the_table_has_every_example() -> None:
