@@ -1,6 +1,7 @@
-"""Brings files outside of docs/ that pages link to onto the site, and turns links to them round: a hook of MkDocs.
+"""A hook of MkDocs that reads pages as a code host does.
 
-The pages are written for a code host: README.md links to docs/checkpoints.md, and that one to ../examples/gan.py.
+README.md links to docs/checkpoints.md, and that one to ../examples/gan.py: files outside of docs/ that pages link to
+are brought onto the site, and the links lead there. A list or a table may follow a paragraph without an empty line.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", "
 
 _FENCE = re.compile(r"(^[ \t]*```.*?^[ \t]*```[ \t]*$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+
+_BEGINS = re.compile(r"(?:[-*] |1\. |\|)")  # a list, or a table
 
 _repository_path: dict[str, str] = {}  # of each page of the site that is not in docs/
 
@@ -45,7 +48,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with its links to files of the repository as links within the site."""
+    """The page in the words of Python-Markdown, with links to files of the repository as links within the site."""
     source = _repository_path.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def within_the_site(match: re.Match[str]) -> str:
@@ -55,8 +58,22 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         link = posixpath.relpath(uri_of(target), posixpath.dirname(page.file.src_uri) or ".")
         return f"{match[1]}{quote(link)}{match[3] or ''}{match[4]}"
 
-    parts = _FENCE.split(markdown)
-    return "".join(part if index % 2 else _LINK.sub(within_the_site, part) for index, part in enumerate(parts))
+    parts = [
+        part if index % 2 else _LINK.sub(within_the_site, part) for index, part in enumerate(_FENCE.split(markdown))
+    ]
+    return "".join(part if index % 2 else _apart(part, index > 0) for index, part in enumerate(parts))
+
+
+def _apart(text: str, after_code: bool) -> str:
+    """``text`` with an empty line between a paragraph, or code, and the list or table that follows it."""
+    lines: list[str] = []
+    for number, line in enumerate(text.split("\n")):
+        before = lines[-1] if lines else ""
+        ends = before.strip() and not before.startswith((" ", "#")) and not re.match(r"[-*] |\d+\. |\|", before)
+        if _BEGINS.match(line) and (ends or (after_code and number == 1)):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def resolved(page: str, link: str) -> str | None:

@@ -308,26 +308,31 @@ def ranks(folder: Path) -> Any:
 
 
 def cost(folder: Path) -> Any:
-    """The first table of benchmarks/README.md whose cells are ratios to the plain loop."""
-    text = (ROOT / "benchmarks" / "README.md").read_text()
-    cell = r"([\d.]+) \[([\d.]+), ([\d.]+)\]"
-    rows = re.findall(rf"^\| ([\w+ ]+) \| {cell} \| [^|]* \| {cell} \|", text, re.MULTILINE)
-    measured = re.search(r"\*\*Measured\*\* on ([\d-]+).*?commit (\w+)", text, re.DOTALL)
-    assert len(rows) >= 5 and measured
-    names = [row[0] for row in rows]
+    """The report of the overhead in docs/benchmarks.md: ratios to the plain loop, of a whole measurement."""
+    _, found, text = (ROOT / "docs" / "benchmarks.md").read_text().partition("\n## overhead")
+    assert found, "docs/benchmarks.md has no overhead: make bench writes it"
+    report = text.partition("\n## ")[0]
+    settings = {}
+    for title, lines in re.findall(r"^(bare|full) .*weights\n((?:\S.*\n)+)", report, re.MULTILINE):
+        found_rows = re.findall(r"^(\S+) +[\d.]+ +([\d.]+) \[([\d.]+), ([\d.]+)\]", lines, re.MULTILINE)
+        settings[title] = [row for row in found_rows if row[0] != "plain"]
+    assert list(settings) == ["bare", "full"], "a check of the overhead is no measurement of both settings"
+    day, commit = re.search(r"(\d{4}-\d\d-\d\d) ", report), re.search(r"commit ([\w-]+)", report)
+    assert day and commit
+    names = list(dict.fromkeys(row[0] for rows in settings.values() for row in rows))
     figure, axes = plt.subplots(1, 2, figsize=(7.6, 2.6), sharey=True)
-    for axis, title, column in zip(axes, ("bare", "full"), (1, 4)):
-        for place, row in enumerate(rows):
-            ratio, low, high = (float(each) for each in row[column : column + 3])
-            color = FIRE if row[0].startswith("ours") else PALE
+    for axis, (title, rows) in zip(axes, settings.items()):
+        for name, *figures in rows:
+            ratio, low, high = (float(each) for each in figures)
+            place, color = names.index(name), FIRE if name.startswith("ours") else PALE
             error = [[max(ratio - low, 0)], [max(high - ratio, 0)]]
             axis.barh(-place, ratio, color=color, xerr=error, error_kw={"elinewidth": 1, "ecolor": INK}, height=0.7)
             axis.text(0.02, -place, f"{ratio:.3f}", va="center", fontsize=7.5, color=INK)
         axis.axvline(1, color=INK, linewidth=1, linestyle="--")
         axis.set_title(f"{title}: ratio to the plain loop", fontsize=9)
         axis.set_xlim(0, 1.25)
-    axes[0].set_yticks(range(0, -len(rows), -1), names)
-    figure.text(0.01, -0.04, f"{measured[1]}, commit {measured[2]}, one CPU thread", fontsize=7.5, color=INK)
+    axes[0].set_yticks(range(0, -len(names), -1), names)
+    figure.text(0.01, -0.04, f"{day[1]}, commit {commit[1]}, one CPU thread", fontsize=7.5, color=INK)
     figure.tight_layout()
     return figure
 

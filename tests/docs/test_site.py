@@ -48,6 +48,12 @@ def test_the_reference_has_all_that_is_public(site: Path) -> None:
     assert re.findall(r":(?:class|meth|func):", reference) == []
 
 
+def test_lists_and_tables_are_read_as_on_a_code_host(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        prose = re.sub(r"<pre.*?</pre>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert re.findall(r"^(?:<p>)?(?:[-*] |\|).*", prose, re.MULTILINE) == [], page
+
+
 def test_files_of_the_repository_that_pages_link_to_are_on_the_site(site: Path) -> None:
     assert 'href="benchmarks/index.html"' in (site / "index.html").read_text(encoding="utf-8")  # README.md
     assert 'href="decisions/index.html"' in (site / "index.html").read_text(encoding="utf-8")  # a folder
