@@ -163,15 +163,12 @@ class _Turn:
 
 
 def background(training: Training, rounds: int, directory: Path) -> Measured:
-    """Train on one thread, and save in turn by each contender; the first round is not counted."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Train, and save in turn by each contender; the first round is not counted."""
     contenders = Contenders(training, directory)
     try:
         turns = _train(training, contenders, rounds, directory)
     finally:
         contenders.close()
-        torch.set_num_threads(threads)
     counted = {name: each[1:] for name, each in turns.items()}
     quiet = median(seconds for turn in counted[NOTHING] for seconds in turn.iterations)
     del counted[NOTHING]

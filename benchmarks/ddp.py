@@ -80,7 +80,9 @@ class Work:
         """In the process group that is there."""
         from accelerate import Accelerator
 
-        os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(RANKS)}
+        rank = str(dist.get_rank())
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())} | address
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
         model, optimizer = accelerator.prepare(self.module, self.optimizer)
 

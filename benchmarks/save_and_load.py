@@ -279,6 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not set(sections) <= set(SECTIONS):
         parser.error(f"--sections must be of {','.join(SECTIONS)}, got {options.sections}.")
     logging.disable(logging.WARNING)  # each resume says where it resumed
+    torch.set_num_threads(1)  # of computation, for all; what reads, hashes or writes in threads of its own keeps them
     training = Training(options.width)
     report: dict[str, Any] = {"machine": machine(), "bytes": training.bytes, "rounds": options.rounds}
     goals: list[Goal] = []

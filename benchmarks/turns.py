@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 import time
@@ -90,6 +91,7 @@ def on_ranks(ranks: int, work: Callable[..., Times], *arguments: Any) -> Times:
 
 
 def _rank(rank: int, ranks: int, folder: str, work: Callable[..., Times], arguments: tuple[Any, ...]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # for those that set the threads themselves
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     found = work(*arguments)

@@ -314,7 +314,7 @@ def cost(folder: Path) -> Any:
     report = text.partition("\n## ")[0]
     settings = {}
     for title, lines in re.findall(r"^(bare|full) .*weights\n((?:\S.*\n)+)", report, re.MULTILINE):
-        found_rows = re.findall(r"^(\S+) +[\d.]+ +([\d.]+) \[([\d.]+), ([\d.]+)\]", lines, re.MULTILINE)
+        found_rows = re.findall(r"^(\S.*?) +[\d.]+ +([\d.]+) \[([\d.]+), ([\d.]+)\]", lines, re.MULTILINE)
         settings[title] = [row for row in found_rows if row[0] != "plain"]
     assert list(settings) == ["bare", "full"], "a check of the overhead is no measurement of both settings"
     day, commit = re.search(r"(\d{4}-\d\d-\d\d) ", report), re.search(r"commit ([\w-]+)", report)
