@@ -60,6 +60,7 @@ BENCHMARKS = (
     Benchmark("growth", "with handlers, tensors, accumulation", "--rounds 15", "--rounds 2 --micro-batches 16"),
     Benchmark("captured_update", "the update as one graph", "--rounds 15", "--rounds 2 --micro-batches 48"),
     Benchmark("long_interval", "a log point in 100,000 iterations", "", "--iterations 2000 --saves 3"),
+    Benchmark("loading", "a loader, per sample", "--rounds 15", "--rounds 2 --samples 640 --large 128"),
     Benchmark("save_and_load", "saves and restores of 604 MB", "--rounds 15", "--rounds 2 --width 64"),
     Benchmark("delta_saves", "tables saved by changed rows", "--mib 256 --rounds 15", "--mib 4 --rounds 2"),
     Benchmark("ddp", "a step on two ranks", "--rounds 20", "--rounds 2 --steps 3"),

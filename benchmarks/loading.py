@@ -16,7 +16,7 @@ import random
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.goals import Goal
 from benchmarks.machine import machine
 from benchmarks.ratios import ratio_of_medians
 from ignite_engine import loader
@@ -105,7 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdict = "" if goal is None else f"   goal {goal}: {'met' if ratio.value <= goal else 'missed'}"
         print(f"{name:24} {median(of[PLAIN]):7.2f} us   {median(of[OURS]):7.2f} us   {ratio}{verdict}")
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "us_per_sample": times}))
+        goals = [
+            Goal.of(f"loader() / DataLoader, {name}", ratio_of_medians(of[OURS], of[PLAIN]), SETTINGS[name].goal)
+            for name, of in times.items()
+        ]
+        report = {"machine": machine(), "us_per_sample": times, "goals": [asdict(each) for each in goals]}
+        options.json.write_text(json.dumps(report))
     return 0
 
 
