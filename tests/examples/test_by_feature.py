@@ -28,6 +28,7 @@ from examples import (
     inference,
     minimal,
     own_update,
+    profiling,
     resume,
     several_processes,
     tensor_parallel,
@@ -327,6 +328,18 @@ def test_eight_bit_layers_compute_with_the_numbers_of_fp8_and_train_as_bf16_does
     assert not torch.equal(weights(plain), weights(whole))
     losses = [logged(tmp_path / name)[-1]["loss"] for name in ("whole", "bf16")]
     assert losses[0] == pytest.approx(losses[1], rel=0.3) and losses[0] < 0.2
+
+
+def test_profile_has_the_slow_operator_among_the_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profiling.main(str(tmp_path), iterations=20)
+
+    assert sorted(path.name for path in (tmp_path / "profiles").iterdir()) == [
+        "rank_0_iterations_13_to_15.json.gz",
+        "rank_0_iterations_13_to_15.txt",
+    ]
+    longest = capsys.readouterr().out.splitlines()[-5:]
+    assert ["aten::sort", "3"] in [line.split()[:2] for line in longest]  # once in each iteration
+    assert set(profiling.PARTS) <= logged(tmp_path)[-1].keys()
 
 
 def test_the_table_has_every_example() -> None:
