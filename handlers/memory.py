@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import resource
+import logging
+import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from ignite.engine import Engine, Events
 
-from ignite_engine.events import Phase
+from ignite_engine.errors import is_number
+from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.handlers.host_memory import MIB, Limit, memory_groups, peak_mib, rss_mib, tightest_limit
+from ignite_engine.ranks import agreement
 from ignite_engine.ranks.agreement import gather_floats
+from ignite_engine.step.out_of_memory import shapes_of
 
-MIB = 2**20
-_STATUS = Path("/proc/self/status")
+logger = logging.getLogger(__name__)
+
+PHASES = {
+    "after_forward_mib": (TrainingEvents.FORWARD_COMPLETED,),
+    "after_backward_mib": (TrainingEvents.BACKWARD_COMPLETED,),
+    "after_optimizer_mib": (TrainingEvents.OPTIMIZER_STEP_COMPLETED, TrainingEvents.OPTIMIZER_STEP_SKIPPED),
+}
+_SMALLEST = ("host_limit_mib", "host_headroom_mib")
 
 
 class MemoryLogger:
-    """Writes how much memory is in use, at its event; it does nothing between its events.
+    """Writes how much memory is in use, at its event.
 
     With the model on CUDA: ``memory/allocated_mib`` and ``memory/reserved_mib`` now, ``memory/peak_mib`` (allocated,
     the maximum since this handler last wrote: it resets torch's peak statistics), ``memory/retries`` and
@@ -27,30 +38,144 @@ class MemoryLogger:
     Everywhere: ``memory/host_rss_mib`` now and ``memory/host_peak_mib``, of the whole process so far (the kernel keeps
     no peak per interval). Loader workers are separate processes and are not included.
 
-    On several ranks each value is the largest over them, by one collective at the event, and ``memory/peak_rank`` is
-    the rank whose ``peak_mib`` (without CUDA ``host_rss_mib``) is the largest.
+    By phase, in the first iteration since it last wrote: ``memory/after_forward_mib``, ``memory/after_backward_mib``
+    (the largest over its micro-batches) and ``memory/after_optimizer_mib``, allocated on CUDA; else
+    ``memory/host_after_forward_mib`` and so on, of the host. They need an Update; in the other iterations nothing is
+    done.
+
+    ``memory/host_limit_mib`` and ``memory/host_headroom_mib``: the limit of the control group (a container's) or of the
+    machine that leaves the least, and what it leaves; loader workers and other processes count.
+
+    On several ranks each value is the largest over them (of the last two the smallest), by one collective at the event,
+    and ``memory/peak_rank`` is the rank whose ``peak_mib`` (without CUDA ``host_rss_mib``) is the largest.
+
+    If the run ends because a device is out of memory, the shapes of the batch are in a note of the error, and with
+    ``directory`` they and torch's summary of the device's memory are in ``out_of_memory_rank_0.txt`` there.
 
     All values are in MiB, except the two counts. No state is saved.
+
+    Args:
+        directory: of the run; None: no such file.
+        warn_below: share of the limit; headroom below it is one warning in a run.
+
+    Raises:
+        ValueError: ``warn_below`` is not from 0 to 1.
     """
 
     phase = Phase.MEASURE
 
+    def __init__(self, directory: str | Path | None = None, *, warn_below: float = 0.05) -> None:
+        if not is_number(warn_below) or not 0 <= warn_below <= 1:
+            raise ValueError(f"warn_below must be a share of the limit from 0 to 1, got {warn_below!r}.")
+        self.directory = None if directory is None else Path(directory)
+        self.warn_below = warn_below
+        self._by_phase: dict[str, float] = {}
+        self._handles: list[Any] = []
+        self._sampled = 0
+        self._groups: list[Path] | None = None
+        self._warned = False
+
     def attach(self, trainer: Engine, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
+        trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Engine) -> None:
-        values = _host_values()
+        values = {"host_rss_mib": rss_mib()}
+        values["host_peak_mib"] = max(values["host_rss_mib"], peak_mib())
+        limit = self._limit()
+        values |= {"host_limit_mib": limit.limit_mib, "host_headroom_mib": limit.headroom_mib}
         device = _device(trainer)
+        prefix = "" if device.type == "cuda" else "host_"
+        values |= {f"{prefix}{name}": self._by_phase.get(name, math.nan) for name in PHASES}
         if device.type == "cuda":
             values |= _cuda_values(device)
         rows = gather_floats(list(values.values()))
-        for name, column in zip(values, zip(*rows)):
-            trainer.state.metrics[f"memory/{name}"] = max(column)
+        metrics, columns = trainer.state.metrics, dict(zip(values, zip(*rows), strict=True))
+        for name, column in columns.items():
+            known = [value for value in column if value == value]
+            if known:
+                metrics[f"memory/{name}"] = (min if name in _SMALLEST else max)(known)
         if len(rows) > 1:
-            ranked = list(values).index("peak_mib" if "peak_mib" in values else "host_rss_mib")
-            trainer.state.metrics["memory/peak_rank"] = float(
-                max(range(len(rows)), key=lambda rank: rows[rank][ranked])
-            )
+            ranked = columns["peak_mib" if "peak_mib" in values else "host_rss_mib"]
+            metrics["memory/peak_rank"] = float(ranked.index(max(ranked)))
+        headroom = columns["host_headroom_mib"]
+        rank = headroom.index(min(headroom))
+        if not self._warned and headroom[rank] < self.warn_below * columns["host_limit_mib"][rank]:
+            self._warned = True
+            if agreement.rank() == rank:
+                logger.warning(
+                    "%.0f MiB of host memory are left of the %.0f MiB of %s%s: the process is killed where none is. "
+                    "Use fewer loader workers or a smaller prefetch_factor, or give it more memory.",
+                    limit.headroom_mib,
+                    limit.limit_mib,
+                    limit.of,
+                    agreement.on_ranks([rank]),
+                )
+        self._listen(trainer)
+
+    def _start(self, trainer: Any) -> None:
+        self._warned = False
+        trainer.call_at_end(self._end)
+        self._listen(trainer)
+
+    def _end(self, trainer: Any) -> None:
+        self._ignore()
+        error = sys.exception()
+        if isinstance(error, torch.OutOfMemoryError):
+            self._explain(trainer, error)
+
+    def _limit(self) -> Limit:
+        if self._groups is None:
+            self._groups = memory_groups()
+        return tightest_limit(self._groups)
+
+    def _listen(self, trainer: Engine) -> None:
+        """Ask for what is in use in the phases of the next iteration."""
+        self._by_phase.clear()
+        self._sampled = trainer.state.iteration + 1
+        if not self._handles:
+            asked = [(event, partial(self._note, name)) for name, events in PHASES.items() for event in events]
+            self._handles = [trainer.add_event_handler(event, note) for event, note in asked]
+            self._handles.append(trainer.add_event_handler(Events.ITERATION_STARTED, self._ignore_others))
+
+    def _note(self, name: str, trainer: Engine) -> None:
+        device = _device(trainer)
+        in_use = torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else rss_mib()
+        self._by_phase[name] = max(in_use, self._by_phase.get(name, 0.0))
+
+    def _ignore_others(self, trainer: Engine) -> None:
+        if trainer.state.iteration > self._sampled:
+            self._ignore()
+
+    def _ignore(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _explain(self, trainer: Any, error: torch.OutOfMemoryError) -> None:
+        device, iteration = _device(trainer), trainer.state.iteration
+        groups = trainer.state.batch
+        shapes = "; ".join(map(shapes_of, groups)) if isinstance(groups, list) else shapes_of(groups)
+        if self.directory is None:
+            error.add_note(f"The batch of iteration {iteration} has the shapes {shapes}.")
+            return
+        path = self.directory / f"out_of_memory_rank_{agreement.rank()}.txt"
+        lines = [
+            f"{type(error).__name__}: {error}",
+            f"iteration {iteration}, epoch {trainer.state.epoch}, rank {agreement.rank()}, {device}",
+            f"shapes of the micro-batches: {shapes}",
+            f"by phase, in the first iteration since it was last logged: {self._by_phase}",
+            f"host: {rss_mib():.0f} MiB, {self._limit()}",
+        ]
+        if device.type == "cuda":
+            lines.append(torch.cuda.memory_summary(device))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except OSError as failure:
+            error.add_note(f"The batch of iteration {iteration} has the shapes {shapes}; {path}: {failure}.")
+        else:
+            error.add_note(f"The batch of iteration {iteration} has the shapes {shapes}; memory is in {path}.")
 
 
 def _device(trainer: Engine) -> torch.device:
@@ -71,18 +196,3 @@ def _cuda_values(device: torch.device) -> dict[str, float]:
         "retries": float(statistics.get("num_alloc_retries", 0)),
         "ooms": float(statistics.get("num_ooms", 0)),
     }
-
-
-def _host_values() -> dict[str, float]:
-    rss = psutil.Process().memory_info().rss / MIB
-    return {"host_rss_mib": rss, "host_peak_mib": max(rss, _host_peak_mib())}
-
-
-def _host_peak_mib() -> float:
-    if _STATUS.exists():
-        # not ru_maxrss: a child started by a larger process inherits its parent's
-        for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / MIB if sys.platform == "darwin" else peak / 1024

@@ -83,7 +83,7 @@ def report(batch: Any, limit: int, iteration: int, model: nn.Module) -> str:
     """The line that says what is done about it."""
     norms = any(isinstance(each, _BatchNorm) and each.training for each in model.modules())
     return (
-        f"Out of memory in iteration {iteration} with a micro-batch of shapes {_shapes(batch)}: the step is done "
+        f"Out of memory in iteration {iteration} with a micro-batch of shapes {shapes_of(batch)}: the step is done "
         f"again, and micro-batches of more than {limit} samples are split from now on"
         f"{', each part with its own statistics in BatchNorm' if norms else ''}. A smaller batch_size with more "
         "accumulation_steps costs no second attempt."
@@ -101,8 +101,8 @@ def refusal(error: torch.OutOfMemoryError, batch: Any, iteration: int) -> torch.
     else:
         where, why = "", "under DDP, FSDP2 and rank_invariant none is split"
     return torch.OutOfMemoryError(
-        f"Out of memory{where} in iteration {iteration} with a micro-batch of shapes {_shapes(batch)}, and {why}: use "
-        f"a smaller batch_size with more accumulation_steps. {one_line(error)}"
+        f"Out of memory{where} in iteration {iteration} with a micro-batch of shapes {shapes_of(batch)}, and {why}: "
+        f"use a smaller batch_size with more accumulation_steps. {one_line(error)}"
     )
 
 
@@ -132,6 +132,7 @@ def _part(batch: Any, start: int, end: int, count: int) -> Any:
     return batch
 
 
-def _shapes(batch: Any) -> str:
+def shapes_of(batch: Any) -> str:
+    """The shapes of its tensors, in words."""
     shapes = [str(tuple(each.shape)) for each in _tensors(batch)]
     return ", ".join(shapes) if shapes else f"none ({type(batch).__name__})"

@@ -1,0 +1,92 @@
+"""Memory of this process on the host, and what a limit leaves of it."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MIB = 2**20
+_STATUS = Path("/proc/self/status")
+_UNLIMITED = 2**60  # version 1 has no word for it, but the largest number of pages
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Of a group of processes, such as a container, or of the machine; in MiB."""
+
+    limit_mib: float
+    headroom_mib: float
+    """What may be taken yet; pages of files that the kernel can give back are free."""
+    of: str
+
+
+def rss_mib() -> float:
+    """What the process holds now."""
+    return float(psutil.Process().memory_info().rss) / MIB
+
+
+def peak_mib() -> float:
+    """The largest that the process has held so far; the kernel keeps none of an interval."""
+    if _STATUS.exists():
+        # not ru_maxrss: a child started by a larger process inherits its parent's
+        for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / MIB if sys.platform == "darwin" else peak / 1024
+
+
+def tightest_limit(groups: Sequence[Path]) -> Limit:
+    """The limit that leaves the least, of the groups and the machine.
+
+    Args:
+        groups: of :func:`memory_groups`.
+    """
+    memory = psutil.virtual_memory()
+    limits = [Limit(memory.total / MIB, memory.available / MIB, "this machine")]
+    limits += [limit for limit in map(_limit_of, groups) if limit is not None]
+    return min(limits, key=lambda limit: limit.headroom_mib)
+
+
+def memory_groups(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """The folders of the control groups (cgroup) that limit this process's memory, its own and those above it.
+
+    Versions 1 and 2; empty where there are none. Source: man 7 cgroups.
+    """
+    try:
+        lines = [line.split(":", 2) for line in process.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return []
+    paths = {controllers: path for _, controllers, path in (line for line in lines if len(line) == 3)}
+    of_version_1 = next((controllers for controllers in paths if "memory" in controllers.split(",")), None)
+    top = root if of_version_1 is None else root / "memory"
+    path = paths.get(of_version_1 or "")
+    if path is None:
+        return []
+    # within a container its own group may be mounted as the top
+    own = top / path.strip("/")
+    folders = [own, *own.parents] if own.is_dir() else [top]
+    return [folder for folder in folders if folder.is_relative_to(top) and folder.is_dir()]
+
+
+def _limit_of(group: Path) -> Limit | None:
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most = (group / limit).read_text(encoding="ascii").strip()
+            if most == "max" or int(most) >= _UNLIMITED:
+                return None
+            taken = int((group / used).read_text(encoding="ascii"))
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        except (OSError, ValueError):
+            continue
+        free = int(most) - taken + int(statistics.get(cached, 0))
+        return Limit(int(most) / MIB, max(free, 0) / MIB, f"the control group {group}")
+    return None
