@@ -269,9 +269,14 @@ def copies(here: Here) -> list[Row]:
         output: Tensor = model(batch[0])
         return output.square().mean()
 
-    def ours(batches: Any) -> Callable[[], None]:
-        trainer = trainer_of(*parts(), loss_fn)
+    def ours(batches: Any, accumulation: int = ACCUMULATION) -> Callable[[], None]:
+        trainer = trainer_of(*parts(), loss_fn, accumulation=accumulation)
         return lambda: one_more_epoch(trainer, batches)
+
+    def trained(batches: Any) -> str:
+        model, optimizer = parts()
+        one_more_epoch(trainer_of(model, optimizer, loss_fn), batches)
+        return weights_digest(model.cpu())
 
     plain = parts()
     times = here.timed(
@@ -282,7 +287,12 @@ def copies(here: Here) -> list[Row]:
             "plain loop, pinned": lambda: plain_loop(here, pinned, loss_fn, *plain),
         }
     )
-    return compared(times, "nothing to copy", "a micro-batch", len(on_host))
+    rows = compared(times, "nothing to copy", "a micro-batch", len(on_host))
+    # a micro-batch in each update: it is copied while the device computes the update before, which the host has queued
+    times = here.timed({"nothing to copy, one each": ours(there, 1), "ours, pinned, one each": ours(pinned, 1)})
+    rows += compared(times, "nothing to copy, one each", "a micro-batch", len(on_host))
+    digests = {trained(on_host), trained(pinned), trained([(each.to(here.device),) for (each,) in on_host])}
+    return [*rows, {"what": "copies are whole", "value": str(len(digests) == 1), "ok": len(digests) == 1}]
 
 
 def stall(here: Here) -> list[Row]:

@@ -281,7 +281,7 @@ class Update:
         # between two steps of the optimizer each further call costs microseconds
         handlers = engine._event_handlers[TrainingEvents.BACKWARD_COMPLETED]
         in_contexts, backward = bool(defers) or self.loss_parallel, self._backward
-        for batch in micro_batches if self._on_host else to_device(micro_batches, self.device):
+        for batch in micro_batches if self._on_host else to_device(micro_batches, self.device, state.iteration):
             scale = scales[len(losses)]
             if in_contexts or not scale:
                 repeated = not scale and len(losses) >= len(scales) - state.padding
@@ -319,7 +319,7 @@ class Update:
         losses: list[Tensor] = []
         extras: list[Mapping[str, Tensor]] = []
         with invariance.collecting():
-            for index, batch in enumerate(to_device(micro_batches, self.device)):
+            for index, batch in enumerate(to_device(micro_batches, self.device, state.iteration)):
                 if scales[index]:
                     invariance.before(index)
                     losses.append(self._backward(engine, batch, scales[index], extras))

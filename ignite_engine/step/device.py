@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from ignite.utils import convert_tensor
-from torch import nn
+from torch import Tensor, nn
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -18,47 +20,117 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def to_device(micro_batches: Sequence[Any], device: torch.device) -> Iterable[Any]:
-    """The micro-batches on ``device``, in order; tensors in nested lists, tuples and mappings are moved.
+def to_device(micro_batches: Sequence[Any], device: torch.device, iteration: int | None = None) -> Iterable[Any]:
+    """The micro-batches on ``device``, in order.
 
-    On the CPU they are returned as they are. On CUDA each is copied on a side stream while the one before it is
-    computed (``non_blocking``: it overlaps only from pinned memory, see ``pin_memory`` of the loader).
+    Tensors are moved in nested mappings, sequences, named tuples and data classes, and what has a method ``to`` of its
+    own; the containers are made anew, and everything else stays as it is. On the CPU they are returned as they are.
+
+    Elsewhere each is moved when the one before it is about to be computed, and none beyond these. On CUDA tensors are
+    copied on a side stream (``non_blocking``: they overlap only from pinned memory, see ``pin_memory`` of the loader).
+
+    Args:
+        iteration: for the note of an error.
     """
     if device.type == "cpu" or not micro_batches:
         return micro_batches
-    if device.type == "cuda":
-        return _ahead(micro_batches, device)
-    return (convert_tensor(batch, device=device, non_blocking=True) for batch in micro_batches)
+    return _one_ahead(micro_batches, _SideStream(device) if device.type == "cuda" else _Mover(device), iteration)
+
+
+def _one_ahead(micro_batches: Sequence[Any], mover: _Mover, iteration: int | None) -> Iterator[Any]:
+    def start(index: int) -> Any:
+        try:
+            return mover.start(micro_batches[index])
+        except Exception as error:
+            of = "" if iteration is None else f" of iteration {iteration}"
+            error.add_note(f"Raised while micro-batch {index + 1}{of} was moved to {mover.device}.")
+            raise
+
+    following = start(0)
+    for index in range(len(micro_batches)):
+        batch = following
+        mover.wait_for(batch)
+        following = start(index + 1) if index + 1 < len(micro_batches) else None
+        yield batch
+
+
+class _Mover:
+    """Moves batches to a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def start(self, batch: Any) -> Any:
+        """The batch on the device; its copies may not have ended."""
+        return mapped(batch, self._tensor, self._object)
+
+    def wait_for(self, batch: Any) -> None:
+        """What is computed from now on uses ``batch`` when its copies have ended."""
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _object(self, value: Any) -> Any:
+        parameters = inspect.signature(value.to).parameters
+        takes_it = "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        return value.to(self.device, **({"non_blocking": True} if takes_it else {}))
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _ahead(micro_batches: Sequence[Any], device: torch.device) -> Iterator[Any]:
-    stream = _streams.setdefault(device, torch.cuda.Stream(device))
-    current = torch.cuda.current_stream(device)
+class _SideStream(_Mover):
+    """Copies tensors from the host on a stream beside the one that computes."""
 
-    def copy(batch: Any) -> Any:
-        with torch.cuda.stream(stream):
-            return convert_tensor(batch, device=device, non_blocking=True)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        self._side, self._computing = _streams[device], torch.cuda.current_stream(device)
+        self._copied: dict[int, Tensor] = {}
 
-    following = copy(micro_batches[0])
-    for index in range(len(micro_batches)):
-        batch = following
-        current.wait_stream(stream)
-        _record(batch, current)
-        if index + 1 < len(micro_batches):
-            following = copy(micro_batches[index + 1])
-        yield batch
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        # one that is there may be made by what is being computed; of others than plain ones the memory cannot be kept
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or type(tensor) is not Tensor:
+            return super()._tensor(tensor)
+        with torch.cuda.stream(self._side):
+            copied = super()._tensor(tensor)
+        self._copied[id(copied)] = copied
+        return copied
+
+    def wait_for(self, batch: Any) -> None:
+        self._computing.wait_stream(self._side)
+        for tensor in self._copied.values():
+            tensor.record_stream(self._computing)  # else its memory is given to the next copy while it is in use
+        self._copied.clear()
 
 
-def _record(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that ``stream`` uses these tensors, made on another one."""
-    if isinstance(batch, torch.Tensor):
-        batch.record_stream(stream)
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            _record(value, stream)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            _record(value, stream)
+def mapped(batch: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
+    """``batch`` with ``tensor`` of its tensors, and ``other`` of what has a method ``to`` and is no container."""
+    if isinstance(batch, Tensor):
+        return tensor(batch)
+    if isinstance(batch, str | bytes):
+        return batch
+    if isinstance(batch, Mapping):
+        values = {key: mapped(value, tensor, other) for key, value in batch.items()}
+        if type(batch) is dict or all(values[key] is value for key, value in batch.items()):
+            return values if type(batch) is dict else batch
+        if not isinstance(batch, MutableMapping):
+            return type(batch)(values)  # type: ignore[call-arg]  # as Ignite's does
+        made = copy.copy(batch)  # with its default factory, and whatever else it holds
+        made.update(values)
+        return made
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
+        return other(batch)
+    if isinstance(batch, Sequence):
+        items = [mapped(item, tensor, other) for item in batch]
+        if all(new is old for new, old in zip(items, batch, strict=True)):
+            return batch
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        anew = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):
+                object.__setattr__(anew, field.name, mapped(getattr(batch, field.name), tensor, other))  # may be frozen
+        return anew
+    return batch

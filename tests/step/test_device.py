@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
-from ignite_engine.step.device import device_of, to_device
+import numpy as np
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
+from ignite_engine.step.device import device_of, mapped, to_device
+from tests.builders import linear
+
+META = torch.device("meta")
 
 
 def test_device_is_that_of_the_first_parameter_or_buffer() -> None:
@@ -25,11 +39,217 @@ def test_on_the_cpu_batches_are_the_loaders_own() -> None:
     assert to_device(batches, torch.device("cpu")) is batches
 
 
-def test_nested_batches_are_moved_in_order() -> None:
-    batches = [{"inputs": torch.ones(size), "rest": [torch.ones(1), (torch.ones(2), "word")]} for size in (1, 2)]
-    moved = list(to_device(batches, torch.device("meta")))
+Pair = namedtuple("Pair", ["inputs", "name"])
 
-    assert [len(each["inputs"]) for each in moved] == [1, 2]
-    for each in moved:
-        tensors = [each["inputs"], each["rest"][0], each["rest"][1][0]]
-        assert all(tensor.device.type == "meta" for tensor in tensors) and each["rest"][1][1] == "word"
+
+@dataclass
+class Sample:
+    inputs: Tensor
+    rest: list[Any]
+    name: str = "a name"
+    later: Tensor = field(init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    inputs: Tensor
+
+
+class Graph:
+    """Such as one of PyTorch Geometric: moved by a method of its own."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: torch.device, *options: Any, non_blocking: bool = False) -> Graph:
+        assert non_blocking
+        return Graph(self.nodes.to(device))
+
+
+class OnlyDevice(Graph):
+    def to(self, device: torch.device) -> Graph:  # type: ignore[override]
+        return Graph(self.nodes.to(device))
+
+
+class Encoding(UserDict[str, Any]):
+    """Such as one of Hugging Face: a mapping whose own ``to`` changes it in place."""
+
+    def to(self, device: torch.device) -> Encoding:
+        raise AssertionError("the host's batch would be changed")
+
+
+ONE = torch.ones(1)
+CONTAINERS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
+    "tensor": (ONE, lambda moved: moved),
+    "dict": ({"a": ONE}, lambda moved: moved["a"]),
+    "ordered": (OrderedDict(a=ONE), lambda moved: moved["a"]),
+    "with a default": (defaultdict(list, a=ONE), lambda moved: moved["a"]),
+    "read-only": (MappingProxyType({"a": ONE}), lambda moved: moved["a"]),
+    "encoding": (Encoding(a=ONE), lambda moved: moved["a"]),
+    "list": ([ONE, 1], lambda moved: moved[0]),
+    "tuple": ((ONE, "b"), lambda moved: moved[0]),
+    "deque": (deque([ONE]), lambda moved: moved[0]),
+    "named tuple": (Pair(ONE, "b"), lambda moved: moved.inputs),
+    "data class": (Sample(ONE, [ONE, 2]), lambda moved: moved.rest[0]),
+    "frozen": (Frozen(ONE), lambda moved: moved.inputs),
+    "graph": (Graph(ONE), lambda moved: moved.nodes),
+    "graph that takes a device only": (OnlyDevice(ONE), lambda moved: moved.nodes),
+    "packed": (pack_sequence([torch.ones(2), ONE]), lambda moved: moved.data),
+    "no samples": ([torch.ones(0, 3)], lambda moved: moved[0]),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_tensors_are_moved_in_whatever_holds_them(name: str) -> None:
+    batch, tensor_of = CONTAINERS[name]
+    outer = {"batch": (batch, None)}
+    (moved,) = to_device([outer], META)
+    inside = moved["batch"][0]
+    assert tensor_of(inside).device == META
+    assert tensor_of(batch).device.type == "cpu"  # the host's is as it was
+    if not isinstance(batch, Graph | PackedSequence):
+        assert type(inside) is type(batch)
+    if isinstance(batch, defaultdict):
+        assert inside["missing"] == []
+
+
+@pytest.mark.parametrize(
+    "value", ["word", b"bytes", None, 3, 2.5, True, range(3), np.ones(2), {1, 2}, [1, "b"], Tensor]
+)
+def test_what_is_no_tensor_stays_what_it_is(value: Any) -> None:
+    (moved,) = to_device([[value, torch.ones(1)]], META)
+    assert moved[0] is value
+
+
+def test_a_tensor_is_asked_for_once_and_in_order() -> None:
+    asked: list[int] = []
+    batch = {"a": torch.tensor(1), "b": [torch.tensor(2), (torch.tensor(3),)]}
+    mapped(batch, lambda tensor: asked.append(int(tensor)), lambda value: value)
+    assert asked == [1, 2, 3]
+
+
+class Watched:
+    """A batch that says when it is moved, and can fail."""
+
+    def __init__(self, number: int, log: list[str], fails: bool = False) -> None:
+        self.number, self.log, self.fails = number, log, fails
+        self.inputs = torch.ones(2, 3)
+
+    def to(self, device: torch.device) -> Watched:
+        self.log.append(f"move {self.number}")
+        if self.fails:
+            raise RuntimeError("no such device")
+        moved = Watched(self.number, self.log)
+        moved.inputs = self.inputs.to(device)
+        return moved
+
+
+class Stream:
+    """Batches that say when they are loaded; a plain iterable, whose position the trainer counts."""
+
+    def __init__(self, log: list[str], count: int = 5, fails_at: int | None = None) -> None:
+        self.log, self.count, self.fails_at = log, count, fails_at
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Watched]:
+        for number in range(self.count):
+            self.log.append(f"load {number}")
+            yield Watched(number, self.log, number == self.fails_at)
+
+
+def on_meta(log: list[str], accumulation_steps: int | None) -> Trainer:
+    model = linear().to("meta")
+
+    def loss_fn(model: nn.Module, batch: Watched) -> Tensor:
+        log.append(f"compute {batch.number}")
+        assert batch.inputs.device == META
+        loss: Tensor = model(batch.inputs).mean()
+        return loss
+
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+    update.run_ended = lambda engine: None  # type: ignore[method-assign]  # it reads the losses, which are none here
+    return Trainer(update, accumulation_steps)
+
+
+def test_each_is_moved_before_the_one_before_it_is_computed_and_none_beyond_the_update() -> None:
+    log: list[str] = []
+    trainer = on_meta(log, 3)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: log.append("step"))
+    trainer.run(Stream(log))
+    assert log == [
+        *("load 0", "load 1", "load 2"),
+        *("move 0", "move 1", "compute 0", "move 2", "compute 1", "compute 2", "step"),
+        *("load 3", "load 4", "move 3", "move 4", "compute 3", "compute 4", "step"),
+    ]  # fmt: skip
+    log.clear()
+    on_meta(log, None).run(Stream(log, 2))
+    assert log == ["load 0", "move 0", "compute 0", "load 1", "move 1", "compute 1"]
+
+
+def test_a_stop_leaves_nothing_moved_that_was_not_computed() -> None:
+    log: list[str] = []
+    trainer = on_meta(log, 2)
+    trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED(once=3), lambda: trainer.request_stop("test"))
+    trainer.run(Stream(log, 9))
+    moved = [line.removeprefix("move ") for line in log if line.startswith("move")]
+    computed = [line.removeprefix("compute ") for line in log if line.startswith("compute")]
+    assert moved == computed == ["0", "1", "2", "3"]
+
+
+def test_an_error_while_it_is_moved_names_the_iteration() -> None:
+    log: list[str] = []
+    with pytest.raises(RuntimeError, match="no such device") as caught:
+        on_meta(log, 2).run(Stream(log, 6, fails_at=3))
+    assert caught.value.__notes__ == ["Raised while micro-batch 2 of iteration 2 was moved to meta."]
+
+
+def test_evaluation_moves_each_batch_as_it_comes() -> None:
+    log: list[str] = []
+    model = linear().to("meta")
+    evaluator = create_evaluator(model, lambda model, batch: log.append(f"compute {batch.number}"))
+    evaluator.run(Stream(log, 2))
+    assert log == ["load 0", "move 0", "compute 0", "load 1", "move 1", "compute 1"]
+
+
+@pytest.mark.cuda
+def test_on_cuda_copies_from_pinned_memory_are_whole_and_overlap() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    host = [
+        {"a": torch.full((4096, 1024), float(n)).pin_memory(), "g": OnlyDevice(torch.ones(3) * n)} for n in range(9)
+    ]
+    product = torch.randn(4096, 4096, device=device)
+    found = []
+    for batch in to_device(host, device):
+        for _ in range(20):
+            product = product @ product / product.norm()  # the copies behind it are done meanwhile
+        found.append((batch["a"] + 0.0 * product[:, :1024].nan_to_num(), batch["g"].nodes))
+        del batch  # its memory is free for the next copy
+    for number, (copied, nodes) in enumerate(found):
+        assert torch.equal(copied, torch.full_like(copied, float(number)))
+        assert torch.equal(nodes.cpu(), torch.ones(3) * number)
+
+
+@pytest.mark.cuda
+def test_on_cuda_a_run_is_resumed_at_every_position_to_the_same_bits(tmp_path: Any) -> None:
+    from ignite_engine.handlers import Checkpoint
+
+    data = [(torch.randn(64, 3), torch.randn(64, 1)) for _ in range(7)]
+
+    def train(until: int, name: str) -> list[Tensor]:
+        model = linear().cuda()
+        trainer = Trainer(
+            Update(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: (m(b[0]) - b[1]).square().mean()), 3
+        )
+        checkpoint = Checkpoint(tmp_path / name)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
+        checkpoint.resume()
+        samples = [(a, b) for inputs, targets in data for a, b in zip(inputs, targets, strict=True)]
+        trainer.run(loader(samples, 64, pin_memory=True), max_iters=until)  # type: ignore[arg-type]
+        return [each.detach().cpu() for each in model.parameters()]
+
+    whole = train(6, "whole")
+    for position in range(1, 6):
+        train(position, str(position))
+        assert all(torch.equal(a, b) for a, b in zip(train(6, str(position)), whole, strict=True))
