@@ -18,6 +18,7 @@ from ignite_engine.handlers.media import MediaFiles
 from ignite_engine.handlers.meters import CHUNK, Meter, Running
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
 from ignite_engine.ranks import agreement
+from ignite_engine.step.reported import GroupMean, Reported, read
 
 Row = Mapping[str, Any]
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class MetricLogger:
         self._join_loaded()
         meters = {name: meter.state_dict() for name, meter in self._meters.items() if meter.count}
         means = {name: mean.state_dict() for name, mean in self._means.items()}
-        rows = [list(row) for row in self._rows]
+        rows = [[iteration, {name: read(value) for name, value in row.items()}] for iteration, row in self._rows]
         return {"rows": rows, "means": means, "not_finite_at": self._not_finite_at, "meters": self._loaded | meters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,7 +134,7 @@ class MetricLogger:
     def _add_up(self) -> None:
         rows, self._rows = self._rows, []
         for name in dict.fromkeys(name for _, row in rows for name in row):
-            values = [row[name] for _, row in rows if name in row]
+            values = [read(row[name]) for _, row in rows if name in row]
             iterations = [iteration for iteration, row in rows if name in row] if name in _WATCHED else None
             self._means.setdefault(name, Running("mean")).add(values, iterations)
 
@@ -155,11 +156,11 @@ class MetricLogger:
             return
         if self._loaded:
             self._join_loaded()
-        if row := _scalars(trainer.state.output):
+        if row := _scalars(trainer.state.unread_output):
             self._rows.append((trainer.state.iteration, row))
             for meter in trainer.state.meters.values():
                 if meter.of in row:
-                    meter.take(row[meter.of])
+                    meter.take(read(row[meter.of]))
             if len(self._rows) == CHUNK:
                 self._add_up()
 
@@ -195,8 +196,14 @@ class MetricLogger:
 def _scalars(output: Any) -> Row:
     """The numbers and tensors of one element in ``output`` by name, without graphs and larger tensors behind them."""
     row: dict[str, Any] = {}
-    for name, value in output.items() if isinstance(output, Mapping) else (("loss", output),):
-        if isinstance(value, torch.Tensor):
+    if type(output) is Reported:
+        pairs: Any = dict.items(output)
+    else:
+        pairs = output.items() if isinstance(output, Mapping) else (("loss", output),)
+    for name, value in pairs:
+        if type(value) is GroupMean:
+            row[name] = value
+        elif isinstance(value, torch.Tensor):
             if value.numel() == 1:
                 if value.requires_grad:
                     value = value.detach()

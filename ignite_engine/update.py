@@ -37,6 +37,7 @@ from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_
 from ignite_engine.step.optimizer_step import needs_closure, step
 from ignite_engine.step.precision import LossScaler, Precision, autocast, check_precision, loss_scaler
 from ignite_engine.step.rank_local import inside_ddp
+from ignite_engine.step.reported import GroupMean, Reported, unread
 from ignite_engine.step.without_trace import without_rows, without_trace
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Update:
 
     ``state.output`` becomes a dict of detached device scalars: ``loss``, this rank's weighted sum, scaled so that
     its mean over ranks is the weighted mean of the whole group (on one process it is that mean); ``grad_norm``,
-    before clipping; and the extra names, averaged likewise.
+    before clipping; and the extra names, averaged likewise. The mean of a group's losses is computed when it is read.
 
     Raises:
         ValueError: an argument is out of range, DDP with ``static_graph`` is asked to accumulate, or FSDP2 shards a
@@ -299,8 +300,10 @@ class Update:
             if handlers:
                 engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
         self._broken_off = False
-        output = {"loss": weighted(losses, scales)}
-        return output if not extras else output | weighted_by_name(extras, scales)
+        output = {"loss": weighted(losses, scales)} if len(losses) == 1 else Reported(loss=GroupMean(losses, scales))
+        if extras:
+            output.update(weighted_by_name(extras, scales))
+        return output
 
     def _begin_invariant(self, invariance: RankInvariance, engine: Any, micro_batches: Any) -> list[float] | None:
         return invariance.begin(
@@ -369,7 +372,7 @@ class Update:
                 output["grad_norm"] = norm
         if self.non_finite is not None and not self._is_finite(engine, output["loss"], norm):
             return self._skip(engine, output)
-        self._losses.add(engine.state.iteration, output["loss"])
+        self._losses.add(engine.state.iteration, unread(output, "loss"))
         if finite:
             self.stepping = True
             for optimizer in self.optimizers.values():
@@ -512,13 +515,13 @@ class Updates:
 
     def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
         """Make the updates that are due in this iteration."""
-        output: dict[str, Tensor] = {}
+        output = Reported()
         iteration = engine.state.iteration
         try:
             for name, update in self.updates.items():
                 if iteration % self.every[name] == 0:
                     self.turn = name
-                    output |= {f"{name}/{key}": value for key, value in update(engine, batch).items()}
+                    output.update({f"{name}/{key}": value for key, value in dict.items(update(engine, batch))})
         finally:
             self.turn = None
         return output

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ignite_engine.errors import NotFinite, RollBack
 from ignite_engine.ranks import agreement
+from ignite_engine.step.reported import GroupMean, read
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +110,10 @@ class FirstNonFinite:
 
     def __init__(self) -> None:
         self._start = 0
-        self._losses: list[Tensor] = []
+        self._losses: list[Tensor | GroupMean] = []
         self._first: Tensor | None = None
 
-    def add(self, iteration: int, loss: Tensor) -> None:
+    def add(self, iteration: int, loss: Tensor | GroupMean) -> None:
         if len(self._losses) >= _CHUNK or iteration != self._start + len(self._losses):
             self._fold()
             self._start = iteration
@@ -131,7 +132,7 @@ class FirstNonFinite:
         """Take the first bad one of the losses so far, on their device."""
         losses, self._losses = self._losses, []
         if losses:
-            bad = ~torch.stack(losses).isfinite()
+            bad = ~torch.stack([read(loss) for loss in losses]).isfinite()
             first = torch.where(bad.any(), bad.int().argmax() + self._start, -1)
             self._first = first if self._first is None else torch.where(self._first < 0, first, self._first)
 
