@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, Subset, get_worker_info
+from torch.utils.data import Dataset, Sampler, Subset
 
 from ignite_engine import rng
 from ignite_engine.data.seeding import SeededCalls
@@ -115,8 +115,8 @@ class SeededDataset(Dataset[Any]):
     batches (``__getitems__``), which is asked for one batch at a time: they depend on what the batch holds, so on the
     batch size and the number of ranks, but not on the number of workers nor on where a run was resumed.
 
-    Only the generators that are drawn from are seeded (``seeding.py``). Those of the training process are restored; a
-    worker's have no other use.
+    Only the generators that are drawn from are seeded (``seeding.py``). All are restored, for what else draws from them
+    in this process: training, a dataset that reads this one, a thread of a worker.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
@@ -132,10 +132,8 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         """The batch of these samples, all of one pass."""
-        batch, worker = partial(self._batch, keys), get_worker_info()
-        if worker is not None and worker.dataset is self:
-            return batch(None)
-        return rng.undisturbed(batch, numpy_rests=self._reading.leaves_numpy and self._collating.leaves_numpy)
+        numpy_rests = self._reading.leaves_numpy and self._collating.leaves_numpy
+        return rng.undisturbed(partial(self._batch, keys), numpy_rests=numpy_rests)
 
     def _batch(self, keys: Sequence[Key], place: bytes | None) -> Any:
         pass_number, first = keys[0]
