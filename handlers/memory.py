@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from ignite_engine.step.out_of_memory import shapes_of
 logger = logging.getLogger(__name__)
 
 PHASES = {
-    "after_forward_mib": (TrainingEvents.FORWARD_COMPLETED,),
-    "after_backward_mib": (TrainingEvents.BACKWARD_COMPLETED,),
-    "after_optimizer_mib": (TrainingEvents.OPTIMIZER_STEP_COMPLETED, TrainingEvents.OPTIMIZER_STEP_SKIPPED),
+    "after_forward_mib": TrainingEvents.FORWARD_COMPLETED,
+    "after_backward_mib": TrainingEvents.BACKWARD_COMPLETED,
+    "after_optimizer_mib": TrainingEvents.OPTIMIZER_STEP_COMPLETED,
 }
 _SMALLEST = ("host_limit_mib", "host_headroom_mib")
 
@@ -134,18 +133,25 @@ class MemoryLogger:
         self._by_phase.clear()
         self._sampled = trainer.state.iteration + 1
         if not self._handles:
-            asked = [(event, partial(self._note, name)) for name, events in PHASES.items() for event in events]
-            self._handles = [trainer.add_event_handler(event, note) for event, note in asked]
-            self._handles.append(trainer.add_event_handler(Events.ITERATION_STARTED, self._ignore_others))
+            phases = (self._after_forward, self._after_backward, self._after_optimizer)
+            self._handles = [trainer.add_event_handler(*pair) for pair in zip(PHASES.values(), phases, strict=True)]
+
+    def _after_forward(self, trainer: Engine) -> None:
+        self._note("after_forward_mib", trainer)
+
+    def _after_backward(self, trainer: Engine) -> None:
+        self._note("after_backward_mib", trainer)
+
+    def _after_optimizer(self, trainer: Engine) -> None:
+        self._note("after_optimizer_mib", trainer)
 
     def _note(self, name: str, trainer: Engine) -> None:
+        if trainer.state.iteration > self._sampled:
+            self._ignore()
+            return
         device = _device(trainer)
         in_use = torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else rss_mib()
         self._by_phase[name] = max(in_use, self._by_phase.get(name, 0.0))
-
-    def _ignore_others(self, trainer: Engine) -> None:
-        if trainer.state.iteration > self._sampled:
-            self._ignore()
 
     def _ignore(self) -> None:
         for handle in self._handles:
