@@ -59,7 +59,7 @@ def run(
     checkpoint.attach(trainer)
     if checkpoint.resume() is None and start is not None:
         print(checkpoint.load(start, LoadPlan.fine_tune(ignore=["model:head.*"])))
-    trainer.run(loader(train_set, 32, shuffle=True), max_epochs=epochs)
+    trainer.run(loader(train_set, 64, shuffle=True), max_epochs=epochs)
     return trainer
 
 
@@ -72,7 +72,7 @@ def main(directory: str = "runs/fine_tune") -> dict[str, float]:
     train_set, val_set = TensorDataset(inputs[4000:4064], two[4000:4064]), TensorDataset(inputs[4064:], two[4064:])
 
     folder = Path(directory)
-    run(folder / "pretrained", pretraining, pretraining, 8, 5, None)
+    run(folder / "pretrained", pretraining, pretraining, 8, 6, None)
     tuned = run(folder / "tuned", train_set, val_set, 2, 25, folder / "pretrained")
     scratch = run(folder / "scratch", train_set, val_set, 2, 25, None)
     accuracies = {"tuned": tuned.state.metrics["val/accuracy"], "from scratch": scratch.state.metrics["val/accuracy"]}

@@ -45,7 +45,7 @@ class SharpnessAwareUpdate:
             for parameter, offset in zip(parameters, offsets, strict=True):
                 parameter.add_(offset)
         nearby = loss_fn(self.model, batch)
-        nearby.backward()
+        torch.autograd.backward(nearby)
         with torch.no_grad():
             for parameter, offset in zip(parameters, offsets, strict=True):
                 parameter.sub_(offset)
