@@ -15,7 +15,7 @@ def test_every_contender_is_measured(
 ) -> None:
     monkeypatch.setattr(loading, "SETTINGS", {n: s for n, s in loading.SETTINGS.items() if "draws, 2" not in n})
     target = tmp_path / "loading.json"
-    assert loading.main(["--rounds", "2", "--samples", "6400", "--large", "256", "--json", str(target)]) == 0
+    assert loading.main(["--rounds", "2", "--samples", "640", "--large", "128", "--json", str(target)]) == 0
 
     times = json.loads(target.read_text())["us_per_sample"]
     assert set(times) == set(loading.SETTINGS)

@@ -48,4 +48,4 @@ def test_a_defect_that_is_planted_is_found(
 ) -> None:
     plant(monkeypatch)
 
-    assert run(0, 40, None).failures
+    assert any(run(number, 1, None).failures for number in range(40))
