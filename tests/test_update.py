@@ -599,3 +599,24 @@ def test_a_dropped_trainer_frees_its_model_at_once() -> None:
         assert model() is None
     finally:
         gc.enable()
+
+
+def test_listeners_that_come_and_go_within_a_group_hear_what_follows() -> None:
+    """The list of listeners is looked up once for a group."""
+    model, heard, steps = linear(), list[tuple[str, int]](), list[int]()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        steps.append(len(steps))
+        if len(steps) == 2:
+            trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED, later)
+        if len(steps) == 4:
+            trainer.remove_event_handler(later, TrainingEvents.BACKWARD_COMPLETED)
+        return model(batch).square().mean()
+
+    def later() -> None:
+        heard.append(("later", len(steps)))
+
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn), accumulation_steps=5)
+    trainer.run([torch.ones(2, 3)] * 10, max_epochs=1)
+
+    assert heard == [("later", 2), ("later", 3)]

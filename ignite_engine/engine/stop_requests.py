@@ -88,6 +88,8 @@ class StopRequests:
             now: vote at this iteration even if it is not its turn; every rank must say the same.
         """
         self.pending = False
+        if self.single_process and self.stop is None and not (self._save or self._background_done or self._due):
+            return 0  # at each boundary with a handler of RESUME_POINT, such as Checkpoint's
         wanted = (
             (STOP if self.stop else 0) | (SAVE if self._save else 0) | (BACKGROUND_DONE if self._background_done else 0)
         ) | (TICK if self._due else 0)
