@@ -41,6 +41,11 @@ from ignite_engine.step.reported import GroupMean, Reported, unread
 from ignite_engine.step.without_trace import without_rows, without_trace
 
 logger = logging.getLogger(__name__)
+_OF_A_MICRO_BATCH = (
+    TrainingEvents.FORWARD_STARTED,
+    TrainingEvents.FORWARD_COMPLETED,
+    TrainingEvents.BACKWARD_COMPLETED,
+)
 
 
 class Update:
@@ -280,7 +285,8 @@ class Update:
         losses: list[Tensor] = []
         extras: list[Mapping[str, Tensor]] = []
         # between two steps of the optimizer each further call costs microseconds
-        handlers = engine._event_handlers[TrainingEvents.BACKWARD_COMPLETED]
+        listeners = [engine._event_handlers[event] for event in _OF_A_MICRO_BATCH]
+        _, _, after_backward = listeners
         in_contexts, backward = bool(defers) or self.loss_parallel, self._backward
         for batch in micro_batches if self._on_host else to_device(micro_batches, self.device, state.iteration):
             scale = scales[len(losses)]
@@ -293,11 +299,11 @@ class Update:
                     without_trace(self.model) if repeated else nullcontext(),
                     nullcontext() if scale else without_rows(self._parameters()),
                 ):
-                    losses.append(backward(engine, batch, scale, extras))
+                    losses.append(backward(engine, batch, scale, extras, listeners))
             else:
-                losses.append(backward(engine, batch, scale, extras))
+                losses.append(backward(engine, batch, scale, extras, listeners))
             state.micro_batches += 1
-            if handlers:
+            if after_backward:
                 engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
         self._broken_off = False
         output = {"loss": weighted(losses, scales)} if len(losses) == 1 else Reported(loss=GroupMean(losses, scales))
@@ -321,11 +327,12 @@ class Update:
         state: Any = engine.state
         losses: list[Tensor] = []
         extras: list[Mapping[str, Tensor]] = []
+        listeners = [engine._event_handlers[event] for event in _OF_A_MICRO_BATCH]
         with invariance.collecting():
             for index, batch in enumerate(to_device(micro_batches, self.device, state.iteration)):
                 if scales[index]:
                     invariance.before(index)
-                    losses.append(self._backward(engine, batch, scales[index], extras))
+                    losses.append(self._backward(engine, batch, scales[index], extras, listeners))
                 state.micro_batches += 1
                 if engine._event_handlers.get(TrainingEvents.BACKWARD_COMPLETED):
                     engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
@@ -334,14 +341,16 @@ class Update:
             self.scaler.scale(torch.zeros((), device=self.device))
         return invariance.reduce(losses, extras)
 
-    def _backward(self, engine: Engine, batch: Any, scale: float, extras: list[Mapping[str, Tensor]]) -> Tensor:
+    def _backward(
+        self, engine: Engine, batch: Any, scale: float, extras: list[Mapping[str, Tensor]], listeners: Any
+    ) -> Tensor:
         """Forward and backward of one micro-batch on the device; its mean loss, detached."""
-        handlers = engine._event_handlers
-        if handlers.get(TrainingEvents.FORWARD_STARTED):
+        started, completed, _ = listeners
+        if started:
             engine.fire_event(TrainingEvents.FORWARD_STARTED)
         with self._autocast:
             result: Any = self.loss_fn(self.model, batch)
-        if handlers.get(TrainingEvents.FORWARD_COMPLETED):
+        if completed:
             engine.fire_event(TrainingEvents.FORWARD_COMPLETED)
         try:
             loss, extra = (result, None) if type(result) is Tensor else parts(result)
