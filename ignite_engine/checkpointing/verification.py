@@ -82,7 +82,7 @@ class Verification:
     def forget(self, checkpoint: Path) -> None:
         """A checkpoint that is gone."""
         for memory in (self._found, _READ):
-            for path in [each for each in memory if each.parent == checkpoint]:
+            for path in [each for each in list(memory) if each.parent == checkpoint]:  # other threads add to it
                 memory.pop(path, None)
 
     def _missing_pieces(self, checkpoint: Path, manifest: Manifest) -> list[str]:

@@ -117,7 +117,8 @@ def test_a_large_file_has_no_crc_of_torch_and_no_other_thread_saves_without(
     write_parts(tmp_path / "small.pt", small)
     for file in (*theirs, tmp_path / "small.pt"):
         assert zipfile.ZipFile(file).testzip() is None
-    assert zipfile.ZipFile(tmp_path / "large.pt").testzip() is not None
+    tested = zipfile.ZipFile(tmp_path / "large.pt").testzip()
+    assert (tested is not None) == (torch.__version__ >= "2.12")  # before, the option was that of the process
     for mmap in (False, True):
         assert torch.equal(read_parts(tmp_path / "large.pt", record, mmap=mmap)["a"], large["a"])
 
