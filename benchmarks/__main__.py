@@ -64,8 +64,8 @@ BENCHMARKS = (
     Benchmark("save_and_load", "saves and restores of 604 MB", "--rounds 15", "--rounds 2 --width 64"),
     Benchmark("delta_saves", "tables saved by changed rows", "--mib 256 --rounds 15", "--mib 4 --rounds 2"),
     Benchmark("ddp", "a step on two ranks", "--rounds 20", "--rounds 2 --steps 3"),
-    Benchmark("rank_invariant", "the same bits on any number of ranks", "--rounds 15", "--rounds 2 --steps 2"),
-    Benchmark("stop_vote", "ranks that agree on stops", "--rounds 15", "--rounds 2 --steps 5"),
+    Benchmark("rank_invariant", "the same bits on any number of ranks", "--rounds 15 --steps 8", "--rounds 2 --steps 2"),
+    Benchmark("stop_vote", "ranks that agree on stops", "--rounds 15 --steps 100", "--rounds 2 --steps 5"),
 )
 
 

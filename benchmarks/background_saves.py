@@ -29,7 +29,7 @@ from ignite_engine import Phase, Trainer, TrainingEvents, Update
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.handlers import Checkpoint
 
-QUIET_ITERATIONS = 4  # at least, after each save
+QUIET_ITERATIONS = 3  # at least, with each save
 NOTHING, COPY, OURS = "nothing", "memory copy", "ours"
 
 Done = Callable[[], None]
@@ -219,7 +219,7 @@ def _train(training: Training, contenders: Contenders, rounds: int, directory: P
             if len(current.iterations) < QUIET_ITERATIONS or current.ended is None or not announced:
                 return
             current.delete()
-            current, rest = None, 2  # of which the first holds the deletion
+            current, rest = None, 1  # the iteration that holds the deletion
         elif rest:
             rest -= 1
         elif order:

@@ -43,3 +43,10 @@ def test_what_a_checkpoint_grows_by_is_seen(tmp_path: Path, monkeypatch: pytest.
     )
     found = long_interval.measure(2000, 2, tmp_path)
     assert found.bytes[long_interval.LAST][-1] > 1.5 * found.bytes[long_interval.FIRST][0]
+
+
+def test_a_logged_value_that_is_not_the_mean_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = long_interval._loss_of
+    monkeypatch.setattr(long_interval, "_loss_of", lambda trainer: 1.01 * plain(trainer))
+    with pytest.raises(RuntimeError, match="where the mean of all losses is"):
+        long_interval.measure(100, 1, tmp_path)
