@@ -55,16 +55,22 @@ BENCHMARKS = (
     ),
     Benchmark("evaluation", "an evaluation, per batch", "--rounds 30", "--rounds 2 --batches 5"),
     Benchmark("loading", "a loader, per sample", "--rounds 15", "--rounds 2 --samples 200 --large 20"),
-    Benchmark("start_and_exit", "a process, before and after its run", "--rounds 15", "--rounds 1"),
+    Benchmark(
+        "start_and_exit",
+        "a process, before and after its run",
+        "--rounds 15 --contenders plain,ignite,ours,handlers",
+        "--rounds 1 --contenders plain,ours",
+    ),
     Benchmark("handler_costs", "handlers, per iteration", "--rounds 15", "--rounds 2 --iterations 100"),
     Benchmark("growth", "with handlers, tensors, accumulation", "--rounds 15", "--rounds 2 --micro-batches 16"),
     Benchmark("captured_update", "the update as one graph", "--rounds 15", "--rounds 2 --micro-batches 48"),
     Benchmark("long_interval", "a log point in 100,000 iterations", "", "--iterations 2000 --saves 3"),
-    Benchmark("loading", "a loader, per sample", "--rounds 15", "--rounds 2 --samples 640 --large 128"),
     Benchmark("save_and_load", "saves and restores of 604 MB", "--rounds 15", "--rounds 2 --width 64"),
     Benchmark("delta_saves", "tables saved by changed rows", "--mib 256 --rounds 15", "--mib 4 --rounds 2"),
     Benchmark("ddp", "a step on two ranks", "--rounds 20", "--rounds 2 --steps 3"),
-    Benchmark("rank_invariant", "the same bits on any number of ranks", "--rounds 15 --steps 8", "--rounds 2 --steps 2"),
+    Benchmark(
+        "rank_invariant", "the same bits on any number of ranks", "--rounds 15 --steps 8", "--rounds 2 --steps 2"
+    ),
     Benchmark("stop_vote", "ranks that agree on stops", "--rounds 15 --steps 100", "--rounds 2 --steps 5"),
 )
 
