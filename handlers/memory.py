@@ -72,7 +72,7 @@ class MemoryLogger:
         self._handles: list[Any] = []
         self._sampled = 0
         self._groups: list[Path] | None = None
-        self._warned = False
+        self._warned = self._watches = False
 
     def attach(self, trainer: Engine, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
         trainer.add_event_handler(Events.STARTED, self._start)
@@ -114,10 +114,10 @@ class MemoryLogger:
 
     def _start(self, trainer: Any) -> None:
         self._warned = False
-        trainer.call_at_end(self._end)
         self._listen(trainer)
 
     def _end(self, trainer: Any) -> None:
+        self._watches = False
         self._ignore()
         error = sys.exception()
         if isinstance(error, torch.OutOfMemoryError):
@@ -128,8 +128,11 @@ class MemoryLogger:
             self._groups = memory_groups()
         return tightest_limit(self._groups)
 
-    def _listen(self, trainer: Engine) -> None:
-        """Ask for what is in use in the phases of the next iteration."""
+    def _listen(self, trainer: Any) -> None:
+        """Ask for what is in use in the phases of the next iteration, and whether the run ends out of memory."""
+        if not self._watches:  # at the start, and where a paused run goes on
+            trainer.call_at_end(self._end)
+            self._watches = True
         self._by_phase.clear()
         self._sampled = trainer.state.iteration + 1
         if not self._handles:

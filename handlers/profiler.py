@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from ignite.engine import Engine, Events
 from torch.profiler import ProfilerActivity
 
-from ignite_engine.errors import is_whole
+from ignite_engine.errors import Interrupted, is_whole
 from ignite_engine.ranks import agreement
 from ignite_engine.text import in_columns
 
@@ -84,14 +85,15 @@ class Profiler:
                     agreement.world_size(),
                 )
             return
-        trainer.add_event_handler(Events.STARTED, self._start)
+        if not self.wait:
+            trainer.add_event_handler(Events.STARTED, self._start)
         self._handle = trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Engine) -> None:
         self._passed += 1
         if self._profile is None:
             if self._passed >= self.wait:
-                self._begin()
+                self._begin(trainer)
             return
         self._last = trainer.state.iteration
         self._profile.step()
@@ -99,11 +101,10 @@ class Profiler:
             self._end(trainer)
 
     def _start(self, trainer: Any) -> None:
-        trainer.call_at_end(self._end)
-        if self._passed >= self.wait and self._windows < self.repeat:
-            self._begin()
+        if self._profile is None and self._windows < self.repeat:
+            self._begin(trainer)
 
-    def _begin(self) -> None:
+    def _begin(self, trainer: Any) -> None:
         if Profiler._at_work is not None or getattr(torch.autograd, "_profiler_enabled", bool)():
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
@@ -113,6 +114,7 @@ class Profiler:
         self._profile = torch.profiler.profile(activities=activities, schedule=schedule, **self.options)
         Profiler._at_work, self._passed = self, 0
         self._profile.start()
+        trainer.call_at_end(self._end)
 
     def _end(self, trainer: Any) -> None:
         """The window ends, when it is full or with the run."""
@@ -125,7 +127,7 @@ class Profiler:
         if self._windows == self.repeat:
             self._handle.remove()
         profile.stop()
-        if recorded > 0:
+        if recorded > 0 and not isinstance(sys.exception(), Interrupted | KeyboardInterrupt):  # those are in a hurry
             self._write(trainer, profile, recorded)
 
     def _write(self, trainer: Any, profile: torch.profiler.profile, recorded: int) -> None:

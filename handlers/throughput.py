@@ -213,7 +213,6 @@ class _CountedIteration:
     def attach(self, trainer: Any) -> None:
         resumed = (TrainingEvents.OPTIMIZER_STEP_COMPLETED, TrainingEvents.OPTIMIZER_STEP_SKIPPED)
         self._handles = [
-            trainer.add_event_handler(Events.STARTED, lambda: trainer.call_at_end(self._break_off)),
             trainer.add_event_handler(Events.ITERATION_STARTED, self._begin),
             trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._pause),
             *(trainer.add_event_handler(event, self._resume) for event in resumed),  # for another update
@@ -243,6 +242,7 @@ class _CountedIteration:
             return
         self._count, self._limit = FlopCount(), trainer.state.micro_batch_limit
         self._count.start()
+        trainer.call_at_end(self._break_off)
 
     def _pause(self, trainer: Any) -> None:
         if self._count is not None:

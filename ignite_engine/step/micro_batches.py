@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import nn
@@ -134,11 +134,17 @@ def micro_batch_scales(
 
 
 def first_dimension(batch: Any) -> int | None:
-    """Of the first tensor or array in ``batch``, which may nest mappings, lists and tuples; None: there is none."""
+    """Of the first tensor or array in ``batch``, which may nest mappings, lists, tuples and data classes, or None."""
     shape = getattr(batch, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else None
-    children = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    children: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        children = batch.values()
+    elif isinstance(batch, list | tuple):
+        children = batch
+    elif is_dataclass(batch):
+        children = (getattr(batch, each.name, None) for each in fields(batch))
     for child in children:
         size = first_dimension(child)
         if size is not None:

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ignite_engine.errors import one_line
 from ignite_engine.ranks import agreement
+from ignite_engine.step.device import mapped
 from ignite_engine.step.micro_batches import WeightFn
 
 NEVER_ON = frozenset({"cpu"})
@@ -134,5 +135,8 @@ def _part(batch: Any, start: int, end: int, count: int) -> Any:
 
 def shapes_of(batch: Any) -> str:
     """The shapes of its tensors, in words."""
-    shapes = [str(tuple(each.shape)) for each in _tensors(batch)]
+    shapes: list[str] = []
+    mapped(
+        batch, lambda tensor: shapes.append(str(tuple(tensor.shape))), lambda other: shapes.append(type(other).__name__)
+    )
     return ", ".join(shapes) if shapes else f"none ({type(batch).__name__})"

@@ -153,6 +153,49 @@ def test_what_has_no_matrix_product_is_said(caplog: pytest.LogCaptureFixture) ->
     assert "throughput/tflops_per_s" not in trainer.state.metrics
 
 
+def test_a_run_that_is_paused_or_fails_in_the_counted_iteration_counts_in_a_later_one() -> None:
+    fails = [True]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        if trainer.state.iteration == 3 and fails.pop(0):
+            raise ZeroDivisionError
+        return mse(model, batch)
+
+    model = linear()
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
+    Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), trainer.interrupt)
+    trainer.run(numbers(6))
+    assert (trainer.state.iteration, _get_current_dispatch_mode()) == (2, None)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(numbers(6))
+    assert _get_current_dispatch_mode() is None
+    fails.append(False)
+    for _ in range(2):  # it is paused again
+        trainer.run(numbers(6))
+    metrics = trainer.state.metrics
+    assert 1e12 * metrics["throughput/tflops_per_s"] == pytest.approx(
+        LINEAR_FLOPS * metrics["throughput/samples_per_s"]
+    )
+
+
+def test_a_run_within_a_run_counts_for_itself() -> None:
+    def made() -> Trainer:
+        model = linear()
+        trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
+        Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
+        return trainer
+
+    outer, inner = made(), made()
+    outer.add_event_handler(Events.ITERATION_COMPLETED, lambda: inner.run(numbers(3), max_epochs=inner.state.epoch + 1))
+    outer.run(numbers(4))
+    for trainer in (outer, inner):
+        metrics = trainer.state.metrics
+        assert 1e12 * metrics["throughput/tflops_per_s"] == pytest.approx(
+            LINEAR_FLOPS * metrics["throughput/samples_per_s"]
+        )
+
+
 @pytest.mark.parametrize("peak", [0, -1.0, "989e12", True])
 def test_a_peak_that_is_none_is_refused(peak: Any) -> None:
     with pytest.raises(ValueError, match="peak_flops must be the FLOP/s of one device, above 0"):

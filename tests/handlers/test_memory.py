@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,31 @@ def test_out_of_memory_names_the_shapes_and_writes_a_file(where: str, tmp_path: 
         text = path.read_text()
         assert "Tried to allocate 2.00 GiB" in text and "iteration 1, epoch 1, rank 0, cpu" in text and "(2, 4)" in text
     assert not handlers_of(trainer, TrainingEvents.BACKWARD_COMPLETED)
+
+
+def test_out_of_memory_is_explained_of_batches_of_any_kind(tmp_path: Path) -> None:
+    @dataclass
+    class Sample:
+        inputs: torch.Tensor
+        name: str
+
+    def update(engine: Any, batch: Any) -> None:
+        if engine.state.iteration == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    trainer = Trainer(update, 2)
+    MemoryLogger(tmp_path).attach(trainer)
+    data: list[Any] = [
+        Sample(torch.ones(2, 3), "a"),
+        "b",
+        {"c": [torch.ones(0)]},
+        None,
+        Sample(torch.ones(5, 7), "d"),
+        6,
+    ]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.run(data, max_epochs=1)
+    assert "iteration 3 has the shapes (5, 7); none (int); memory is in" in "\n".join(caught.value.__notes__)
 
 
 def test_another_error_leaves_no_file(tmp_path: Path) -> None:

@@ -102,6 +102,44 @@ def test_a_window_in_which_the_run_ends_holds_what_was_recorded(how: str, tmp_pa
     assert files(tmp_path) == ["rank_0_iterations_4_to_5.json.gz", "rank_0_iterations_4_to_5.txt"]
 
 
+def test_a_paused_run_ends_its_window_and_the_next_one_ends_as_well(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    Profiler(tmp_path, wait=1, warmup=1, active=9, repeat=2).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), trainer.interrupt)
+    trainer.run(numbers_loader(20))
+    assert trainer.state.iteration == 4 and not torch.autograd._profiler_enabled()
+    trainer.run(numbers_loader(20))
+    assert trainer.state.iteration == 10
+    assert [name for name in files(tmp_path) if name.endswith("txt")] == [
+        "rank_0_iterations_3_to_4.txt",
+        "rank_0_iterations_7_to_10.txt",
+    ]
+
+
+def test_an_end_by_force_writes_nothing(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    Profiler(tmp_path, wait=0, warmup=0, active=9).attach(trainer)
+
+    def force() -> None:
+        raise KeyboardInterrupt
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), force)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(numbers_loader(20))
+    assert files(tmp_path) == []
+
+
+def test_a_rollback_ends_the_window_and_training_goes_on(tmp_path: Path) -> None:
+    trainer = trainer_of(non_finite="rollback")
+    data = [(torch.randn(2, 3), torch.randn(2, 1)) for _ in range(8)]
+    data[4] = (torch.full((2, 3), torch.nan), data[4][1])
+    Checkpoint(tmp_path / "checkpoints").attach(trainer, Events.ITERATION_COMPLETED)
+    Profiler(tmp_path, wait=1, warmup=1, active=9).attach(trainer)
+    trainer.run(data)
+    assert trainer.state.iteration == 8
+    assert files(tmp_path)[1] == "rank_0_iterations_3_to_4.txt"
+
+
 def test_a_window_that_has_only_warmed_up_writes_nothing(tmp_path: Path) -> None:
     trainer = trainer_of()
     Profiler(tmp_path, wait=1, warmup=5, active=1).attach(trainer)

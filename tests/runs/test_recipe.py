@@ -138,6 +138,24 @@ def test_intervals_of_all_units(build: Callable[..., Run], tmp_path: Path) -> No
         build(sections)
 
 
+def test_what_a_run_costs_is_in_its_folder_and_changes_no_weight(build: Callable[..., Run]) -> None:
+    sections: dict[str, Any] = {
+        "logging": {"every": 2, "flops": True, "peak_flops": 1e12, "memory": True, "throughput": True},
+        "profiler": {"active": 2, "wait": 3, "warmup": 1},
+    }
+    bare = build({}, "bare").train()
+    run = build(sections)
+    assert run.train()["weights_sha256"] == bare["weights_sha256"]
+    last = lines_of(run)[-1]
+    assert {"throughput/mfu", "throughput/tflops_per_s", "memory/host_after_forward_mib"} <= set(last)
+    assert [each.name for each in sorted((run.directory.path / "profiles").glob("*"))] == [
+        "rank_0_iterations_5_to_6.json.gz",
+        "rank_0_iterations_5_to_6.txt",
+    ]
+    assert list((run.directory.path / "media" / "profile" / "operators").glob("*.txt"))
+    assert "profile/operators" in (run.directory.path / "report.html").read_text()
+
+
 def test_short_run_is_logged_ten_times_unless_it_says_how_often(build: Callable[..., Run]) -> None:
     short, own = build({"run": {"max_iterations": 20}}), build({"logging": {"every": 5}}, folder="own")
     short.train(), own.train()
