@@ -271,6 +271,10 @@ class Trainer(Engine):
         """Whether this rank has been asked to stop; the others may not know yet."""
         return self.requests.stop is not None
 
+    def listeners(self, event: Any) -> int:
+        """How many handlers an event has, whatever their filters say."""
+        return len(bus.handlers_of(self, event))
+
     def starts_fresh(self, name: str) -> bool:
         """Whether the object registered as ``name`` starts over: the run is fresh, and no state was loaded into it.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Events
+from ignite.engine.events import RemovableEventHandle
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Update, Updates
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 LOST = 1e-3
 """The share of a start's time after which the ledger's newest line is written again, between 0.02 and 1 s: a kill loses
 no more than that, or the work between two events."""
+_ALWAYS = (Events.GET_BATCH_COMPLETED, TrainingEvents.BACKWARD_COMPLETED)
+"""Of the events at which others are looked for, those at which each StepTimes itself has a handler anyway."""
 
 
 class StepTimes:
@@ -65,6 +68,7 @@ class StepTimes:
         self._began = self._given = since
         self._clock: Clock = HostClock()
         self._file: LedgerFile | None = None
+        self._around: list[RemovableEventHandle] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -84,13 +88,9 @@ class StepTimes:
         on(Events.EPOCH_STARTED, self._epoch_starts)
         on(Events.GET_BATCH_STARTED, self._wait_starts)
         on(Events.GET_BATCH_COMPLETED, self._wait_ends)
-        on(Events.ITERATION_STARTED, self._iteration_starts)
         on(own.FORWARD_STARTED, self._forward_starts)
         on(own.FORWARD_COMPLETED, self._forward_ends)
         on(own.BACKWARD_COMPLETED, self._backward_ends)
-        on(own.BACKWARD_COMPLETED, self._handlers_end)
-        on(own.OPTIMIZER_STEP_STARTED, self._gradients_are_there)
-        on(own.OPTIMIZER_STEP_STARTED, self._handlers_end)
         on(own.OPTIMIZER_STEP_COMPLETED, self._optimizer_ends)
         on(own.OPTIMIZER_STEP_SKIPPED, self._optimizer_ends)
         on(Events.ITERATION_COMPLETED, self._iteration_ends)
@@ -98,8 +98,6 @@ class StepTimes:
         for rest in (Events.EPOCH_COMPLETED, own.METRICS_READY, Events.COMPLETED):
             on(rest, self._step_is_over)
         on(own.METRICS_READY, self._logging_ends)
-        on(own.RESUME_POINT, self._boundary_starts)
-        on(own.RESUME_POINT, self._boundary_ends)
         on(event, self)
         on(Events.COMPLETED, self._write_rest)
 
@@ -155,10 +153,6 @@ class StepTimes:
         self._clock.seconds["startup"] = perf_counter() - self._began
         self._after_backward = "reduction" if getattr(update, "rank_invariant", False) else "optimizer"
         self._hook = self._last_gradient(model)
-        if trainer.progress.windows is not None and not trainer.has_event_handler(
-            self._step_is_over, TrainingEvents.WINDOW_COMPLETED
-        ):
-            trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, self._step_is_over)
         self._first, self._checkpoints = state.iteration, state.checkpoints
         self._saves_before, self._evaluations_before = state.checkpoints, state.evaluations
         self._sinks_before = dict(state.sink_seconds)
@@ -172,6 +166,27 @@ class StepTimes:
                 self._beat()
         trainer.call_at_end(self._end)
 
+    def _mark_around_others(self, trainer: Trainer) -> None:
+        """Subscribe to where other handlers run within an iteration: each event costs something in each iteration."""
+        on, own = trainer.add_event_handler, TrainingEvents
+
+        def has_others(*events: Any) -> bool:
+            return any(trainer.listeners(event) > (event in _ALWAYS) for event in events)
+
+        added = self._around
+        if has_others(Events.GET_BATCH_COMPLETED, own.WINDOW_STARTED, Events.ITERATION_STARTED):
+            added.append(on(Events.ITERATION_STARTED, self._iteration_starts))
+        if has_others(own.BACKWARD_COMPLETED):
+            added.append(on(own.BACKWARD_COMPLETED, self._handlers_end))
+        if has_others(own.OPTIMIZER_STEP_STARTED) or self._after_backward != "optimizer":
+            added.append(on(own.OPTIMIZER_STEP_STARTED, self._gradients_are_there))
+            added.append(on(own.OPTIMIZER_STEP_STARTED, self._handlers_end))
+        if has_others(own.RESUME_POINT):
+            added.append(on(own.RESUME_POINT, self._boundary_starts))
+            added.append(on(own.RESUME_POINT, self._boundary_ends))
+        if trainer.progress.windows is not None:
+            added.append(on(own.WINDOW_COMPLETED, self._step_is_over))
+
     def _last_gradient(self, model: Any) -> Callable[[], None]:
         """Have it marked when a backward under DDP has made the model's first gradient, usually its last one."""
         if not isinstance(model, DistributedDataParallel):
@@ -184,6 +199,8 @@ class StepTimes:
         """The run has ended, in whatever way."""
         self._clock.mark(self._rest)
         self._hook()
+        while self._around:
+            self._around.pop().remove()
         status = trainer.state.status
         if agreement.rank() == 0 and status in ("completed", "interrupted"):
             self._clock.read()
@@ -265,8 +282,10 @@ class StepTimes:
 
     # -- marks: each says what the time since the one before it was ----------------------------------------------
 
-    def _epoch_starts(self) -> None:
+    def _epoch_starts(self, trainer: Trainer) -> None:
         self._clock.mark(self._rest)
+        if self._rest == "startup":
+            self._mark_around_others(trainer)
         self._rest, self._waiting = "handlers", True  # a pass is opened next, with its workers
 
     def _wait_starts(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ignite_engine.report.charts import chart, script_data, sparkline
+from ignite_engine.report.goodput.section import goodput_section
 from ignite_engine.report.media import media_section
 from ignite_engine.report.panels import COLOURS, Panel, compared_panels, panels_of
 from ignite_engine.report.records import Record, read_run
@@ -69,6 +70,7 @@ def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
         f'<p class="under">{escape(str(run.path.absolute()))}</p>',
         _outcome(run),
         _tiles(_key_numbers(run)),
+        *goodput_section(run.ledger),
         *_curves(panels_of(run), [run]),
         *media_section(run.path / "media"),
         *_config(run.config, defaults),
@@ -148,6 +150,8 @@ def _key_numbers(run: Record) -> list[Tile]:
     if (took := seconds(run)) is not None:
         starts = sum(entry.get("what") in ("started", "resumed") for entry in run.history)
         tiles.append(Tile("Time", duration(took), f"in {starts} starts" if starts > 1 else ""))
+    if run.ledger is not None:
+        tiles.append(Tile("Goodput", f"{100 * run.ledger.goodput:.0f} %", "of the time"))
     if "parameters" in summary:
         tiles.append(Tile("Parameters", short(float(summary["parameters"]))))
     if "epoch" in summary:
@@ -240,7 +244,7 @@ def _last_values(run: Record) -> list[str]:
     rest = {
         key: value
         for key, value in run.summary.items()
-        if key not in ("metrics", "startup_s", "status", "reason") and value not in (None, {})
+        if key not in ("metrics", "startup_s", "status", "reason", "goodput", "verdict") and value not in (None, {})
     }
     startup = {phase: f"{seconds:.2f} s" for phase, seconds in (run.summary.get("startup_s") or {}).items()}
     cards = [_card(name, part) for name, part in (("run", rest), ("start-up", startup), ("last values", kept)) if part]
@@ -269,11 +273,15 @@ def _runs_table(runs: Sequence[Record], names: Sequence[str]) -> str:
     followed = [run.followed[0] for run in runs if run.followed is not None and run.followed[0] in run.series]
     keys = list(dict.fromkeys([*followed, *losses]))
     titles = ["run", "status", "iteration", *(f"{key}, best" for key in keys), "time"]
+    timed = any(run.ledger is not None for run in runs)
+    titles += ["goodput"] if timed else []
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         best = [run.best(key) for key in keys]
         cells = [str(run.summary.get("iteration", "")), *("" if each is None else short(each[1], 5) for each in best)]
         cells.append("" if (took := seconds(run)) is None else duration(took))
+        if timed:
+            cells.append("" if run.ledger is None else f"{100 * run.ledger.goodput:.0f} %")
         numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
         swatch = f'<span class="swatch c{index % COLOURS}"></span>'
         rows.append(f"<tr><td>{swatch}{escape(name)}</td><td>{escape(run.status)}</td>{numbers}</tr>")

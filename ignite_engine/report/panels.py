@@ -9,8 +9,19 @@ from ignite_engine.report.records import Points, Record
 
 TIMES = {
     "data wait": "time/data_wait_ms",
+    "copy": "time/copy_ms",
+    "forward": "time/forward_ms",
+    "backward": "time/backward_ms",
     "forward and backward": "time/forward_backward_ms",
+    "reduction": "time/reduction_ms",
     "optimizer": "time/optimizer_ms",
+    "update": "time/update_ms",
+}
+STEPS = {
+    "median": "time/step_p50_ms",
+    "99 %": "time/step_p99_ms",
+    "slowest rank": "time/slowest_rank_ms",
+    "other ranks": "time/other_ranks_ms",
 }
 COLOURS = 8
 _GIB_FROM_MIB = 8192.0
@@ -59,6 +70,7 @@ def panels_of(run: Record) -> list[Panel]:
         _panel(run, "Gradient norm", "", {key: key for key in series if key == "grad_norm"}, may_be_log=True),
         *_throughput(run, series),
         _time_split(series),
+        _panel(run, "Steps", "ms; of ranks without the reduction", {k: v for k, v in STEPS.items() if v in series}),
         _other_times(run, series),
         *_memory(run, series),
         *(_panel(run, key, "", {key: key}, from_zero=False) for key in others),
@@ -115,18 +127,20 @@ def _time_split(series: Mapping[str, Points]) -> Panel | None:
     whole = dict(series.get("time/step_ms", ()))
     if not whole:
         return None
-    parts = {name: dict(series[key]) for name, key in TIMES.items() if key in series}
+    left_out = "time/forward_backward_ms" if "time/forward_ms" in series else None  # it is the sum of both
+    parts = {name: dict(series[key]) for name, key in TIMES.items() if key in series and key != left_out}
     rest = {at: max(total - sum(part.get(at, 0.0) for part in parts.values()), 0.0) for at, total in whole.items()}
+    if left_out is None:  # else the parts are all of it
+        parts["other"] = rest
     lines = [
-        Line(name, [(at, part.get(at, 0.0)) for at in whole], mark)
-        for mark, (name, part) in enumerate([*parts.items(), ("other", rest)])
+        Line(name, [(at, part.get(at, 0.0)) for at in whole], mark) for mark, (name, part) in enumerate(parts.items())
     ]
     return Panel("Time per iteration", "ms, mean over ranks", lines, stacked=True)
 
 
 def _other_times(run: Record, series: Mapping[str, Points]) -> Panel | None:
     """Times that are no part of an iteration, such as those of handlers and sinks."""
-    known = {"time/step_ms", *TIMES.values()}
+    known = {"time/step_ms", *TIMES.values(), *STEPS.values()}
     keys = [key for key in series if key.startswith("time/") and key.endswith("_ms") and key not in known]
     lines = {key.removeprefix("time/").removesuffix("_ms"): key for key in keys}
     return _panel(run, "Other times", "ms", lines)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from ignite_engine.checkpointing.retention import usual_mode
+from ignite_engine.report.goodput import Ledger, read_ledger
 from ignite_engine.run_directory import RunDirectory
 
 LOG_LINES = 40
@@ -34,6 +35,7 @@ class Record:
         history: how the run was started and ended each time, see ``RunDirectory.note``.
         judged_by: the metric by which its checkpoints are judged, and ``min`` or ``max``, as the newest of them says.
         log: the last lines of rank 0's log.
+        ledger: where its time went, if that was measured.
     """
 
     path: Path
@@ -45,6 +47,7 @@ class Record:
     history: Sequence[Mapping[str, Any]] = ()
     judged_by: tuple[str, str] | None = None
     log: str = ""
+    ledger: Ledger | None = None
 
     @property
     def name(self) -> str:
@@ -117,6 +120,7 @@ def read_run(directory: str | Path) -> Record:
         history,
         (str(best["metric"]), "max" if best.get("mode") == "max" else "min") if "metric" in best else None,
         _last_lines(run.logs / "rank_0.log"),
+        read_ledger(run.goodput),
     )
 
 
