@@ -13,12 +13,18 @@ FEWEST_STEPS = 20
 """Nor is one of fewer steps."""
 DATA = 0.2
 """Share of the time spent waiting for data: below it more workers gain less than a fifth."""
+LEAST_WAIT_MS = 1.0
+"""Nor does a shorter wait in an iteration: a worker takes about as long to hand a batch over."""
 SAVING = 0.1
 """Share of saving; an interval that Young's rule would choose for a failure each hour and saves of 10 s costs 7 %."""
+FEWEST_SAVES = 3
+"""Fewer, the one at the end among them, cannot be made rarer."""
 EVALUATING = 0.4
 """Share of evaluation: one each epoch of a set of a fifth of the data takes less, as it needs no backward."""
 HANDLERS = 0.1
 """Share of logging and other handlers, which ought to take next to nothing."""
+LEAST_HANDLERS_MS = 0.5
+"""Nor does less in an iteration: the engine and a dozen handlers of daily use take about as long on a busy machine."""
 SLOW_RANK = 0.15
 """Share of the step by which one rank takes longer than the median of the others."""
 WASTED = 0.15
@@ -32,7 +38,7 @@ RETRIES = 0.05
 THREADS = 1.5
 """Threads that compute for each core: at more they wait for each other within each operation."""
 TINY_MS = 0.5
-"""Forward, backward and optimizer on a CPU: below it calling operations takes most of the time."""
+"""A step on a CPU: below it calling operations and fetching single samples takes most of the time."""
 CAUGHT_UP = 0.8
 """Share of steps at whose end a CUDA device had nothing left to do: the host is slower than it."""
 
@@ -186,7 +192,7 @@ def _slow_rank(figures: Figures) -> Verdict | None:
 
 def _data(figures: Figures) -> Verdict | None:
     share = figures.share("data_wait")
-    if share <= DATA:
+    if share <= DATA or figures.each_ms("data_wait") < LEAST_WAIT_MS:
         return None
     evidence = f"{_percent(share)} of the time, {_ms(figures, 'data_wait')} an iteration, was spent waiting for it"
     room = max(figures.cores // figures.local_ranks, 1)
@@ -204,7 +210,7 @@ def _data(figures: Figures) -> Verdict | None:
 
 def _saving(figures: Figures) -> Verdict | None:
     share = figures.share("checkpoint")
-    if share <= SAVING or not figures.saves:
+    if share <= SAVING or figures.saves < FEWEST_SAVES:
         return None
     interval = max(figures.steps / figures.saves, 1)
     rarer = _rounded(interval * share / (SAVING / 5))
@@ -234,7 +240,7 @@ def _evaluating(figures: Figures) -> Verdict | None:
 
 def _handlers(figures: Figures) -> Verdict | None:
     share = figures.share("handlers", "logging")
-    if share <= HANDLERS:
+    if share <= HANDLERS or figures.each_ms("handlers", "logging") < LEAST_HANDLERS_MS:
         return None
     evidence = f"they took {_percent(share)} of the time, {_ms(figures, 'handlers', 'logging')} an iteration"
     sink = max(figures.sinks, key=lambda name: figures.sinks[name], default="")
@@ -254,16 +260,11 @@ def _wasted(figures: Figures) -> Verdict | None:
 
 
 def _overhead(figures: Figures) -> Verdict | None:
-    computed = figures.each_ms("forward", "backward", "optimizer", "update")
     if figures.device == "cuda" and figures.caught_up > CAUGHT_UP:
         evidence = f"the device had nothing left to do at the end of {_percent(figures.caught_up)} of the iterations"
         return Verdict("the host", evidence, "use a larger batch, or compile the model with torch.compile", 0.0)
-    if (
-        figures.device == "cpu"
-        and computed < TINY_MS
-        and figures.share("forward", "backward", "optimizer", "update") > 0.3
-    ):
-        evidence = f"an iteration computes for {computed:.2g} ms, most of it calls of operations, not arithmetic"
+    if figures.device == "cpu" and figures.p50_ms < TINY_MS:
+        evidence = f"half of the steps take less than {figures.p50_ms:.2g} ms, most of it calls, not arithmetic"
         return Verdict("tiny batches", evidence, "use a larger data.batch_size", 0.0)
     return None
 

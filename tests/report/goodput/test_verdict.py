@@ -43,7 +43,7 @@ def ranks(*forward: float) -> list[dict[str, float]]:
         (figures(swapped_mib=900.0), "memory", "900 MiB"),
         (figures(retries=200, device="cuda"), "the device's memory", "200 times in 1,000"),
         (figures(caught_up=0.95, device="cuda"), "the host", "larger batch"),
-        (figures(steps=1_000_000), "tiny batches", "data.batch_size"),
+        (figures({"data_wait": 50.0}, steps=1_000_000, p50_ms=0.12), "tiny batches", "data.batch_size"),
         (figures(wasted_s=400.0, wall_s=1000.0), "saving too seldom", "40 %"),
     ],
 )
@@ -60,6 +60,8 @@ def test_cause_evidence_and_remedy(given: Figures, cause: str, said: str) -> Non
     [
         figures(),
         figures({"data_wait": 15.0}),
+        figures({"checkpoint": 50.0}, saves=2),
+        figures({"data_wait": 50.0, "handlers": 30.0}, steps=200_000),  # of steps that are short themselves
         figures({"evaluation": 40.0}),
         figures(ranks=ranks(35.0, 36.0)),
         figures(device="cuda", caught_up=0.3, threads=64),

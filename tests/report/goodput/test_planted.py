@@ -1,0 +1,196 @@
+"""Verdicts of real runs: each with one planted fault, and healthy ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Trainer, Update, create_evaluator, loader
+from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StepTimes
+from ignite_engine.report.goodput import verdict as judge
+from tests.builders import Numbers, linear, mse
+
+ITERATIONS = 40
+VERDICTS = sys.modules[judge.__module__]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_short_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(VERDICTS, "SHORTEST_S", 0.3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Samples(Numbers):
+    def __init__(self, count: int, sleep_s: float = 0.0) -> None:
+        super().__init__(count)
+        self.sleep_s = sleep_s
+
+    def __getitem__(self, index: int) -> Any:
+        if self.sleep_s:  # sleep(0) gives the core away
+            time.sleep(self.sleep_s)
+        return super().__getitem__(index)
+
+
+class SlowState:
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(0.03)
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class SlowSink:
+    name = "slow_sink"
+
+    def write(self, iteration: int, values: Any) -> None:
+        time.sleep(0.01)
+
+
+def trained(
+    folder: Path,
+    *,
+    step_s: float = 0.01,
+    sample_s: float = 0.0,
+    workers: int = 0,
+    evaluate_every: int | None = 20,
+    predict_s: float = 0.001,
+    save_every: int | None = None,
+    background: bool = False,
+    slow_state: bool = False,
+    handler_s: float = 0.0,
+    sinks: tuple[Any, ...] = (),
+    log_every: int = 10,
+    accumulation_steps: int | None = None,
+    iterations: int = ITERATIONS,
+) -> StepTimes:
+    """A run with a step of 10 ms and what is asked for beside it."""
+    model = linear()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        if step_s:
+            time.sleep(step_s)
+        return mse(model, batch)
+
+    def predict(model: nn.Module, batch: Any) -> Any:
+        time.sleep(predict_s)
+        return model(batch[0])
+
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+    trainer = Trainer(update, accumulation_steps)
+    if evaluate_every:
+        data = loader(Numbers(8), batch_size=2)
+        every = Events.ITERATION_COMPLETED(every=evaluate_every)
+        Evaluation(create_evaluator(model, predict), data).attach(trainer, every)
+    if save_every:
+        checkpoint = Checkpoint(folder / "checkpoints", save_at_end=False, background=background)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=save_every))
+    if slow_state:
+        trainer.register("slow", SlowState())
+    if handler_s:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(handler_s))
+    MetricLogger(folder, console=False, sinks=sinks).attach(trainer, Events.ITERATION_COMPLETED(every=log_every))
+    times = StepTimes(folder)
+    times.attach(trainer, Events.ITERATION_COMPLETED(every=log_every))
+    batches = loader(Samples(4 * iterations, sample_s), batch_size=4, num_workers=workers)
+    trainer.run(batches, max_iters=iterations)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("plant", "cause"),
+    [
+        ({"sample_s": 0.003}, "data"),
+        ({"save_every": 1, "slow_state": True}, "saving"),
+        ({"evaluate_every": 1, "predict_s": 0.01}, "evaluation"),
+        ({"handler_s": 0.01}, "handlers"),
+        ({"sinks": (SlowSink(),), "log_every": 1}, "logging"),
+        ({"step_s": 0.0, "evaluate_every": None, "iterations": 1500}, "tiny batches"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_planted_fault_is_named(
+    tmp_path: Path, plant: dict[str, Any], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cause == "tiny batches":  # the machine may be slow, or busy
+        monkeypatch.setattr(VERDICTS, "TINY_MS", 5.0)
+    found = trained(tmp_path, **plant).verdict
+    assert found is not None and found.cause == cause, found
+    lines = [json.loads(each) for each in (tmp_path / "goodput.jsonl").read_text().splitlines()]
+    assert lines[-1]["verdict"] == str(found)
+
+
+def test_too_many_threads_are_named(tmp_path: Path) -> None:
+    torch.set_num_threads(64)
+    found = trained(tmp_path, sample_s=0.003).verdict
+    assert found is not None and found.cause == "too many threads" and "64 threads" in found.evidence
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        {"save_every": 30, "background": True, "iterations": 80},
+        {"accumulation_steps": 2, "iterations": 20},
+        {"evaluate_every": None},
+        {"workers": 1, "sample_s": 0.0005, "step_s": 0.03},
+        {"evaluate_every": 40, "log_every": 1},
+    ],
+    ids=["saving in the background", "accumulating", "training only", "workers", "logging each step"],
+)
+def test_healthy_run_is_silent(tmp_path: Path, plant: dict[str, Any]) -> None:
+    times = trained(tmp_path, **plant)
+    assert times.verdict is None, times.verdict
+    assert times._clock.steps >= VERDICTS.FEWEST_STEPS  # it was judged
+    assert sum(times._clock.seconds.values()) > VERDICTS.SHORTEST_S
+
+
+def test_run_that_loses_most_to_kills_is_told_to_save_more_often(tmp_path: Path) -> None:
+    trained(tmp_path, iterations=ITERATIONS * 2)
+    path = tmp_path / "goodput.jsonl"
+    path.write_text(path.read_text().replace('"status": "completed"', '"status": "running"  '))  # as after a kill
+    found = trained(tmp_path).verdict
+    assert found is not None and found.cause == "saving too seldom"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("part", ["data", "forward"])
+def test_slow_rank_is_named_with_the_part_in_which_it_is_slow(tmp_path: Path, part: str) -> None:
+    mp.spawn(_rank, args=(str(tmp_path), part), nprocs=2)  # type: ignore[no-untyped-call]
+    said = (tmp_path / "verdict").read_text()
+    assert "limited by rank 1" in said
+    assert ("waiting for data" if part == "data" else "the forward") in said
+
+
+def _rank(rank: int, folder: str, part: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    VERDICTS.SHORTEST_S = 0.3  # type: ignore[attr-defined]
+    model = DistributedDataParallel(linear())
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        time.sleep(0.01 + 0.02 * rank * (part == "forward"))
+        return mse(model, batch)
+
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
+    times = StepTimes()
+    times.attach(trainer, Events.ITERATION_COMPLETED(every=10))
+    trainer.run(loader(Samples(320, 0.005 * rank * (part == "data")), batch_size=4), max_epochs=1)
+    if rank == 0:
+        Path(folder, "verdict").write_text(str(times.verdict))
+    dist.barrier()
+    dist.destroy_process_group()
