@@ -116,16 +116,22 @@ def test_run_that_starts_over_is_the_same_one_only_if_it_was_killed(tmp_path: Pa
 
 
 class Slept:
-    """Sleeps, and writes down for what, in which iteration, and for how long it really did."""
+    """Sleeps, and writes down for what, in which iteration, and how long it really took, which may be longer."""
 
     def __init__(self, folder: Path) -> None:
         self.file = (folder / RECORDS).open("a", buffering=1)
-        self.iteration, self.began = 0, 0.0
+        self.iteration = 0
+        self.began: dict[str, float] = {}
 
     def __call__(self, part: str, seconds: float) -> None:
         began = time.perf_counter()
         time.sleep(seconds)
         self.note(part, time.perf_counter() - began)
+
+    def between(self, trainer: Trainer, part: str, begin: Any, end: Any) -> None:
+        """Write down what passes between two events."""
+        trainer.add_event_handler(begin, lambda: self.began.__setitem__(part, time.perf_counter()))
+        trainer.add_event_handler(end, lambda: self.note(part, time.perf_counter() - self.began[part]))
 
     def note(self, part: str, seconds: float) -> None:
         record = {"part": part, "iteration": self.iteration, "s": seconds, "pid": os.getpid(), "at": time.time()}
@@ -145,10 +151,8 @@ class SlowState:
 
 
 class SlowSamples(Numbers):
-    slept: Slept
-
     def __getitem__(self, index: int) -> Any:
-        self.slept("data_wait", 0.004)
+        time.sleep(0.004)
         return super().__getitem__(index)
 
 
@@ -166,7 +170,7 @@ def train(folder: Path, *, kill_at: int, iterations: int = 60) -> None:
         return mse(model, batch)
 
     def predict(model: nn.Module, batch: Any) -> Any:
-        slept("evaluation", 0.02)
+        time.sleep(0.02)
         if -trainer.state.iteration == kill_at and len(batch[0]) == 1:
             die()
         return model(batch[0])
@@ -179,19 +183,19 @@ def train(folder: Path, *, kill_at: int, iterations: int = 60) -> None:
     times = StepTimes(folder, since=began)
     times.attach(trainer, Events.ITERATION_COMPLETED(every=5))
     data, held = SlowSamples(600), loader(Numbers(11), batch_size=2)
-    data.slept = slept
     Evaluation(create_evaluator(model, predict), held).attach(
         trainer, Events.ITERATION_COMPLETED(every=EVALUATED_EVERY)
     )
     trainer.register("slow", SlowState(slept))
 
-    def begin() -> None:
-        slept.iteration, slept.began = trainer.state.iteration, time.perf_counter()
-
-    trainer.add_event_handler(Events.ITERATION_STARTED, begin)
-    trainer.add_event_handler(
-        TrainingEvents.OPTIMIZER_STEP_COMPLETED, lambda: slept.note("productive", time.perf_counter() - slept.began)
-    )
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: setattr(slept, "iteration", trainer.state.iteration))
+    trainer.add_event_handler(Events.EPOCH_STARTED, lambda: slept.note("trains", 0.0))
+    for part, begin, end in (
+        ("data_wait", Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED),
+        ("productive", Events.ITERATION_STARTED, TrainingEvents.OPTIMIZER_STEP_COMPLETED),
+        ("evaluation", TrainingEvents.EVALUATION_STARTED, TrainingEvents.EVALUATION_COMPLETED),
+    ):
+        slept.between(trainer, part, begin, end)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: slept("handlers", 0.002))
     checkpoint = Checkpoint(folder / "checkpoints")
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=SAVED_EVERY))
@@ -225,12 +229,8 @@ def test_three_kills_and_each_entry_is_the_planted_truth(tmp_path: Path) -> None
     wall = records[-1]["at"] - records[0]["at"]
     assert found.wall_s == pytest.approx(wall, rel=0.02)
     assert sum(truth.values()) == pytest.approx(wall, rel=0.05)  # the rest is between sleeps: each is within 2 % anyway
-    wrong = {
-        part: (found.seconds[part], truth[part])
-        for part in PARTS
-        if abs(found.seconds[part] - truth[part]) > 0.02 * wall
-    }
-    assert wrong == {}
+    off = {part: found.seconds[part] - truth[part] for part in PARTS}
+    assert {part: seconds for part, seconds in off.items() if abs(seconds) > 0.02 * wall} == {}
     assert found.seconds["wasted"] > 0
 
 
@@ -238,11 +238,10 @@ def planted_truth(records: list[dict[str, Any]]) -> dict[str, float]:
     """What was slept and kept; what a start had begun to train ends where it was killed, or saved for the next one."""
     pids = list(dict.fromkeys(each["pid"] for each in records))
     starts = [[each for each in records if each["pid"] == pid] for pid in pids]
-    firsts = [0, 0, 20, 40]  # iterations that the starts resumed from
-    cuts = [0, 20, 40, 1000]
+    cuts = [0, 20, 40, 1000]  # iterations that the starts after them resumed from
     truth: dict[str, float] = defaultdict(float)
     for number, (own, cut) in enumerate(zip(starts, cuts, strict=True)):
-        begin_of_training = next(each["at"] - each["s"] for each in own if each["iteration"] > firsts[number])
+        begin_of_training = next(each["at"] for each in own if each["part"] == "trains")
         truth["restart" if number else "startup"] += begin_of_training - own[0]["at"]
         saves = [each["at"] for each in own if each["part"] == "checkpoint" and each["iteration"] == cut]
         kept_until = own[-1]["at"] if number == 3 else (saves or [begin_of_training])[0]
