@@ -8,7 +8,6 @@ Each rank saves its share. What is saved resumes on any number of ranks, and loa
 
 from __future__ import annotations
 
-import os
 import sys
 
 import ignite.distributed as idist
@@ -71,6 +70,6 @@ def train(local_rank: int, directory: str) -> tuple[int, int]:
 
 if __name__ == "__main__":
     on_gpus = torch.cuda.is_available()
-    ranks_to_start = None if "WORLD_SIZE" in os.environ else (torch.cuda.device_count() if on_gpus else 2)
-    with Parallel(backend="nccl" if on_gpus else "gloo", nproc_per_node=ranks_to_start) as parallel:
+    ranks = torch.cuda.device_count() if on_gpus else 2  # torchrun's own number takes its place
+    with Parallel(backend="nccl" if on_gpus else "gloo", nproc_per_node=ranks) as parallel:
         parallel.run(train, *(sys.argv[1:] or ["runs/fsdp"]))

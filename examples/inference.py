@@ -24,7 +24,7 @@ from ignite_engine.cli import main as ignite_engine
 CONFIG = """
 task: {here}:build
 task_options: {{width: 32}}
-run: {{directory: {directory}, max_epochs: 4}}
+run: {{directory: {directory}, max_epochs: 11}}
 optimizer: {{lr: 0.01}}
 checkpoint: {{best: val/accuracy, mode: max}}
 ema: {{decay: 0.9}}

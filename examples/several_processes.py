@@ -8,7 +8,6 @@ The batch of 64 is shared by the ranks, so that each number of them makes the sa
 
 from __future__ import annotations
 
-import os
 import sys
 
 import ignite.distributed as idist
@@ -50,6 +49,6 @@ def train(local_rank: int, directory: str) -> Trainer:
 
 if __name__ == "__main__":
     on_gpus = torch.cuda.is_available()
-    ranks_to_start = None if "WORLD_SIZE" in os.environ else (torch.cuda.device_count() if on_gpus else 2)
-    with Parallel(backend="nccl" if on_gpus else "gloo", nproc_per_node=ranks_to_start) as parallel:
+    ranks = torch.cuda.device_count() if on_gpus else 2  # torchrun's own number takes its place
+    with Parallel(backend="nccl" if on_gpus else "gloo", nproc_per_node=ranks) as parallel:
         parallel.run(train, *(sys.argv[1:] or ["runs/several_processes"]))

@@ -8,7 +8,6 @@ On four ranks two such pairs have batches of their own.
 
 from __future__ import annotations
 
-import os
 import sys
 
 import ignite.distributed as idist
@@ -72,6 +71,5 @@ def train(local_rank: int, directory: str) -> tuple[int, int]:
 
 if __name__ == "__main__":
     on_gpus = torch.cuda.is_available()
-    ranks_to_start = None if "WORLD_SIZE" in os.environ else TENSOR
-    with Parallel(backend="nccl" if on_gpus else "gloo", nproc_per_node=ranks_to_start) as parallel:
+    with Parallel(backend="nccl" if on_gpus else "gloo", nproc_per_node=TENSOR) as parallel:
         parallel.run(train, *(sys.argv[1:] or ["runs/tensor_parallel"]))

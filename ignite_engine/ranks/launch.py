@@ -33,6 +33,8 @@ from ignite_engine.errors import LaunchError, PeerFailed
 from ignite_engine.ranks import agreement, signals
 from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
 
+logger = logging.getLogger(__name__)
+
 _stores: Any = dist  # they are documented, but not exported for type checkers
 
 _meetings = itertools.count()  # each in the same place on all ranks of torchrun
@@ -56,6 +58,7 @@ class Parallel(IgniteParallel):
 
     - From the first line on, a signal ends a process with code 128 + n: not with 0, nor with a traceback.
     - Groups end with the ``with`` block, also under torchrun and SLURM.
+    - Under torchrun its ranks are joined, and ``nproc_per_node`` with its options has no effect.
     - A rank whose launcher has died (this parent, or torchrun's agent) saves and ends, as on SIGTERM.
     - torchrun's ``--max-restarts`` works: ranks of one attempt never meet those of another.
     - Warnings are on stderr once, from rank 0, where logging is not set up; each rank's log has its own.
@@ -82,10 +85,18 @@ class Parallel(IgniteParallel):
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT_S,
         **options: Any,
     ) -> None:
-        super().__init__(backend=backend, nproc_per_node=nproc_per_node, init_method=init_method, **options)
         known = {"nnodes", "node_rank", "master_addr", "master_port", "start_method", "daemon"}
         if unknown := sorted(options.keys() - known):
             raise TypeError(f"Parallel got {', '.join(unknown)}; its other options are {', '.join(sorted(known))}.")
+        if nproc_per_node is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+            # each of torchrun's ranks would start a run of its own, all of them in one folder
+            started = os.environ.get("LOCAL_WORLD_SIZE")
+            if started != str(nproc_per_node) and os.environ.get("RANK", "0") == "0":
+                logger.warning(
+                    "nproc_per_node=%d has no effect: torchrun has started %s on this machine.", nproc_per_node, started
+                )
+            nproc_per_node, options = None, {}
+        super().__init__(backend=backend, nproc_per_node=nproc_per_node, init_method=init_method, **options)
         self._timeout = timeout if isinstance(timeout, timedelta | None) else timedelta(seconds=timeout)
         self._heartbeat_timeout_s = heartbeat_timeout
         self._within = contextlib.ExitStack()

@@ -90,7 +90,7 @@ def test_own_update_is_that_of_the_optimizer_at_radius_0_and_is_resumed(tmp_path
     whole = own_update.main(str(tmp_path / "whole"), epochs=3)
     own_update.main(str(tmp_path / "cut"), epochs=2)
     resumed = own_update.main(str(tmp_path / "cut"), epochs=3)
-    assert torch.equal(weights(resumed), weights(whole))
+    assert resumed.state.start.value == "resumed" and torch.equal(weights(resumed), weights(whole))
     assert all(row["loss/nearby"] > row["loss"] for row in logged(tmp_path / "whole"))
 
 
@@ -217,7 +217,7 @@ def test_frozen_body_has_no_gradient_until_it_is_trained_and_is_resumed_after_it
 
     unfreezing.main(str(tmp_path / "cut"), epochs=3)
     resumed = unfreezing.main(str(tmp_path / "cut"), epochs=4)
-    assert torch.equal(weights(resumed), weights(whole))
+    assert resumed.state.start.value == "resumed" and torch.equal(weights(resumed), weights(whole))
     rates = [(row["lr"], row.get("lr/body")) for row in logged(tmp_path / "cut")]
     assert rates == [(1e-2, None), (1e-2, None), (1e-2, 3e-3), (1e-2, 3e-3)]
 
@@ -323,7 +323,11 @@ def test_eight_bit_layers_compute_with_the_numbers_of_fp8_and_train_as_bf16_does
     whole = eight_bit_layers.main(str(tmp_path / "whole"))
     eight_bit_layers.main(str(tmp_path / "cut"), epochs=3)
     resumed = eight_bit_layers.main(str(tmp_path / "cut"))
-    assert torch.equal(weights(resumed), weights(whole)) and weights(whole).dtype == torch.float32
+    assert (
+        resumed.state.start.value == "resumed"
+        and torch.equal(weights(resumed), weights(whole))
+        and weights(whole).dtype == torch.float32
+    )
     plain = eight_bit_layers.main(str(tmp_path / "bf16"), eight_bit=False)
     assert not torch.equal(weights(plain), weights(whole))
     losses = [logged(tmp_path / name)[-1]["loss"] for name in ("whole", "bf16")]

@@ -184,6 +184,22 @@ def test_local_rank_is_that_of_torchrun_also_within_a_slurm_job(monkeypatch: pyt
     assert os.environ["SLURM_JOB_ID"] == "17"
 
 
+@pytest.mark.usefixtures("alone")
+def test_ranks_of_torchrun_start_no_others(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A script that names a number would start as many for each of them: several runs in one folder."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1"}
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**torchrun, **ranks, "MASTER_PORT": str(store.port)}.items():
+        monkeypatch.setenv(name, value)
+    ran: list[int] = []
+    with Parallel(backend="gloo", nproc_per_node=2, nnodes=1) as parallel:
+        parallel.run(lambda local_rank: ran.append(os.getpid()))
+
+    assert ran == [os.getpid()]
+    assert "nproc_per_node=2 has no effect: torchrun has started 1 on this machine." in caplog.text
+
+
 @pytest.mark.distributed
 def test_ranks_of_torchrun_meet_again_in_a_second_block() -> None:
     """Keys of the first would lead them to connections that are closed."""
