@@ -24,6 +24,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.report.goodput import Figures, Ledger, LedgerFile, Verdict, read_ledger, verdict
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.state import Start
+from ignite_engine.text import in_notebook
 
 logger = logging.getLogger(__name__)
 LOST = 1e-3
@@ -65,7 +66,7 @@ class StepTimes:
         self.directory = None if directory is None else RunDirectory(directory)
         self.verdict: Verdict | None = None
         """Why the run was not faster, when it has ended; rank 0's."""
-        self._began = self._given = since
+        self._began = since
         self._clock: Clock = HostClock()
         self._file: LedgerFile | None = None
         self._around: list[RemovableEventHandle] = []
@@ -73,15 +74,17 @@ class StepTimes:
 
     def _reset(self) -> None:
         self._rest, self._waiting, self._reduced = "startup", False, False
+        self._paused = self._saved = False
+        self._before_step = 0
         self._written = dict.fromkeys((*STEP, *BETWEEN), 0.0)
-        self._steps_written = self._caught_up = 0
+        self._steps_written = self._caught_up = self._completed = 0
         self._ranks: list[dict[str, float]] = []
         self._saves = self._evaluations = 0
         self._next_beat = 0.0
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
         """Write at ``event``."""
-        if self._began is None:
+        if self._began is None and not in_notebook():  # where nobody knows when the next cell will run
             self._began = perf_counter()
         on, own = trainer.add_event_handler, TrainingEvents
         on(Events.STARTED, self._start)
@@ -100,6 +103,7 @@ class StepTimes:
         on(own.METRICS_READY, self._logging_ends)
         on(event, self)
         on(Events.COMPLETED, self._write_rest)
+        on(Events.COMPLETED, self._end_after_a_pause)
 
     def __call__(self, trainer: Trainer) -> None:
         """Write the interval's means into ``state.metrics``; a collective."""
@@ -141,7 +145,10 @@ class StepTimes:
     # -- a run ----------------------------------------------------------------------------------------------------
 
     def _start(self, trainer: Trainer) -> None:
-        assert self._began is not None, "attach has set it"
+        if self._paused:  # the run has gone back to a checkpoint
+            self._close()
+        if self._began is None:
+            self._began = perf_counter()
         state, update = trainer.state, trainer.update
         self._reset()
         self.verdict = None
@@ -179,13 +186,18 @@ class StepTimes:
         if has_others(own.BACKWARD_COMPLETED):
             added.append(on(own.BACKWARD_COMPLETED, self._handlers_end))
         if has_others(own.OPTIMIZER_STEP_STARTED) or self._after_backward != "optimizer":
-            added.append(on(own.OPTIMIZER_STEP_STARTED, self._gradients_are_there))
-            added.append(on(own.OPTIMIZER_STEP_STARTED, self._handlers_end))
+            self._mark_before_the_step(trainer)
         if has_others(own.RESUME_POINT):
             added.append(on(own.RESUME_POINT, self._boundary_starts))
             added.append(on(own.RESUME_POINT, self._boundary_ends))
         if trainer.progress.windows is not None:
             added.append(on(own.WINDOW_COMPLETED, self._step_is_over))
+            added.append(on(own.WINDOW_COMPLETED, self._handlers_end))
+
+    def _mark_before_the_step(self, trainer: Trainer) -> None:
+        on = trainer.add_event_handler
+        self._around.append(on(TrainingEvents.OPTIMIZER_STEP_STARTED, self._gradients_are_there))
+        self._around.append(on(TrainingEvents.OPTIMIZER_STEP_STARTED, self._step_may_start))
 
     def _last_gradient(self, model: Any) -> Callable[[], None]:
         """Have it marked when a backward under DDP has made the model's first gradient, usually its last one."""
@@ -196,22 +208,34 @@ class StepTimes:
         return lambda: handle.remove()
 
     def _end(self, trainer: Trainer) -> None:
-        """The run has ended, in whatever way."""
-        self._clock.mark(self._rest)
-        self._hook()
-        while self._around:
-            self._around.pop().remove()
+        """The run has ended in whatever way, or is paused, or goes back to a checkpoint."""
         status = trainer.state.status
+        self._clock.mark(self._rest)
+        self._paused = status == "running"
+        if self._paused:
+            self._beat()
+            return
         if agreement.rank() == 0 and status in ("completed", "interrupted"):
             self._clock.read()
             self.verdict = verdict(self._figures(trainer))
             if self.verdict is not None:
                 logger.warning("%s", self.verdict)
         self._beat(status=status, verdict=None if self.verdict is None else str(self.verdict))
+        self._close()
+
+    def _close(self) -> None:
+        self._hook()
+        while self._around:
+            self._around.pop().remove()
         if self._file is not None:
             self._file.close()
             self._file = None
-        self._began = perf_counter()  # of another run() in this process
+        self._began, self._paused = None, False
+
+    def _end_after_a_pause(self, trainer: Trainer) -> None:
+        """On COMPLETED: what is called at the end of a run was called when it was paused."""
+        if self._paused:
+            self._end(trainer)
 
     def _write_rest(self, trainer: Trainer) -> None:
         """The last, perhaps shorter interval of a completed run."""
@@ -260,7 +284,8 @@ class StepTimes:
             "began": self._wall,
             "elapsed": now - began,
             "first": self._first,
-            "iteration": self._trainer.state.iteration,
+            # the state's is that of the checkpoint to which a run has gone back
+            "iteration": max(self._trainer.state.iteration, self._first + self._completed),
             "status": "running",
             **{part: seconds[part] for part in ("startup", "data_wait", "evaluation", "checkpoint")},
             "handlers": seconds["handlers"] + seconds["logging"],
@@ -319,12 +344,17 @@ class StepTimes:
     def _gradients_are_there(self) -> None:
         self._clock.mark(self._after_backward)
 
+    def _step_may_start(self) -> None:
+        self._clock.mark("checkpoint" if self._saved else "handlers")
+        self._saved = False
+
     def _optimizer_ends(self) -> None:
         self._clock.mark("optimizer")
 
     def _iteration_ends(self) -> None:
         clock = self._clock
         clock.end_step("handlers" if self._says_parts else "update")
+        self._completed += 1
         if clock.caught_up():
             self._caught_up += 1
         if perf_counter() > self._next_beat:
@@ -340,6 +370,7 @@ class StepTimes:
     def _boundary_starts(self, trainer: Trainer) -> None:
         self._step_is_over()
         self._checkpoints = trainer.state.checkpoints
+        self._before_step = trainer.listeners(TrainingEvents.OPTIMIZER_STEP_STARTED)
 
     def _boundary_ends(self, trainer: Trainer) -> None:
         state = trainer.state
@@ -348,6 +379,9 @@ class StepTimes:
         if saved and self._file is not None:
             self._beat()
             self._file.next_line()
+        self._saved = saved and trainer.listeners(TrainingEvents.OPTIMIZER_STEP_STARTED) > self._before_step
+        if self._saved and not trainer.has_event_handler(self._step_may_start, TrainingEvents.OPTIMIZER_STEP_STARTED):
+            self._mark_before_the_step(trainer)  # the state is copied in the background, until the next step at most
 
     def _evaluation_starts(self, trainer: Trainer) -> None:
         self._step_is_over()
@@ -372,7 +406,16 @@ class StepTimes:
         *(_iteration_ends, _evaluation_starts, _step_is_over, _boundary_starts),
     ):
         _each.phase = Phase.FIRST
-    for _each in (_epoch_starts, _wait_starts, _iteration_starts, _handlers_end, _logging_ends, _boundary_ends):
+    for _each in (
+        _epoch_starts,
+        _wait_starts,
+        _iteration_starts,
+        _handlers_end,
+        _step_may_start,
+        _logging_ends,
+        _boundary_ends,
+        _end_after_a_pause,
+    ):
         _each.phase = Phase.LAST
     del _each
     phase = Phase.LOG

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
+from ignite_engine.data import Windows
 from ignite_engine.engine.bus import handlers_of
 from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StepTimes
 from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP
@@ -219,6 +220,119 @@ def test_second_run_and_two_trainers_keep_their_own_time() -> None:
 
     one.run(numbers_loader(8, 2), max_epochs=3)
     assert times[0]._clock.steps == 8
+
+
+def ledger_of(times: StepTimes) -> dict[str, float]:
+    assert times.ledger is not None
+    return dict(times.ledger.seconds)
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(each) for each in (folder / "goodput.jsonl").read_text().splitlines()]
+
+
+def test_run_that_goes_back_to_a_checkpoint_has_wasted_what_follows_it(tmp_path: Path) -> None:
+    data = Numbers(48)
+    data.inputs[2 * 9] = float("nan")  # in iteration 10
+    trainer = trainer_of(non_finite="rollback")
+    Checkpoint(tmp_path / "checkpoints").attach(trainer, Events.ITERATION_COMPLETED(every=4))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(PLANTED_S))
+    times = StepTimes(tmp_path)
+    times.attach(trainer)
+    trainer.run(loader(data, batch_size=2), max_epochs=1)
+
+    lines = lines_of(tmp_path)
+    assert list({each["began"]: each["first"] for each in lines}.values()) == [0, 8]
+    assert max(each["iteration"] for each in lines if each["first"] == 0) == 9
+    assert lines[-1]["status"] == "completed" and lines[-1]["iteration"] == 24
+    assert times.ledger is not None and times.ledger.starts == 2
+    assert ledger_of(times)["wasted"] >= PLANTED_S  # iteration 9, before the one that was not finite
+
+
+def test_pause_is_no_end_and_a_later_run_counts_no_time_between(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    times = StepTimes(tmp_path)
+    times.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.interrupt)
+    trainer.run(numbers_loader(12, 2), max_epochs=1)
+    assert lines_of(tmp_path)[-1]["status"] == "running"
+    trainer.run()
+    assert [(each["status"], each["iteration"]) for each in lines_of(tmp_path)] == [("completed", 6)]
+
+    time.sleep(0.2)
+    trainer.run(numbers_loader(12, 2), max_epochs=2)
+    assert times.ledger is not None and times.ledger.starts == 2
+    found = ledger_of(times)
+    assert found["downtime"] == found["wasted"] == 0 and found["restart"] < 0.2
+
+
+def test_error_ends_the_ledger_and_the_next_run_begins_another(tmp_path: Path) -> None:
+    def fail(model: nn.Module, batch: Any) -> Tensor:
+        raise RuntimeError("no")
+
+    model = linear()
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), fail))
+    times = StepTimes(tmp_path)
+    times.attach(trainer)
+    with pytest.raises(RuntimeError, match="no"):
+        trainer.run(numbers_loader(12, 2))
+    assert lines_of(tmp_path)[-1]["status"] == "failed" and times.verdict is None
+
+    trainer.update.loss_fn = mse  # type: ignore[attr-defined]
+    trainer.run(numbers_loader(12, 2))
+    assert times.ledger is not None and times.ledger.starts == 1
+
+
+def test_wait_for_a_window_is_data_wait(tmp_path: Path) -> None:
+    slept = Slept()
+
+    def stream() -> Any:
+        for number in range(3):
+            slept("data_wait")
+            yield number
+
+    trainer = trainer_of()
+    times = StepTimes()
+    times.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, lambda: slept("handlers"))
+    trainer.run(Windows(stream(), lambda _: loader(Numbers(4), batch_size=2)), max_epochs=1)
+
+    spent = times._clock.seconds
+    assert trainer.state.windows_completed == 3
+    assert spent["data_wait"] >= slept.seconds["data_wait"] >= 3 * PLANTED_S
+    assert spent["handlers"] >= slept.seconds["handlers"]
+    assert not handlers_of(trainer, TrainingEvents.RESUME_POINT)  # nothing stays behind
+
+
+def test_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    trainer = trainer_of()
+    times = StepTimes(tmp_path / "file" / "run")
+    times.attach(trainer)
+    trainer.run(numbers_loader(12, 2))
+    assert trainer.state.status == "completed" and times.ledger is None
+    assert caplog.text.count("cannot be written") == 1
+
+
+def test_copy_of_a_background_save_is_saving(tmp_path: Path) -> None:
+    slept = Slept()
+    trainer = trainer_of()
+    Checkpoint(tmp_path, background=True).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    times = StepTimes()
+    times.attach(trainer)
+
+    def as_if_it_took_long() -> None:
+        if len(slept.seconds) == 0:
+            slept("checkpoint")
+
+    def join_late() -> None:
+        trainer.add_event_handler(
+            TrainingEvents.OPTIMIZER_STEP_STARTED(once=trainer.state.iteration + 1), as_if_it_took_long
+        )
+
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=3), join_late)
+    trainer.run(numbers_loader(24, 2), max_epochs=1)
+    assert times._clock.seconds["checkpoint"] >= slept.seconds["checkpoint"] > 0
 
 
 def test_two_ranks_name_the_slower_one_and_split_off_the_reduction(tmp_path: Path) -> None:
