@@ -89,14 +89,22 @@ class _SideStream(_Mover):
         self._side, self._computing = _streams[device], torch.cuda.current_stream(device)
         self._copied: dict[int, Tensor] = {}
 
+    def start(self, batch: Any) -> Any:
+        with torch.cuda.stream(self._side):
+            return super().start(batch)
+
     def _tensor(self, tensor: Tensor) -> Tensor:
         # one that is there may be made by what is being computed; of others than plain ones the memory cannot be kept
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or type(tensor) is not Tensor:
-            return super()._tensor(tensor)
-        with torch.cuda.stream(self._side):
-            copied = super()._tensor(tensor)
+            with torch.cuda.stream(self._computing):
+                return super()._tensor(tensor)
+        copied = super()._tensor(tensor)
         self._copied[id(copied)] = copied
         return copied
+
+    def _object(self, value: Any) -> Any:
+        with torch.cuda.stream(self._computing):
+            return super()._object(value)
 
     def wait_for(self, batch: Any) -> None:
         self._computing.wait_stream(self._side)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -20,6 +21,8 @@ from ignite_engine import Trainer, Update, Updates
 from ignite_engine.engine.bus import handlers_of
 from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers import Throughput
+from ignite_engine.ranks.mesh import use_mesh
+from ignite_engine.step.flops import obstacle
 from tests.builders import linear, mse, on_two_ranks, weights
 
 SHAPE = Shape(2, 4, 128, 64, 512)
@@ -221,12 +224,17 @@ def _cases(rank: int) -> dict[str, Any]:
             1e12 * metrics["throughput/tflops_per_s"] / metrics["throughput/samples_per_s"],
             1e9 * metrics["throughput/mfu"] / metrics["throughput/samples_per_s"],
         ]
+    use_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor")))
+    inner = linear()
+    found["sharing"] = str(obstacle(Update(inner, torch.optim.SGD(inner.parameters(), lr=0.1), mse)))
+    use_mesh(None)
     return found
 
 
 @pytest.mark.distributed
 def test_on_two_ranks_flops_are_summed_and_the_peak_is_that_of_both(tmp_path: Path) -> None:
     found = on_two_ranks(_cases, tmp_path / "store")
+    assert all("ranks share a model" in why for why in found["sharing"])
     assert found["ddp bits"] == found["fsdp bits"] == [True, True]
     for name in ("ddp", "fsdp"):
         for rank in range(2):

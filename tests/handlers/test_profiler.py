@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from ignite.engine import Events
 
 from ignite_engine import TrainingEvents, create_evaluator, loader
 from ignite_engine.engine.bus import handlers_of
-from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, Profiler
+from ignite_engine.errors import Interrupted
+from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop, MetricLogger, Profiler
 from tests.builders import Numbers, linear, numbers_loader, on_two_ranks, trainer_of, weights
+from tests.checkpointing.file_faults import start_child, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +131,21 @@ def test_an_end_by_force_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer.run(numbers_loader(20))
     assert files(tmp_path) == []
+
+
+def test_a_signal_in_a_window_saves_and_writes_what_was_recorded(tmp_path: Path) -> None:
+    def train() -> list[str]:
+        trainer = trainer_of()
+        Profiler(tmp_path, wait=2, warmup=1, active=50).attach(trainer)
+        Checkpoint(tmp_path / "checkpoints").attach(trainer)
+        GracefulStop().attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Interrupted):
+            trainer.run(numbers_loader(60))
+        return [each.name for each in (tmp_path / "checkpoints").glob("iteration_*")]
+
+    assert wait_for(start_child(train)) == (0, ["iteration_00000006"])
+    assert files(tmp_path) == ["rank_0_iterations_4_to_6.json.gz", "rank_0_iterations_4_to_6.txt"]
 
 
 def test_a_rollback_ends_the_window_and_training_goes_on(tmp_path: Path) -> None:
