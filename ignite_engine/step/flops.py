@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +12,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ignite_engine.ranks import agreement, mesh
-
-_tracker = logging.getLogger("torch.utils.module_tracker")
 
 # The work of each is much, and torch has no formula for it.
 _WITHOUT_FORMULA = frozenset(
@@ -53,14 +50,11 @@ class FlopCount:
         self.unknown: set[str] = set()
         """Operators of which the FLOPs are not known, and not in the count."""
         self._counter: FlopCounterMode | None = None
-        self._level = logging.NOTSET
 
     def start(self) -> None:
         """Count from now on; nothing if it does already."""
         if self._counter is not None:
             return
-        self._level = _tracker.level
-        _tracker.setLevel(logging.WARNING)  # it tells of modules that are entered twice
         counter = FlopCounterMode(display=False)
         self._counter = counter
         counter.flop_registry = _Formulas(self, counter)
@@ -71,7 +65,6 @@ class FlopCount:
         if self._counter is not None:
             counter, self._counter = self._counter, None
             counter.__exit__(None, None, None)
-            _tracker.setLevel(self._level)
             self.executed += counter.get_total_flops()
 
 

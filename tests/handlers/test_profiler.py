@@ -189,14 +189,14 @@ def test_a_resumed_run_counts_its_own_iterations(tmp_path: Path) -> None:
 
 def test_of_two_trainers_in_a_process_and_beside_another_profiler_a_window_waits(tmp_path: Path) -> None:
     inner, outer = trainer_of(), trainer_of()
-    Profiler(tmp_path / "outer", wait=0, warmup=0, active=2).attach(outer)
+    Profiler(tmp_path / "outer", wait=0, warmup=1, active=2).attach(outer)
     Profiler(tmp_path / "inner", wait=0, warmup=0, active=2).attach(inner)
     outer.add_event_handler(
         Events.ITERATION_STARTED, lambda: inner.run(numbers_loader(4), max_epochs=inner.state.epoch + 1)
     )
-    outer.run(numbers_loader(8))
-    assert files(tmp_path / "outer")[0] == "rank_0_iterations_1_to_2.json.gz"
-    assert files(tmp_path / "inner")[0] == "rank_0_iterations_5_to_6.json.gz"
+    outer.run(numbers_loader(10))
+    assert files(tmp_path / "outer")[0] == "rank_0_iterations_2_to_3.json.gz"
+    assert files(tmp_path / "inner")[0] == "rank_0_iterations_7_to_8.json.gz"
 
     beside = trainer_of()
     Profiler(tmp_path / "beside", wait=0, warmup=0, active=1).attach(beside)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -70,16 +69,6 @@ def test_what_activation_checkpointing_computes_again_is_counted_apart(reentrant
     assert (plain.executed, plain.recomputed) == (2 * 3 * 4 * 8 * 8 * 2, 0)
     assert saved.executed - saved.recomputed == plain.executed
     assert saved.recomputed > 0
-
-
-def test_modules_that_are_entered_twice_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    outer = nn.Sequential(layers, nn.Linear(8, 8))
-    before = logging.getLogger("torch.utils.module_tracker").level
-    with caplog.at_level(logging.INFO):
-        counted(lambda: checkpoint(outer, torch.ones(4, 8), use_reentrant=False).sum().backward())
-    assert caplog.text == ""
-    assert logging.getLogger("torch.utils.module_tracker").level == before
 
 
 class Squared(torch.autograd.Function):
