@@ -123,13 +123,13 @@ class Meter:
         return self._running.number(), float(self._running.count)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": list(self.values), **self._running.state_dict()}
+        return {"values": packed(self.values), **self._running.state_dict()}
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """What a checkpoint had comes before what it was given since."""
         values, running = self.values, self._running
         self.reset()
-        self.values = list(state["values"])
+        self.values = unpacked(state["values"])
         self._running.load_state_dict(state)
         if running.count:
             self._fold()
@@ -170,13 +170,29 @@ class Stopwatch(Meter):
         self.update(1e3 * (perf_counter() - self._started))
 
 
+def packed(values: Sequence[Any]) -> Any:
+    """Scalar tensors of one kind as one tensor, else a list: in a checkpoint each tensor is a record of its own."""
+    return torch.stack(list(values)) if values and _are_alike(values) else list(values)
+
+
+def unpacked(values: Any) -> list[Any]:
+    """What was :func:`packed`."""
+    return list(values.unbind() if isinstance(values, torch.Tensor) else values)
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    first = values[0]
+    return all(
+        isinstance(v, torch.Tensor) and v.shape == () and v.dtype is first.dtype and v.device == first.device
+        for v in values
+    )
+
+
 def _stacked(values: Sequence[Any]) -> torch.Tensor:
     """Scalars as one tensor of doubles, on the device of the first."""
     first = values[0]
     if isinstance(first, torch.Tensor):
-        if all(isinstance(v, torch.Tensor) and v.shape == () and v.dtype is first.dtype for v in values) and all(
-            v.device == first.device for v in values
-        ):
+        if _are_alike(values):
             return torch.stack(list(values)).double()
         return torch.stack([torch.as_tensor(v).reshape(()).double().to(first.device) for v in values])
     return torch.tensor([float(value) for value in values], dtype=torch.float64)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ignite.engine import Events
 from ignite_engine import Phase, Trainer
 from ignite_engine.handlers.history import History
 from ignite_engine.handlers.media import MediaFiles
-from ignite_engine.handlers.meters import CHUNK, Meter, Running
+from ignite_engine.handlers.meters import CHUNK, Meter, Running, packed, unpacked
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
 from ignite_engine.ranks import agreement
 from ignite_engine.step.reported import GroupMean, Reported, read
@@ -117,12 +118,16 @@ class MetricLogger:
         self._join_loaded()
         meters = {name: meter.state_dict() for name, meter in self._meters.items() if meter.count}
         means = {name: mean.state_dict() for name, mean in self._means.items()}
-        rows = [[iteration, {name: read(value) for name, value in row.items()}] for iteration, row in self._rows]
-        return {"rows": rows, "means": means, "not_finite_at": self._not_finite_at, "meters": self._loaded | meters}
+        return {
+            "rows": _as_columns(self._rows),
+            "means": means,
+            "not_finite_at": self._not_finite_at,
+            "meters": self._loaded | meters,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rows = state["rows"] if "rows" in state else state["interval"]  # as it was called before there were sums
-        self._rows, self._means = [(iteration, row) for iteration, row in rows], {}
+        self._rows, self._means = _as_rows(rows), {}
         for name, mean in state.get("means", {}).items():
             self._means[name] = Running("mean")
             self._means[name].load_state_dict(mean)
@@ -191,6 +196,27 @@ class MetricLogger:
             )
 
     _collect.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before any handler of this event reads the mean
+
+
+def _as_columns(rows: Sequence[tuple[int, Row]]) -> list[Any]:
+    """For each sequence of rows with the same names their iterations, and by name the values in one tensor."""
+    columns: list[Any] = []
+    for names, group in itertools.groupby(rows, key=lambda row: list(row[1])):
+        iterations, values = zip(*group, strict=True)
+        columns.append([list(iterations), {name: packed([read(row[name]) for row in values]) for name in names}])
+    return columns
+
+
+def _as_rows(columns: Iterable[Any]) -> list[tuple[int, Row]]:
+    """Of :func:`_as_columns`; earlier releases saved the rows."""
+    rows: list[tuple[int, Row]] = []
+    for iterations, values in columns:
+        if isinstance(iterations, int):
+            rows.append((iterations, values))
+            continue
+        by_name = {name: unpacked(column) for name, column in values.items()}
+        rows += [(each, {name: by_name[name][at] for name in by_name}) for at, each in enumerate(iterations)]
+    return rows
 
 
 def _scalars(output: Any) -> Row:

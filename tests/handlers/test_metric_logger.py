@@ -20,8 +20,10 @@ from ignite.engine import Engine, Events
 from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.checkpointing.nested import walk
 from ignite_engine.handlers import Checkpoint, LRSchedule, Meter, MetricLogger, warmup_linear
 from ignite_engine.handlers.meters import CHUNK
+from ignite_engine.step.reported import read
 from tests.builders import linear, numbers_loader, resume_and_run, trainer_of
 
 READS = ("item", "tolist", "__float__", "__bool__", "__int__", "__index__", "numpy", "cpu", "__array__")
@@ -221,7 +223,7 @@ def bytes_kept(logger: MetricLogger) -> int:
 
 def kept(logger: MetricLogger) -> list[Any]:
     """The values of the interval so far that are not added up yet."""
-    return [value for _, row in logger.state_dict()["rows"] for value in row.values()]
+    return [read(value) for _, row in logger._rows for value in row.values()]
 
 
 def test_update_may_return_views_and_whole_predictions_and_a_scalar_of_each_is_kept() -> None:
@@ -301,6 +303,28 @@ def test_a_mean_has_the_same_bits_wherever_the_interval_was_saved_and_loaded() -
     assert whole["loss"] == pytest.approx(sum(values) / 400)
     for cut in (1, 63, 64, 65, 200, 399):
         assert mean_of(cut) == whole
+
+
+def test_values_of_an_interval_are_few_tensors_in_a_checkpoint() -> None:
+    """Each would be a record of its own, and a copy from the device."""
+    logger, states = MetricLogger(console=False), list[Any]()
+
+    def update(engine: Trainer, batch: int) -> Any:
+        extra = {"accuracy": torch.tensor(batch)} if engine.state.iteration > 25 else {"word": "good", "count": 2}
+        return {"loss": torch.tensor(float(batch)), **extra}
+
+    trainer = Trainer(update)
+    trainer.state.meters["most"] = Meter("max", of="loss")
+    logger.attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=50), lambda: states.append(logger.state_dict()))
+    trainer.run(range(50))
+    tensors = [value for _, value in walk(states[0]) if isinstance(value, Tensor)]
+    assert len(tensors) == 4 and max(value.numel() for value in tensors) == 50  # two of the loss, and the meter's
+
+    again = MetricLogger(console=False)
+    again.load_state_dict(states[0])
+    assert [row[1]["loss"].item() for row in again._rows] == [*range(50)] and len(again._rows[0][1]) == 2
+    assert again._rows[40] == (41, {"loss": torch.tensor(40.0), "accuracy": torch.tensor(40)})
 
 
 def test_interval_of_a_checkpoint_from_before_there_were_sums_is_continued() -> None:
