@@ -32,8 +32,8 @@ def test_run_continues_and_its_best_weights_have_its_best_accuracy(
     shown = [run_cell("".join(cell["source"]), namespace) for cell in cells]
 
     start, epoch, _ = shown[-2]
-    assert (start.value, epoch) == ("resumed", 6)
+    assert (start.value, epoch) == ("resumed", 8)
     rows = [json.loads(line) for line in (tmp_path / "runs/notebook/metrics.jsonl").read_text().splitlines()]
     values = [row["val/accuracy"] for row in rows if "val/accuracy" in row]
-    assert len(values) == 6 and shown[-1] == pytest.approx(max(values)) and shown[-1] > 0.8
+    assert len(values) == 8 and shown[-1] == pytest.approx(max(values)) and shown[-1] > 0.8
     assert (tmp_path / "runs/notebook/report.html").exists()
