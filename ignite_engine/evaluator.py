@@ -67,21 +67,32 @@ class _Evaluator(Engine):
         metrics: list[Any] = []
         for handler, _, _ in handlers:
             metrics.append(getattr(handler, "__self__", None))
-            if getattr(handler, "__func__", None) is not _ITERATION_COMPLETED or not hasattr(metrics[-1], _TRANSFORM):
+            if getattr(handler, "__func__", None) is not _ITERATION_COMPLETED or _TRANSFORM not in vars(metrics[-1]):
                 return False
         self.last_event_name = Events.ITERATION_COMPLETED
         with self.no_grad:
             for metric in metrics:
                 try:
                     output = metric._output_transform(self.state.output)
-                    if type(output) is tuple and all([type(each) is Tensor for each in output]):
+                    if type(output) is tuple and output and all([type(each) is Tensor for each in output]):
                         metric.update(output)
                     else:
-                        metric.iteration_completed(self)
+                        with _transformed(metric, output):
+                            metric.iteration_completed(self)
                 except Exception as error:
                     bus.name_in(error, metric.iteration_completed, Events.ITERATION_COMPLETED)
                     raise
         return True
+
+
+@contextmanager
+def _transformed(metric: Any, output: Any) -> Iterator[None]:
+    """Its ``output_transform`` has returned ``output``; called again it may return something else."""
+    transform, metric._output_transform = metric._output_transform, lambda _: output
+    try:
+        yield
+    finally:
+        metric._output_transform = transform
 
 
 def create_evaluator(

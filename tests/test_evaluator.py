@@ -123,6 +123,50 @@ def test_a_metric_with_an_update_of_its_own_keeps_it() -> None:
     assert seen == [1, 2, 3, 4]
 
 
+class Sums(Metric):
+    required_output_keys = ("first", "second")
+
+    def reset(self) -> None:
+        self.seen: list[Any] = []
+
+    def update(self, output: Any) -> None:
+        self.seen.append(output)
+
+    def compute(self) -> str:
+        return repr(self.seen)
+
+
+TRANSFORMS: dict[str, Any] = {
+    "tuple": lambda pair: pair,
+    "mapping": lambda pair: {"first": pair[0], "second": pair[1]},
+    "lists": lambda pair: ([*pair[0]], [*pair[1]]),
+    "tensor": lambda pair: pair[0],
+    "number": lambda pair: pair[0].sum().item(),
+    "nothing": lambda pair: (),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_an_output_transform_is_called_once_a_batch(kind: str) -> None:
+    """It may count, draw or take from an iterator; Ignite calls it once."""
+
+    def outcome(engine: Engine) -> Any:
+        numbers = iter(range(1, 100))
+        metric = Sums(output_transform=lambda pair: TRANSFORMS[kind]((pair[0] * next(numbers), pair[1])))
+        before = metric._output_transform
+        metric.attach(engine, "sums")
+        try:
+            return engine.run(pairs()).metrics["sums"], next(numbers)
+        except IndexError as error:
+            return str(error), next(numbers)
+        finally:
+            assert metric._output_transform is before
+
+    assert outcome(create_evaluator(nn.Identity(), lambda model, batch: batch)) == outcome(
+        Engine(lambda _, batch: batch)
+    )
+
+
 def test_an_error_of_a_metric_names_it() -> None:
     evaluator = create_evaluator(linear(), lambda _, batch: (batch[0], batch[1][:, None, None]), {"a": Accuracy()})
     with pytest.raises(ValueError, match="y must have shape") as raised:

@@ -15,6 +15,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_FP32_EPS = torch.finfo(torch.float32).eps
+
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The joint L2 norm of ``gradients``, bit-equal to ``torch.nn.utils.get_total_norm`` where none is sharded.
@@ -92,8 +94,8 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         else:
             by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(parameter)
     norm = gradient_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    # on the CPU the norm is read at no cost, and multiplying by 1 costs as much as the norm; a NaN is below nothing
-    if norm.device.type == "cpu" and norm.item() + 1e-5 <= max_norm:
+    # on the CPU the norm is read at no cost
+    if norm.device.type == "cpu" and _is_below(norm.item(), max_norm, torch.finfo(norm.dtype).eps):
         return norm
     for alike in by_mesh.values():  # torch's foreach takes no mix of them
         clip_grads_with_norm_(alike, max_norm, norm)
@@ -106,9 +108,22 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
 def _are_plain(gradients: Sequence[Tensor]) -> bool:
     """Whether all are dense fp32 tensors on the CPU, the case that is worth a way of its own."""
     return bool(gradients) and all(
-        type(each) is Tensor and each.is_cpu and each.dtype is torch.float32 and each.layout is torch.strided
+        type(each) is Tensor
+        and each.is_cpu
+        and each.dtype is torch.float32
+        and each.layout is torch.strided
+        and not each.requires_grad
         for each in gradients
     )
+
+
+def _is_below(norm: float, max_norm: float, eps: float) -> bool:
+    """Whether torch's factor is 1, with which multiplying costs as much as the norm; a NaN is below nothing.
+
+    Args:
+        eps: of the norm's type: its reciprocal is rounded, and is so much too small where the two are nearly equal.
+    """
+    return norm * (1.0 + 2.0 * eps) + 1e-5 <= max_norm
 
 
 def _clip_plain(gradients: list[Tensor], max_norm: float) -> Tensor:
@@ -116,7 +131,7 @@ def _clip_plain(gradients: list[Tensor], max_norm: float) -> Tensor:
     # as torch's get_total_norm, which first groups them by device and dtype
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     value = norm.item()
-    if not value + 1e-5 <= max_norm:  # multiplying by 1 costs as much as the norm; a NaN is below nothing
+    if not _is_below(value, max_norm, _FP32_EPS):
         torch._foreach_mul_(gradients, clip_factor(value, max_norm))
     return norm
 

@@ -46,6 +46,39 @@ def test_norm_and_clipping_have_the_bits_of_torchs(dtypes: list[torch.dtype], ma
         assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "max_norm"), [(torch.float32, 49000.00002), (torch.bfloat16, 0.19540000), (torch.float16, 49.0001)]
+)
+def test_a_limit_between_two_numbers_of_the_type_has_the_bits_of_torchs(dtype: torch.dtype, max_norm: float) -> None:
+    def one(share: float) -> nn.Parameter:
+        parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
+        parameter.grad = torch.tensor([max_norm * share]).to(dtype)
+        return parameter
+
+    eps = torch.finfo(dtype).eps
+    for step in range(-40, 41):
+        mine, other = one(1 + step * eps / 4), one(1 + step * eps / 4)
+        clip_gradients([mine], max_norm)
+        nn.utils.clip_grad_norm_([other], max_norm)
+        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_gradients_with_a_graph_are_clipped_without_it(max_norm: float, is_leaf: bool) -> None:
+    ours, theirs = parameters([torch.float32] * 2), parameters([torch.float32] * 2)
+    for parameter in (*ours, *theirs):
+        assert parameter.grad is not None
+        parameter.grad.requires_grad_()
+        if not is_leaf:
+            parameter.grad = parameter.grad * 1.5  # as of backward(create_graph=True)
+    norm, expected = clip_gradients(ours, max_norm), nn.utils.clip_grad_norm_(theirs, max_norm)
+
+    assert not norm.requires_grad and torch.equal(norm, expected)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("ulps", [-2, -1, 0, 1, 2])
 def test_a_norm_next_to_the_limit_has_the_bits_of_torchs(ulps: int) -> None:
     ours, theirs = parameters([torch.float32] * 3), parameters([torch.float32] * 3)
