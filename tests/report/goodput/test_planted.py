@@ -22,6 +22,8 @@ from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StepTim
 from ignite_engine.report.goodput import verdict as judge
 from tests.builders import Numbers, linear, mse
 
+pytestmark = pytest.mark.slow  # real time: on a machine that is busy, waits for data are long indeed
+
 ITERATIONS = 40
 VERDICTS = sys.modules[judge.__module__]
 
@@ -166,7 +168,6 @@ def test_run_that_loses_most_to_kills_is_told_to_save_more_often(tmp_path: Path)
     assert found is not None and found.cause == "saving too seldom"
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("part", ["data", "forward"])
 def test_slow_rank_is_named_with_the_part_in_which_it_is_slow(tmp_path: Path, part: str) -> None:
