@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 LOST = 1e-3
 """The share of a start's time after which the ledger's newest line is written again, between 0.02 and 1 s: a kill loses
 no more than that, or the work between two events."""
-_ALWAYS = (Events.GET_BATCH_COMPLETED, TrainingEvents.BACKWARD_COMPLETED)
+_ALWAYS = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, TrainingEvents.BACKWARD_COMPLETED)
 """Of the events at which others are looked for, those at which each StepTimes itself has a handler anyway."""
 
 
@@ -181,6 +181,8 @@ class StepTimes:
             return any(trainer.listeners(event) > (event in _ALWAYS) for event in events)
 
         added = self._around
+        if has_others(Events.GET_BATCH_STARTED):
+            added.append(on(Events.GET_BATCH_STARTED, self._step_is_over))
         if has_others(Events.GET_BATCH_COMPLETED, own.WINDOW_STARTED, Events.ITERATION_STARTED):
             added.append(on(Events.ITERATION_STARTED, self._iteration_starts))
         if has_others(own.BACKWARD_COMPLETED):
