@@ -44,7 +44,7 @@ def restore(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    _set_numpy((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
@@ -127,6 +127,12 @@ def _resting_numpy() -> tuple[bytes | None, Any]:
     return place, _numpy_seen[1]
 
 
+def _set_numpy(state: Any) -> None:
+    global _numpy_seen
+    _numpy_seen = b"", None  # it may be at a place that was seen, now with a half of a pair
+    np.random.set_state(state)
+
+
 def _generators(numpy: Any) -> tuple[Any, ...]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() and torch.cuda.is_available() else None
     return random.getstate(), numpy, torch.get_rng_state(), cuda
@@ -136,7 +142,7 @@ def _restore_generators(generators: tuple[Any, ...], numpy_place_before: bytes |
     python, numpy, cpu, cuda = generators
     random.setstate(python)
     if numpy_place_before is None or (memory := numpy_place()) is None or memory.raw != numpy_place_before:
-        np.random.set_state(numpy)
+        _set_numpy(numpy)
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state_all(cuda)

@@ -146,11 +146,15 @@ class SeededDataset(Dataset[Any]):
         dataset: Any = self.dataset
         if self._reads_batches:
             seed = rng.mix_next(of_pass, indices[0])
-            return self._reading.each(dataset.__getitems__, [indices], [seed], place=place)[0]
+            return self._reading.each(partial(_read_batch, dataset), [indices], [seed], place=place)[0]
         seeds = rng.mix_each(of_pass, indices)
         while type(dataset) is Subset:  # a call less for each sample
             dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
         return self._reading.each(partial(operator.getitem, dataset), indices, seeds, place=place)
+
+
+def _read_batch(dataset: Any, indices: Sequence[int]) -> Any:
+    return dataset.__getitems__([*indices])  # its own list: a call may be repeated, and may have used it up
 
 
 def _reads_batches(dataset: Any) -> bool:

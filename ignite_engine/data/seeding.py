@@ -14,7 +14,7 @@ Seeding Python, NumPy and torch costs 7 µs, more than many samples, and most da
 
 Every call that draws has the numbers it would have if each were seeded in full. Exceptions are calls that only read the
 state of Python's or NumPy's generator or put back what they drew, if none of the first calls moved that generator: they
-see another state.
+see another state. So does the first call that moves it where what it drew is kept for the repetition, as in a cache.
 """
 
 from __future__ import annotations

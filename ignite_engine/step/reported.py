@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import ItemsView, Iterator, ValuesView
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ignite_engine.step.losses import weighted
@@ -22,7 +23,8 @@ class GroupMean:
     def read(self) -> Tensor:
         """Computed the first time: among the cache misses of a step it costs 35 us, and most are read much later."""
         if self._scales:
-            self._values, self._scales = [weighted(self._values, self._scales)], []
+            with torch.inference_mode(False):  # who reads it first must not decide what others may do with it
+                self._values, self._scales = [weighted(self._values, self._scales)], []
         return self._values[0]
 
 
@@ -68,6 +70,9 @@ class Reported(dict[str, Any]):
 
     def __eq__(self, other: object) -> bool:
         return dict(self) == other
+
+    def __ne__(self, other: object) -> bool:  # dict has one of its own
+        return not self == other
 
     def __or__(self, other: Any) -> Any:
         return dict(self) | other

@@ -60,6 +60,23 @@ def test_random_numbers_of_a_dataset_that_reads_batches_do_not_depend_on_the_wor
     assert len({number for _, drawn in alone for number in drawn}) == 7
 
 
+class UsesUpItsKeys(Reads):
+    def __len__(self) -> int:
+        return 120
+
+    def __getitems__(self, keys: list[int]) -> list[Any]:
+        made = []
+        while keys:
+            key = keys.pop(0)
+            made.append((key, random.random() if key >= 90 else 0.0))
+        return made
+
+
+def test_batch_that_is_read_again_is_asked_for_the_same_samples() -> None:
+    read = [each for batch in loader(UsesUpItsKeys(), 5, collate_fn=list) for each in batch]
+    assert [key for key, _ in read] == [*range(120)]
+
+
 def test_subset_keeps_the_random_numbers_of_each_sample() -> None:
     """Torch's Subset has ``__getitems__`` whatever it is a subset of."""
     whole, part = Reads(), Subset(Reads(), range(7))

@@ -160,6 +160,29 @@ def test_half_of_a_pair_outside_is_neither_drawn_nor_lost(parity: int) -> None:
     assert made(SeededDataset) == made(SeededInFull)
 
 
+@pytest.mark.parametrize("restored", ["isolated", "restore"])
+def test_half_of_a_pair_that_is_put_back_is_neither_drawn_nor_lost(restored: str) -> None:
+    def made(kind: type[SeededDataset]) -> Any:
+        data = kind(Drawing(late(np.random.randn)), list, 3)
+
+        def read(start: int) -> Any:
+            return data.__getitems__([(0, index) for index in range(start, start + 5)])
+
+        rng.seed_host(1)
+        batches = [read(at) for at in range(0, 90, 5)]
+        np.random.randn()
+        state = rng.capture()
+        with rng.isolated():
+            np.random.randn()
+            batches.append(read(90))
+            if restored == "restore":
+                rng.restore(state)
+                return [*batches, read(100), np.random.randn()]
+        return [*batches, read(100), np.random.randn()]
+
+    assert made(SeededDataset) == made(SeededInFull)
+
+
 def test_half_of_a_pair_of_a_sample_is_not_drawn_by_the_collate_function() -> None:
     def collate(samples: list[Any]) -> Any:
         return samples, np.random.randn() if samples[0][0] >= 100 else None

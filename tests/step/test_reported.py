@@ -145,3 +145,15 @@ def test_handlers_read_a_plain_dict_and_it_can_be_saved(tmp_path: Path) -> None:
     assert type(output) is dict and output is first.output
     run(resumed)
     assert torch.equal(resumed.output["loss"], output["loss"])
+
+
+def test_what_is_unequal_is_so_before_it_is_read() -> None:
+    expected = {"loss": weighted(LOSSES, SCALES), "norm": torch.tensor(2.0)}
+    assert (made() != expected) is False and made() != {}
+
+
+def test_a_mean_that_is_read_in_inference_mode_is_a_tensor_like_others() -> None:
+    output = made()
+    with torch.inference_mode():
+        assert not output["loss"].is_inference()
+    output["loss"].add_(1)
