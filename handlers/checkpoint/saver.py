@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+_SHOWN_FROM_S = 1.0
+"""A save that was shorter is in the log file alone."""
 
 _PEERS_TIMEOUT_S = 60.0
 _Captured = tuple[Mapping[str, Any], Mapping[str, Any], Shards | None, Tables, Facts]
@@ -364,7 +366,8 @@ class Saver:
         written = sum(each.bytes for each in self.store.last_saved.files.values())
         self.times.saves, self.times.saved = self.times.saves + 1, Transfer(written, state.save_seconds)
         if agreement.rank() == 0:
-            logger.info("Saved %s: %s%s.", path, self.times.saved, how)
+            shown = state.save_seconds >= _SHOWN_FROM_S
+            logger.info("Saved %s: %s%s.", path, self.times.saved, how, extra={"console": shown})
         self._prune()
         _tell(trainer, TrainingEvents.CHECKPOINT_SAVED)
 
