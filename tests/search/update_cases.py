@@ -36,7 +36,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attached": ("nothing", "LR scheduler", "step hook", "gradient hook"),
     "engine": ("Trainer", "Ignite's Engine"),
 }
-LISTENERS = tuple(TrainingEvents)[:4]
+LISTENERS = (
+    TrainingEvents.BACKWARD_COMPLETED,
+    TrainingEvents.OPTIMIZER_STEP_STARTED,
+    TrainingEvents.OPTIMIZER_STEP_COMPLETED,
+    TrainingEvents.OPTIMIZER_STEP_SKIPPED,
+)
 HABITS: dict[str, Callable[[nn.Module], Any]] = {
     "nothing": lambda model: None,
     "reads gradients": lambda model: [None if p.grad is None else p.grad.sum() for p in model.parameters()],
