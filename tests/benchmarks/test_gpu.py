@@ -29,7 +29,7 @@ def test_reduced_form_runs_every_section_and_finds_nothing_wrong(tmp_path: Path)
     assert rows["gpt"]["ours"]["tokens_per_s"] > 0
     assert [len(each) for each in rows["stall"]["in the background"]["spans_s"]] == [gpu.REDUCED.save_every] * 2
     assert sum("accumulation" in what for what in rows["resume"]) == 12
-    assert "2 skipped" in next(iter(rows["tests"].values()))["value"] or torch.cuda.is_available()
+    assert " skipped, " in next(iter(rows["tests"].values()))["value"] or torch.cuda.is_available()
 
 
 def test_section_that_fails_is_in_the_table_and_the_others_run(

@@ -1,0 +1,17 @@
+"""A benchmark is a program of its own: what it sets for its process is put back after each test."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def of_the_process() -> Iterator[None]:
+    disabled, threads = logging.root.manager.disable, torch.get_num_threads()
+    yield
+    logging.disable(disabled)
+    torch.set_num_threads(threads)
