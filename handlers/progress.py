@@ -26,6 +26,7 @@ LINES_APART_S = 10.0
 BAR_CELLS = 24
 NARROW_BAR_CELLS = 10
 WIDE_COLUMNS = 100
+logger = logging.getLogger(__name__)
 
 
 class Progress:
@@ -44,7 +45,7 @@ class Progress:
 
     def __init__(self, keys: Sequence[str] | None = None) -> None:
         self.columns = Columns(keys)
-        self._drawn = False
+        self._drawn = self._gone = False
         self._html: Html | None = None
         self._next_time = self._next_iteration = self._not_before = 0.0
         self._started_at, self._first_iteration, self._printed_iteration, self._more_iterations = 0.0, 0, -1, 0
@@ -70,7 +71,7 @@ class Progress:
         of_now = position.epochs_completed * (state.epoch_length or 0) + position.epoch_iteration
         self._more_iterations = state.iteration - of_now if state.epoch_length else 0
         self._schedule(trainer, self._started_at)
-        if self._html is None and sys.stderr.isatty():
+        if self._html is None and _is_terminal():
             # of the handlers, not of a logger: those of a logger do not see what comes from its children
             every = (*logging.getLogger().handlers, logging.lastResort)
             handlers = [each for each in every if isinstance(each, logging.StreamHandler)]
@@ -85,7 +86,7 @@ class Progress:
             trainer.call_at_end(end)
 
     def _schedule(self, trainer: Trainer, now: float) -> None:
-        redrawn, total = self._html is not None or sys.stderr.isatty(), self._total(trainer)
+        redrawn, total = self._html is not None or _is_terminal(), self._total(trainer)
         self._next_time = now + (REDRAW_HTML_S if self._html is not None else REDRAW_S if redrawn else LINE_S)
         self._next_iteration, self._not_before = math.inf, now + LINES_APART_S
         if total is not None and not redrawn:
@@ -97,13 +98,23 @@ class Progress:
         self._printed_iteration = trainer.state.iteration
         if self._html is not None:
             self._html.show(self._bar(trainer, now))
-        elif sys.stderr.isatty():
+        elif _is_terminal():
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            sys.stderr.write(f"\r{self._line(trainer, now, columns)[: columns - 1]}\x1b[K")
-            self._drawn = True
+            self._drawn = self._write(f"\r{self._line(trainer, now, columns)[: columns - 1]}\x1b[K")
         else:
-            sys.stderr.write(f"{self._plain_line(trainer, now)}\n")
-        sys.stderr.flush()
+            self._write(f"{self._plain_line(trainer, now)}\n")
+
+    def _write(self, text: str) -> bool:
+        """Whether it could be written; a terminal that was closed, or a pipe that nobody reads, ends no training."""
+        if self._gone:
+            return False
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except (OSError, ValueError) as error:
+            self._gone = True
+            logger.warning("Progress is no longer shown, as stderr is gone: %s. Training continues.", error)
+        return not self._gone
 
     def _line(self, trainer: Trainer, now: float, columns: int) -> str:
         """With the values that fit into ``columns``."""
@@ -163,7 +174,7 @@ class Progress:
     def _make_room(self, trainer: Trainer) -> None:
         """Before the loggers print at a log point, which is a sign of life as well."""
         self._clear()
-        if self._html is None and not sys.stderr.isatty():
+        if self._html is None and not _is_terminal():
             self._next_time = perf_counter() + LINE_S
 
     _make_room.phase = Phase.MEASURE  # type: ignore[attr-defined]  # before the loggers; read by the Trainer
@@ -174,21 +185,23 @@ class Progress:
 
     def _clear(self) -> None:
         if self._drawn:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
             self._drawn = False
+            self._write("\r\x1b[K")
 
     def _finish(self, trainer: Trainer) -> None:
-        if self._html is not None or sys.stderr.isatty() or self._printed_iteration != trainer.state.iteration:
+        if self._html is not None or _is_terminal() or self._printed_iteration != trainer.state.iteration:
             self._print(trainer, perf_counter())
         self._leave()
 
     def _leave(self) -> None:
         """Leave the line that is drawn as it is."""
         if self._drawn:
-            sys.stderr.write("\n")
-            sys.stderr.flush()
             self._drawn = False
+            self._write("\n")
+
+
+def _is_terminal() -> bool:
+    return not sys.stderr.closed and sys.stderr.isatty()
 
 
 def _clock(seconds: float) -> str:

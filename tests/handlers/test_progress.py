@@ -213,3 +213,20 @@ def test_only_rank_0_shows_it(tmp_path: Path) -> None:
     mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
     assert "iter 2/2" in (tmp_path / "0.txt").read_text()
     assert (tmp_path / "1.txt").read_text() == ""
+
+
+def test_pipe_that_nobody_reads_any_more_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LINES_APART_S", 0.0)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        with redirect_stderr(stream):
+            assert trainer_of().run(range(50)).iteration == 50
+        with pytest.raises(BrokenPipeError):  # what was not written is still in the buffer
+            stream.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    (line,) = [record.getMessage() for record in caplog.records if record.name == module.__name__]
+    assert line == "Progress is no longer shown, as stderr is gone: [Errno 32] Broken pipe. Training continues."
