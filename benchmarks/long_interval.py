@@ -13,6 +13,7 @@ import math
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -86,7 +87,7 @@ def measure(iterations: int, saves: int, directory: Path) -> Measured:
     trainer = Trainer(update)
     MetricLogger(sinks=[_Lines(found)], console=False).attach(trainer, Events.ITERATION_COMPLETED(every=iterations))
     began = 0.0
-    losses = [0.0] * iterations
+    losses = array("d", bytes(8 * iterations))  # a list would grow by a number for each iteration
 
     def before() -> None:
         nonlocal began

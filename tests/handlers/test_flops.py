@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,14 @@ from ignite_engine.handlers import Throughput
 from ignite_engine.ranks.mesh import use_mesh
 from ignite_engine.step.flops import obstacle
 from tests.builders import linear, mse, on_two_ranks, weights
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Other tests of this process may have."""
+    if (module := sys.modules.get("torch._dynamo.utils")) is not None:
+        module.counters.clear()
+
 
 SHAPE = Shape(2, 4, 128, 64, 512)
 LINEAR_FLOPS = 2 * (2 * 3 * 4 + 3 * 4 * 1)  # of a sample in builders.linear(): its inputs need no gradient
