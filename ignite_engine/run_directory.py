@@ -85,6 +85,18 @@ class RunDirectory:
         write_whole(self.config, yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
         return [] if before is None else config_differences(before, values)
 
+    def of_a_finished_run(self) -> dict[Path, str]:
+        """The files that say which run this folder holds, if it is completed; else none."""
+        if self.read_summary().get("status") != "completed":
+            return {}
+        files = (self.config, self.environment, self.summary)
+        return {path: path.read_text(encoding="utf-8") for path in files if path.exists()}
+
+    def put_back(self, files: Mapping[Path, str]) -> None:
+        """Undo what a start that was refused has written: ``files`` as they were."""
+        for path, content in files.items():
+            write_whole(path, content)
+
     def write_environment(self, world_size: int) -> None:
         """Store versions, machine, devices and command line."""
         packages = {each.name: each.version for each in importlib.metadata.distributions()}

@@ -131,6 +131,7 @@ class Run:
         assert self.checkpoint is not None
         trainer, rank = self.trainer, agreement.rank()
         resumed: Path | None = None
+        finished = self.directory.of_a_finished_run() if rank == 0 else {}
         try:
             with self.startup("directory"):
                 if rank == 0:
@@ -152,6 +153,7 @@ class Run:
             trainer.run(self.loader, **self.length)
         except BaseException as raised:
             error, status = cause_of(raised), trainer.state.status
+            refused = status == "created"  # before its first event
             stopped = isinstance(error, KeyboardInterrupt | Interrupted) and status not in ("interrupted", "failed")
             # while GracefulStop does not listen; where a rank has failed a launcher signals those that live
             if stopped and known_failure() is None:
@@ -164,9 +166,12 @@ class Run:
                     "The run failed: %s: %s", type(error).__name__, error, extra={"console": False}, exc_info=True
                 )
             summary = self._write_summary(status, resumed)
-            report = self._write_report()
-            if status == "interrupted":
-                self._log_outcome(summary, report)
+            if refused and finished:  # it has not become another run
+                self.directory.put_back(finished)
+            else:
+                report = self._write_report()
+                if status == "interrupted":
+                    self._log_outcome(summary, report)
             if error is not raised:
                 raise error from raised
             raise

@@ -362,6 +362,19 @@ def test_signal_ends_with_its_code_and_the_same_command_resumes(folder: Path, nu
     assert "task_options.wait_s: 0.2 -> not set" in (folder / "run" / "logs" / "rank_0.log").read_text()
 
 
+def test_start_that_is_refused_leaves_a_finished_run_as_it_was(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "my_config.yaml"]) == 0
+    names = ("config.yaml", "environment.json", "summary.json", "report.html", "history.jsonl")
+    before = {name: (folder / "run" / name).read_bytes() for name in names}
+
+    assert main(["train", "my_config.yaml", "run.seed=7"]) == 2
+    assert "was made with seed 0" in capsys.readouterr().err
+    assert {name: (folder / "run" / name).read_bytes() for name in names} == before
+    assert "The run failed: StateMismatch" in (folder / "run" / "logs" / "rank_0.log").read_text()
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
 def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path, ranks: int) -> None:
