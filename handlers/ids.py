@@ -12,10 +12,11 @@ from ignite.engine import Events
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine import Group, Phase, Trainer, TrainingEvents, rng
+from ignite_engine import Phase, Trainer, TrainingEvents, rng
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.sparse.ids import IdRows, whole_ids
+from ignite_engine.step.micro_batches import micro_batches_of
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,7 @@ class IdAdmission:
 
     def _count(self, trainer: Trainer) -> None:
         state = trainer.state
-        micro_batches: Any = state.batch if isinstance(state.batch, Group) else (state.batch,)
-        for batch in micro_batches[: len(micro_batches) - state.padding]:  # those repeated for the peers are not seen
+        for batch in micro_batches_of(state.batch, padding=state.padding):
             ids = self.ids_of(batch)
             check_type("what ids_of returns", ids, isinstance(ids, Tensor), "a tensor of ids")
             self._sightings.add(ids)

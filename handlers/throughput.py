@@ -12,7 +12,6 @@ import torch
 from ignite.engine import Engine, Events
 from torch import nn
 
-from ignite_engine import Group
 from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
@@ -20,7 +19,7 @@ from ignite_engine.ranks.agreement import gather_floats
 from ignite_engine.ranks.mesh import by_data_rank
 from ignite_engine.step.device_peaks import peak_flops as peak_of
 from ignite_engine.step.flops import FlopCount, obstacle
-from ignite_engine.step.micro_batches import first_dimension
+from ignite_engine.step.micro_batches import first_dimension, micro_batches_of
 from ignite_engine.step.precision import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -181,9 +180,7 @@ class Throughput:
         self._started = None
         self._steps += 1
         state: Any = trainer.state
-        micro_batches: Any = state.batch if isinstance(state.batch, Group) else (state.batch,)
-        if getattr(state, "padding", 0):  # repeated batches with weight zero are not samples
-            micro_batches = micro_batches[: -state.padding]
+        micro_batches = micro_batches_of(state.batch, padding=getattr(state, "padding", 0))
         for micro_batch in micro_batches:
             self._samples += self.samples_fn(micro_batch)
             if self.tokens_fn is not None:
@@ -266,7 +263,7 @@ class _CountedIteration:
         self._done()
         if count.executed:
             self._flops = float(count.executed - count.recomputed), float(count.executed)
-            groups: Any = state.batch if isinstance(state.batch, Group) else (state.batch,)
+            groups = micro_batches_of(state.batch)
             tokens_fn, samples_fn = self._throughput.tokens_fn, self._throughput.samples_fn
             tokens = 0 if tokens_fn is None else sum(map(tokens_fn, groups))
             self._units = tokens, sum(map(samples_fn, groups)), len(groups)

@@ -20,7 +20,7 @@ from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.state import TOTALS
-from ignite_engine.step.micro_batches import Group, first_dimension
+from ignite_engine.step.micro_batches import first_dimension, micro_batches_of
 
 Count = Callable[[Any], float]
 
@@ -233,8 +233,7 @@ class Intervals:
         if not self._counts:
             return
         state = trainer.state
-        batches: Any = state.batch if isinstance(state.batch, Group) else (state.batch,)
-        batches = batches[: len(batches) - state.padding]  # repeated ones weigh nothing
+        batches = micro_batches_of(state.batch, padding=state.padding)
         own = [float(sum(count(batch) for batch in batches)) for count in self._counts.values()]
         if self._rows is not None:
             self._rows()  # of an iteration that was given up

@@ -18,6 +18,12 @@ class Group(list[Any]):
     """The micro-batches of one iteration, as the loader gave them."""
 
 
+def micro_batches_of(batch: Any, *, padding: int = 0) -> Sequence[Any]:
+    """The micro-batches of ``state.batch``, without the last ``padding``, which are repeated and weigh nothing."""
+    batches: Sequence[Any] = batch if isinstance(batch, Group) else (batch,)
+    return batches[: len(batches) - padding]
+
+
 def reducing_modules(model: nn.Module) -> list[nn.Module]:
     """The outermost modules of ``model`` that reduce gradients over ranks: DDP, FSDP2, or others with ``no_sync``."""
     # not by hasattr: a compiled module answers for the one inside, which is found below it
