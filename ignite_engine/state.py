@@ -66,6 +66,20 @@ class Metrics(dict[str, Any]):
 
 
 @dataclass(frozen=True)
+class Boundary:
+    """What all ranks have agreed on for a step boundary."""
+
+    last: bool = False
+    """It is the run's last."""
+    stopping: bool = False
+    """The run stops here, because somebody has asked for it."""
+    save: bool = False
+    """Somebody has asked for a checkpoint (SIGUSR1)."""
+    collect: bool = False
+    """On some rank background work has ended: all ranks collect theirs here."""
+
+
+@dataclass(frozen=True)
 class OngoingEvaluation:
     """What handlers of ``EVALUATION_STARTED`` may know and arrange."""
 
@@ -164,14 +178,8 @@ class TrainingState(State):
     """How the run began. Writer: Trainer."""
     reason: str | None
     """Why the run ended as it did: ``max_epochs``, ``SIGINT``, ``ValueError: ...``. Writer: Trainer."""
-    stopping: bool
-    """All ranks have agreed to stop at this step boundary. Writer: Trainer."""
-    last: bool
-    """This step boundary is the run's last. Writer: Trainer."""
-    save_requested: bool
-    """All ranks have agreed to save at this step boundary (SIGUSR1). Writer: Trainer."""
-    background_done: bool
-    """On some rank background work has ended: all ranks collect theirs at this step boundary. Writer: Trainer."""
+    boundary: Boundary
+    """What the step boundary is at which the run is, or was last. Writer: Trainer."""
     not_finite_at: int | None
     """First iteration reported because its loss or gradients were not finite. Writers: MetricLogger, non-finite policy.
     """
@@ -184,6 +192,26 @@ class TrainingState(State):
     """
     evaluating: OngoingEvaluation | None
     """The evaluation that runs now, from EVALUATION_STARTED to EVALUATION_COMPLETED. Writer: Evaluation."""
+
+    @property
+    def last(self) -> bool:
+        """This step boundary is the run's last."""
+        return self.boundary.last
+
+    @property
+    def stopping(self) -> bool:
+        """All ranks have agreed to stop at this step boundary."""
+        return self.boundary.stopping
+
+    @property
+    def save_requested(self) -> bool:
+        """All ranks have agreed to save at this step boundary (SIGUSR1)."""
+        return self.boundary.save
+
+    @property
+    def background_done(self) -> bool:
+        """On some rank background work has ended: all ranks collect theirs at this step boundary."""
+        return self.boundary.collect
 
     @property
     def unread_output(self) -> Any:
@@ -205,7 +233,7 @@ class TrainingState(State):
         self.status = "created"
         self.start = Start.FRESH
         self.reason = None
-        self.stopping = self.last = self.save_requested = self.background_done = False
+        self.boundary = Boundary()
         self.not_finite_at = None
         self.saved_iteration = None
         self.save_seconds = 0.0

@@ -16,15 +16,16 @@ from ignite_engine.engine.intervals import Interval, Intervals
 from ignite_engine.engine.length import Length
 from ignite_engine.engine.loop import Loop
 from ignite_engine.engine.progress import Ending, Progress
+from ignite_engine.engine.roll_back import RollBacks, arguments_again
 from ignite_engine.engine.stop_requests import StopRequests
-from ignite_engine.errors import Interrupted, NotFinite, RollBack, is_whole
+from ignite_engine.errors import Interrupted, RollBack, is_whole
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets, unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import unshared_state
 from ignite_engine.ranks.watch import cause_of, reason_of, watched_run
-from ignite_engine.state import Start, TrainingState
+from ignite_engine.state import Boundary, Start, TrainingState
 from ignite_engine.states.own_update import unsaved_of
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import ResumeState
@@ -113,7 +114,7 @@ class Trainer(Engine):
             self.registry.register(name, part, kind={"trainer": "counters"}.get(name, name))
         for name, obj, shared in getattr(update, "stateful", lambda: ())():
             self.registry.register(name, obj, shared=shared)
-        self._load_healthy: Callable[[], Path | None] | None = None
+        self._roll_backs = RollBacks()
         self._at_end: list[Callable[[Trainer], None]] = []
 
     # -- what users call ------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ class Trainer(Engine):
         Args:
             load: a collective; returns the checkpoint, or None where there is none.
         """
-        self._load_healthy = self._load_healthy or load
+        self._roll_backs.load_with(load)
 
     @property
     def stop_requested(self) -> bool:
@@ -302,26 +303,15 @@ class Trainer(Engine):
         next ``run()`` then starts over.
         """
         arguments = start.RunArguments(data, max_epochs, max_iters, epoch_length)
-        no_limits = self.state.max_epochs is None and self.state.max_iters is None
-        if self._internal_run_generator is not None and not no_limits:  # paused by interrupt()
-            start.change_limits(arguments, self.state)
-        else:
-            self._begin(arguments)
+        loop = self._begin(start.after_pause(arguments, self.state, self.progress))
         with watched_run(self._position):
             while True:
-                assert self._internal_run_generator is not None
                 try:
-                    next(self._internal_run_generator)
-                    return self.state  # paused
-                except StopIteration:
-                    self._internal_run_generator = None
-                    self._note_ending()
+                    self._note_ending(paused=not loop.run())
                     break
-                except RollBack as found:
-                    self._internal_run_generator = None
-                    self._go_back(found)
+                except RollBack as request:
+                    self._go_back(request)
                 except BaseException as raised:
-                    self._internal_run_generator = None
                     error = cause_of(raised)
                     self._note_failure(error)
                     if error is not raised:
@@ -329,11 +319,7 @@ class Trainer(Engine):
                     raise
                 finally:
                     self._call_at_end()
-                try:
-                    self._begin_again(arguments)
-                except BaseException as failure:
-                    self._note_failure(failure)
-                    raise
+                loop = self._begin_again(arguments)
         if self.state.status == "interrupted" and self.requests.stop is not None:
             signal = self.requests.stop[1]
             if signal is not None:
@@ -348,47 +334,35 @@ class Trainer(Engine):
 
     # -- a run ----------------------------------------------------------------------------------------------------
 
-    def _go_back(self, error: RollBack) -> None:
-        """Load the last healthy checkpoint within a run; a collective. What is to be left out stays written down."""
-        policy, state = self.update.non_finite, self.state  # type: ignore[attr-defined]  # it has raised the error
-        journal = policy.journal
-        self._dataloader_iter = None
+    def _go_back(self, request: RollBack) -> None:
         self.progress.close()
         try:
-            assert self._load_healthy is not None  # run() has asked for it
-            path = self._load_healthy()
-            if path is None:
-                raise NotFinite(
-                    f"{error}, and there is no healthy checkpoint to go back to: save one before, such as with "
-                    "Checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100)), or use non_finite='skip'."
-                )
+            path = self._roll_backs.go_back(request, getattr(self.update, "non_finite", None))
         except BaseException as failure:
             self._note_failure(failure)
             raise
-        policy.journal = policy.journal | journal
-        state.reason = str(error)
+        self.state.reason = str(request)
         self.logger.info(f"Rolled back to {path.name}.")
 
-    def _begin_again(self, arguments: start.RunArguments) -> None:
-        """Resume what was loaded, as this run was begun; what was requested meanwhile is requested still.
-
-        A run that ``interrupt()`` paused goes on by ``run()`` without its data and limits: they are in the state.
-        """
-        state, stop = self.state, self.requests.stop
-        data = state.dataloader if arguments.data is None else arguments.data
-        length = None if self.progress.whole_passes or self.progress.measured else state.epoch_length
-        self._begin(start.RunArguments(data, state.max_epochs, state.max_iters, length))
+    def _begin_again(self, arguments: start.RunArguments) -> Loop:
+        """Resume what was loaded; what was requested meanwhile is requested still."""
+        stop = self.requests.stop
+        try:
+            loop = self._begin(arguments_again(arguments, self.state, self.progress))
+        except BaseException as failure:
+            self._note_failure(failure)
+            raise
         if stop is not None:
             self.requests.request_stop(*stop)
         self.requests.request_save()  # a run that is killed from there on knows what to leave out
+        return loop
 
-    def _begin(self, arguments: start.RunArguments) -> None:
+    def _begin(self, arguments: start.RunArguments) -> Loop:
         for name in ("accumulation_steps", "global_micro_batches"):
             if arguments.data is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} needs data to group: give run() a loader.")
         state, policy = self.state, getattr(self.update, "non_finite", None)
-        if policy is not None and policy.action == "rollback" and self._load_healthy is None:
-            raise ValueError("non_finite='rollback' needs checkpoints to go back to: attach a Checkpoint before run().")
+        self._roll_backs.check(policy)
         settings: dict[str, Any] = {
             "accumulation_steps": self.accumulation_steps,
             "global_micro_batches": self.global_micro_batches,
@@ -405,9 +379,8 @@ class Trainer(Engine):
             self.logger.info(f"Engine run resuming ({state.start.value}) from {where} with {limit}.")
         self.intervals.begin(state, fresh=state.start is Start.FRESH)
         state.status, state.reason = "running", None
-        state.stopping = state.last = False
+        state.boundary = Boundary()
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
-        self._dataloader_iter = None
         self.requests.reset()
         if isinstance(model := getattr(self.update, "model", None), nn.Module):
             model.train()
@@ -420,7 +393,7 @@ class Trainer(Engine):
         if state.start is Start.FRESH:
             self._log_conflicts()
         parts = (self.update, state, self.progress, self.requests, self.registry, self.resume_state)
-        self._internal_run_generator = Loop(self, *parts).run()  # type: ignore[assignment]  # Ignite's yields its state
+        return Loop(self, *parts)
 
     def _log_conflicts(self) -> None:
         from ignite_engine.report import description
@@ -439,17 +412,16 @@ class Trainer(Engine):
         after = f", after {bus.event_name(self.last_event_name)}" if self.last_event_name is not None else ""
         return f"iteration {self.state.iteration}, epoch {self.state.epoch}{after}"
 
-    def _note_ending(self) -> None:
+    def _note_ending(self, *, paused: bool) -> None:
         state, progress = self.state, self.progress
-        if hasattr(self.update, "run_ended"):
+        if hasattr(self.update, "run_ended") and not paused:
             self.update.run_ended(self)
         progress.close()
         ended = state.status == "interrupted" or start.is_done(state, progress.epochs_completed)
-        progress.ending = Ending.AT_BOUNDARY if ended else Ending.TERMINATED
+        progress.ending = Ending.PAUSED if paused else Ending.AT_BOUNDARY if ended else Ending.TERMINATED
         progress.left_at = (state.iteration, state.epoch)
 
     def _note_failure(self, error: BaseException) -> None:
-        self._dataloader_iter = None
         self.progress.close()
         self.progress.ending = Ending.FAILED
         if isinstance(error, (Interrupted, KeyboardInterrupt)):

@@ -117,21 +117,17 @@ def test_events_and_batches_are_ignites(scenario: str) -> None:
     assert sequence(Trainer, prepare, arguments) == sequence(Engine, prepare, arguments)
 
 
-def interrupted_sequence(kind: type[Engine]) -> Any:
-    Engine.interrupt_resume_enabled = True
-    batches: list[Any] = []
-    engine = kind(lambda engine, batch: batches.append(batch))
-    seen = events_of(engine)
-    engine.add_event_handler(Events.ITERATION_COMPLETED(once=[2, 3, 5]), engine.interrupt)
-    marks: list[Any] = []
+def test_interrupt_pauses_at_the_next_step_boundary_and_run_continues_there() -> None:
+    trainer, batches = Trainer(lambda engine, batch: batches.append(batch)), list[Any]()
+    seen = events_of(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=[2, 3, 5]), trainer.interrupt)
+    pauses = []
     for _ in range(4):
-        state = engine.run([1, 2, 3], max_epochs=2)
-        marks.append((state.iteration, state.epoch, len(seen)))
-    return seen, batches, marks
+        state = trainer.run([1, 2, 3], max_epochs=2)
+        pauses.append((state.iteration, state.epoch, state.status, seen[-1][0]))
 
-
-def test_interrupt_and_run_again_are_ignites() -> None:
-    assert interrupted_sequence(Trainer) == interrupted_sequence(Engine)
+    running = [(iteration, epoch, "running", "INTERRUPT") for iteration, epoch in ((2, 1), (3, 1), (5, 2))]
+    assert pauses == [*running, (6, 2, "completed", "COMPLETED")] and batches == [1, 2, 3] * 2
 
 
 def second_run(kind: type[Engine], first: dict[str, Any], second: dict[str, Any]) -> Any:

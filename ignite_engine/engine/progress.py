@@ -32,6 +32,8 @@ class Ending(Enum):
     """There was none."""
     AT_BOUNDARY = "at_boundary"
     """At a step boundary: it can be continued."""
+    PAUSED = "paused"
+    """By ``interrupt()``, at a step boundary: ``run()`` continues there, with the same data if none is given."""
     TERMINATED = "terminated"
     """By ``terminate()``: as in Ignite, the rest of the pass is given up."""
     FAILED = "failed"

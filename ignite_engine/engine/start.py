@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ignite_engine import rng
@@ -164,7 +164,8 @@ def _decide(
         return Start.RESUMED, *((at_least, None) if given == (None, None) else given)
     if progress.ending is Ending.FAILED or (state.max_epochs is None and state.max_iters is None):
         return Start.FRESH, *default
-    stopped = state.status == "interrupted"
+    unchanged = progress.left_at == (state.iteration, state.epoch)
+    stopped = state.status == "interrupted" or (progress.ending is Ending.PAUSED and unchanged)
     _check_against_state(arguments, state, stopped=stopped)
     max_epochs = given[0] if given[0] is not None else state.max_epochs
     max_iters = given[1] if given[1] is not None else state.max_iters
@@ -175,24 +176,16 @@ def _decide(
     )
     if done:
         return Start.FRESH, *default
-    unchanged = progress.ending is Ending.AT_BOUNDARY and progress.left_at == (state.iteration, state.epoch)
-    return (Start.CONTINUED if unchanged else Start.RESET), max_epochs, max_iters
+    continues = progress.ending is Ending.AT_BOUNDARY and unchanged
+    return (Start.CONTINUED if continues else Start.RESET), max_epochs, max_iters
 
 
-def change_limits(arguments: RunArguments, state: TrainingState) -> None:
-    """``run()`` again on a run that ``interrupt()`` has paused: its limits may change, the rest continues.
-
-    Raises:
-        ValueError: as Ignite, where they contradict the state.
-    """
-    _check_against_state(arguments, state)
-    if arguments.epoch_length not in (None, state.epoch_length):
-        raise ValueError(
-            "Argument epoch_length should be same as in the state, "
-            f"but given {arguments.epoch_length} vs {state.epoch_length}"
-        )
-    state.max_epochs = arguments.max_epochs or state.max_epochs
-    state.max_iters = arguments.max_iters or state.max_iters
+def after_pause(arguments: RunArguments, state: TrainingState, progress: Progress) -> RunArguments:
+    """The same arguments; after ``interrupt()`` the data of the paused run in the place of none."""
+    has_limit = state.max_epochs is not None or state.max_iters is not None
+    if progress.ending is not Ending.PAUSED or arguments.data is not None or not has_limit:
+        return arguments
+    return replace(arguments, data=progress.user_data)
 
 
 def _check_against_state(arguments: RunArguments, state: TrainingState, *, stopped: bool = False) -> None:

@@ -63,7 +63,7 @@ def test_handlers_are_kept_as_we_expect() -> None:
     assert wrapper._parent() is handler
 
 
-def test_a_paused_run_is_kept_as_we_expect() -> None:
+def test_the_open_pass_is_kept_as_we_expect() -> None:
     engine = Engine(nothing)
     assert engine._internal_run_generator is None and engine._dataloader_iter is None
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), engine.interrupt)

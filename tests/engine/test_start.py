@@ -228,7 +228,7 @@ def test_paused_run_survives_arguments_that_are_refused() -> None:
         trainer.run(DATA, max_epochs=2, epoch_length=7)
     trainer.run(DATA, max_epochs=2)
 
-    assert starts == [Start.FRESH] and batches == DATA * 2
+    assert starts == [Start.FRESH, Start.CONTINUED] and batches == DATA * 2
 
 
 def test_finished_run_that_is_resumed_trains_nothing(tmp_path: Path) -> None:

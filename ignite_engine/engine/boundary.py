@@ -1,0 +1,129 @@
+"""What happens between two updates: the ranks vote, values are published, a run is saved, and ends if it must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ignite.engine import Engine
+
+from ignite_engine.engine import bus
+from ignite_engine.engine.progress import Progress
+from ignite_engine.engine.stop_requests import BACKGROUND_DONE, SAVE, STOP, StopRequests
+from ignite_engine.events import TrainingEvents
+from ignite_engine.state import Boundary, TrainingState
+
+_METRICS_READY, _RESUME_POINT = TrainingEvents.METRICS_READY, TrainingEvents.RESUME_POINT
+
+
+class RunEnds(Exception):
+    """``terminate()`` was called, or all ranks agreed to stop: the run ends where it is."""
+
+
+class EpochEnds(Exception):
+    """``terminate_epoch()`` was called: the epoch ends where it is."""
+
+
+class RunPauses(Exception):
+    """``interrupt()`` was called: the run pauses at this step boundary."""
+
+
+class StepBoundary:
+    """The step boundaries of one run; ``state.boundary`` says what each of them is."""
+
+    def __init__(self, engine: Engine, state: TrainingState, progress: Progress, requests: StopRequests) -> None:
+        self._engine, self._state, self._progress, self._requests = engine, state, progress, requests
+        self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's
+
+    def after_iteration(self) -> None:
+        """The boundary of an iteration that does not complete its epoch; does nothing where nothing can happen."""
+        engine, state, requests = self._engine, self._state, self._requests
+        if state.max_iters is not None and state.iteration >= state.max_iters:
+            self.at(last=True)
+            terminate(engine)
+        elif engine.should_terminate_single_epoch:
+            return  # the boundary of the epoch follows
+        elif (
+            requests.pending
+            or not requests.single_process
+            or state.metrics.fresh
+            or state.media
+            or engine.should_terminate
+            or engine._event_handlers.get(_RESUME_POINT)
+        ):
+            self.at(last=bool(engine.should_terminate), within_epoch=True)
+
+    def at(self, *, last: bool, within_epoch: bool = False) -> None:
+        """Vote, publish, fire RESUME_POINT, and terminate if all ranks agreed to stop.
+
+        Where what was published ends the epoch, the rest is left to the boundary at its end.
+        """
+        state, engine = self._state, self._engine
+        agreed = self._agree(now=last)
+        stopping = bool(agreed & STOP)
+        if stopping:
+            terminate(engine)
+        save, collect = bool(agreed & SAVE), bool(agreed & BACKGROUND_DONE)
+        state.boundary = Boundary(last=last or stopping, stopping=stopping, save=save, collect=collect)
+        self.publish()
+        self._progress.epoch_ends = self._progress.epoch_iteration > 0 and engine.should_terminate_single_epoch
+        last = state.boundary.last or bool(engine.should_terminate)  # what was measured may have ended the run
+        state.boundary = Boundary(last=last, stopping=stopping, save=save, collect=collect)
+        if within_epoch and engine.should_terminate_single_epoch and not last:
+            self._requests.request_again(agreed)
+        elif bus.handlers_of(engine, _RESUME_POINT):  # else `last_event_name` stays Ignite's
+            self._fire(_RESUME_POINT)
+        state.boundary = Boundary(last=last, stopping=stopping)
+
+    def before_the_end(self) -> None:
+        """``terminate()`` outside an iteration: the boundary before it was not known to be the last."""
+        if not self._state.boundary.last and self._progress.at_boundary:
+            self.at(last=True)
+
+    def publish(self) -> None:
+        """Fire METRICS_READY if there are new values."""
+        metrics, media = self._state.metrics, self._state.media
+        if metrics.fresh or media:
+            if bus.handlers_of(self._engine, _METRICS_READY):
+                self._fire(_METRICS_READY)
+            metrics.fresh = {}
+            media.clear()
+
+    def collect_stop(self) -> None:
+        """After COMPLETED: a stop that was requested after the last boundary, in an evaluation for instance."""
+        stopping = bool(self._agree(now=True) & STOP)
+        self._state.boundary = Boundary(last=self._state.boundary.last, stopping=stopping)
+
+    def _agree(self, *, now: bool) -> int:
+        """What all ranks agree on here of what any has requested; the reason of a stop is noted in the state."""
+        state, requests = self._state, self._requests
+        agreed = requests.agree(state.iteration, now=now)
+        if agreed & STOP and requests.stop is not None:
+            state.status, state.reason = "interrupted", requests.stop[0]
+        return agreed
+
+    def check(self) -> None:
+        """Do what a handler has asked for by ``terminate()`` or ``terminate_epoch()``.
+
+        Raises:
+            RunEnds, EpochEnds: they were called.
+        """
+        if self._engine.should_terminate:
+            raise RunEnds
+        if self._engine.should_terminate_single_epoch:
+            raise EpochEnds
+
+    def check_or_pause(self) -> None:
+        """As :meth:`check`, at a step boundary, where ``interrupt()`` takes effect, too.
+
+        Raises:
+            RunEnds, EpochEnds, RunPauses: they were called.
+        """
+        self.check()
+        if self._engine.should_interrupt:
+            raise RunPauses
+
+
+def terminate(engine: Any) -> None:
+    """End the run as ``terminate()`` does; what a handler has asked for by ``terminate(skip_completed=True)`` stays."""
+    engine.should_terminate = engine.should_terminate or True
