@@ -11,8 +11,8 @@ from ignite.engine import Engine, Events
 from ignite.metrics import Metric
 from torch import Tensor, nn
 
+from ignite_engine.data.own_state import generators_of
 from ignite_engine.data.sampler import Dealing, ResumableSampler
-from ignite_engine.data.source import generators_of
 from ignite_engine.engine import bus
 from ignite_engine.errors import check_type
 from ignite_engine.ranks import agreement

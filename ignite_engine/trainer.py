@@ -15,7 +15,8 @@ from ignite_engine.engine import bus, start
 from ignite_engine.engine.intervals import Interval, Intervals
 from ignite_engine.engine.length import Length
 from ignite_engine.engine.loop import Loop
-from ignite_engine.engine.progress import Ending, Progress
+from ignite_engine.engine.position import last_iteration
+from ignite_engine.engine.progress import Ending, Grouping, Left, Progress
 from ignite_engine.engine.roll_back import RollBacks, arguments_again
 from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import Interrupted, RollBack, is_whole
@@ -103,8 +104,7 @@ class Trainer(Engine):
         self.progress = Progress(
             self.state,
             self.resume_state,
-            accumulation_steps,
-            global_micro_batches,
+            Grouping(accumulation_steps, global_micro_batches),
             may_be_empty=rank_invariant,
             weigh=None if rank_invariant else getattr(update, "weight_fn", None),
             waiting=self.requests,
@@ -126,7 +126,7 @@ class Trainer(Engine):
         Where it is given, a handler may assign another number on every rank: it counts from the next pass over the data
         on, and is saved. Before a run it counts at once.
         """
-        return self.progress.accumulation_steps
+        return self.progress.grouping.accumulation_steps
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
@@ -135,16 +135,12 @@ class Trainer(Engine):
     @property
     def global_micro_batches(self) -> int | None:
         """Micro-batches of one iteration over all ranks; None: ranks count their own."""
-        return self.progress.global_micro_batches
+        return self.progress.grouping.global_micro_batches
 
     @property
     def last_iteration(self) -> int | None:
         """The iteration at which the run ends by ``max_iters`` or ``max_epochs``; None: that is not known."""
-        state, progress = self.state, self.progress
-        if state.max_iters is not None or state.max_epochs is None or state.epoch_length is None:
-            return state.max_iters
-        left = (state.max_epochs - progress.epochs_completed) * state.epoch_length - progress.epoch_iteration
-        return state.iteration + max(left, 0)
+        return last_iteration(self.progress.counted, self.progress.plan)
 
     def register(self, name: str, obj: Any, *, shared: bool = False, kind: str | None = None) -> None:
         """Save ``obj`` (with ``state_dict`` and ``load_state_dict``) in every checkpoint under ``name``.
@@ -417,13 +413,13 @@ class Trainer(Engine):
         if hasattr(self.update, "run_ended") and not paused:
             self.update.run_ended(self)
         progress.close()
-        ended = state.status == "interrupted" or start.is_done(state, progress.epochs_completed)
-        progress.ending = Ending.PAUSED if paused else Ending.AT_BOUNDARY if ended else Ending.TERMINATED
-        progress.left_at = (state.iteration, state.epoch)
+        ended = state.status == "interrupted" or progress.is_done()
+        ending = Ending.PAUSED if paused else Ending.AT_BOUNDARY if ended else Ending.TERMINATED
+        progress.left = Left(ending, state.iteration, state.epoch)
 
     def _note_failure(self, error: BaseException) -> None:
         self.progress.close()
-        self.progress.ending = Ending.FAILED
+        self.progress.left = Left(Ending.FAILED, self.state.iteration, self.state.epoch)
         if isinstance(error, (Interrupted, KeyboardInterrupt)):
             self.state.status, self.state.reason = "interrupted", f"forced: {error or type(error).__name__}"
         else:
@@ -442,7 +438,7 @@ class Trainer(Engine):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As Ignite's: epoch or iteration, and how long to train; the whole of a run is in a Checkpoint."""
         super().load_state_dict(state_dict)
-        self.progress.ending = Ending.NONE
+        self.progress.left = None
 
     def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As Ignite's, in the order of phases; an object with a state that is attached here is registered, too."""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from ignite_engine import StopRequested, Trainer
 from ignite_engine.data import resumable
+from ignite_engine.data.place import Place
 from ignite_engine.data.source import DataSource, length_of
 from ignite_engine.data.workers import begin_pass, end_workers, with_own_iterator
 from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress, OngoingProgress
@@ -138,7 +139,7 @@ class EvaluationBatches:
     def keep_progress(self, progress: EvaluationProgress, model: nn.Module) -> None:
         """Save the progress from now on; start where the saved progress ends."""
         self.source = DataSource(self.data, None)
-        self.source.position.pass_number = _pass_of(self.data)
+        self.source.place = Place(_pass_of(self.data))
         iteration = self.trainer.state.iteration
         self.progress = progress.begin(self.evaluator, model, self.source, iteration=iteration, limit=self.limit)
 

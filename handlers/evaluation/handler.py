@@ -16,7 +16,8 @@ from ignite.engine.events import EventsList
 from torch import nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents, rng
-from ignite_engine.data.windows import WindowReader, Windows
+from ignite_engine.data.window_reader import WindowReader
+from ignite_engine.data.windows import Windows
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of

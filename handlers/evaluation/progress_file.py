@@ -11,6 +11,7 @@ import hashlib
 import io
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -138,7 +139,7 @@ class OngoingProgress:
         if saved["weights"] != self._digests():
             logger.info("%s is of other weights and not used.", path)
             return
-        mine, pass_number = saved["states"][agreement.rank()], self._source.position.pass_number
+        mine, pass_number = saved["states"][agreement.rank()], self._source.place.pass_number
         try:
             if sorted(mine["metrics"]) != sorted(self._metrics):
                 known = [sorted(each) for each in (mine["metrics"], self._metrics)]
@@ -148,7 +149,7 @@ class OngoingProgress:
             self._source.load_state_dict({"pass": pass_number, "batch": 0, "ended": False})
             logger.warning("%s is not used, the evaluation starts over: %s", path, error)
             return
-        self.start, self._mine = self._source.position.batch, mine
+        self.start, self._mine = self._source.place.batch, mine
         if agreement.rank() == 0:
             logger.info("The evaluation of %s continues after %d batches, from %s.", self._kept.name, self.start, path)
 
@@ -179,7 +180,7 @@ class OngoingProgress:
         """Save the progress after ``batches`` batches; every rank calls it after the same number."""
         if self._failed or batches <= self.start:
             return
-        self._source.position.batch = batches
+        self._source.place = replace(self._source.place, batch=batches)
         try:
             states = agreement.agreed(self._state)
             saved = {**self._what, "weights": self._digests(), "batches": batches, "states": states}

@@ -2,9 +2,11 @@
 
 from ignite_engine.data.arrays import Arrays
 from ignite_engine.data.loader import loader, resumable
+from ignite_engine.data.readers import length_of
 from ignite_engine.data.sampler import ResumableSampler, SeededDataset
-from ignite_engine.data.source import DataSource, length_of
-from ignite_engine.data.windows import Files, WindowedSource, Windows, WindowStream
+from ignite_engine.data.source import DataSource
+from ignite_engine.data.windowed_source import WindowedSource
+from ignite_engine.data.windows import Files, Windows, WindowStream
 from ignite_engine.data.workers import end_workers
 
 __all__ = [

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
 
+from ignite_engine.data.place import Held
 from ignite_engine.data.read_errors import ReadErrors, split
 from ignite_engine.errors import PeerFailed, StopRequested, one_line
 from ignite_engine.ranks import agreement, mesh
@@ -25,22 +26,6 @@ class Waiting(Protocol):
     def stops_waiting(self) -> bool:
         """Whether this rank is to stop."""
         ...
-
-
-@dataclass
-class Before:
-    """Where a rank's data was before a group was fetched: what a checkpoint holds until that group is consumed."""
-
-    loader: Any = None
-    """The loader's own state."""
-    generators: Any = None
-    """Those of its random number generators."""
-    rng: Any = None
-    """The global generators, from which the fetch may have drawn."""
-    exhausted: bool = False
-    """This rank had no batch left."""
-    between_passes: bool = False
-    """The loader's state is that of the end of the pass before."""
 
 
 class LookAhead:
@@ -71,7 +56,7 @@ class LookAhead:
         batches: Iterator[Any],
         *,
         steps: int | None,
-        position: Callable[[], Before] | None = None,
+        position: Callable[[], Held] | None = None,
         weigh: WeightFn | None = None,
         waiting: Waiting | None = None,
         read_errors: ReadErrors | None = None,
@@ -81,7 +66,7 @@ class LookAhead:
         self._grouped = steps is not None
         self._position, self._waiting, self._left = position, waiting, left
         self._read_errors = read_errors
-        self._before: deque[Before] = deque()
+        self._before: deque[Held] = deque()
         self._taken = 0
         self._places = 0
         self._unread: list[Exception] = []
@@ -97,7 +82,7 @@ class LookAhead:
         """Of the group that was taken last."""
 
     @property
-    def before(self) -> Before | None:
+    def before(self) -> Held | None:
         """Where the data was before the first group that is not consumed; None: nothing is fetched."""
         return self._before[0] if self._before else None
 
@@ -149,7 +134,7 @@ class LookAhead:
         if self._group:
             self._last, self._can_repeat = self._group[-1], True
         elif self._before and not flags and not self._places:
-            self._before[-1].exhausted = True
+            self._before[-1] = replace(self._before[-1], exhausted=True)
         flags |= _CAN_REPEAT * self._can_repeat
         self._exchange = agreement.start_gather([len(self._group), flags, sum(self._weights), self._places])
 
@@ -211,18 +196,3 @@ def batch_of(holder: int, batch: Any) -> Any:
     """
     mine = agreement.rank() == holder
     return pickle.loads(agreement.agreed(lambda: pickle.dumps(batch) if mine else b"")[holder])
-
-
-def batch_to_repeat(own: Any, *, has_own: bool) -> Any:
-    """``own``, or that of a peer on a rank that has none; a collective.
-
-    Raises:
-        ValueError: no rank has one.
-    """
-    has = agreement.gather_objects(has_own)
-    if all(has):
-        return own
-    if not any(has):
-        raise ValueError("No rank has a batch left to repeat: give loader() data, or a position before its end.")
-    shared = batch_of(has.index(True), own)
-    return own if has_own else shared

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from ignite_engine.data.agreed import AgreedSource
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.lookahead import Waiting
+from ignite_engine.data.place import Held
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.sampler import Dealing
 from ignite_engine.data.source import DataSource
@@ -30,7 +33,7 @@ def source_of(
     Args:
         global_micro_batches: of an iteration, over all ranks; then ``accumulation_steps`` is None.
         may_be_empty: of a :class:`SharedSource`.
-        weigh, waiting, read_errors: of a :class:`DataSource`.
+        weigh, waiting, read_errors: of an :class:`AgreedSource`.
 
     Raises:
         ValueError: there are fewer micro-batches than ranks, data of the ranks' own cannot be dealt out, or ranks that
@@ -42,8 +45,10 @@ def source_of(
             "not on another one: use max_read_errors=0 with tensor parallelism."
         )
     data = resumable(data)
-    if global_micro_batches is None or data == ():  # an empty window
-        return DataSource(data, accumulation_steps, weigh=weigh, waiting=waiting, read_errors=read_errors)
+    if global_micro_batches is None or (isinstance(data, tuple) and not data):  # an empty window
+        if agreement.world_size() == 1:
+            return DataSource(data, accumulation_steps, read_errors=read_errors)
+        return AgreedSource(data, accumulation_steps, weigh=weigh, waiting=waiting, read_errors=read_errors)
     share(global_micro_batches, mesh.data_rank(), mesh.data_size())
     source = DataSource(data, global_micro_batches)
     if source.sampler is not None:
@@ -60,7 +65,7 @@ def source_of(
 class SharedSource(DataSource):
     """An iteration is the next ``micro_batches`` batches of the global order; this rank yields its share of them.
 
-    ``position.batch`` counts micro-batches over all ranks. The position that is saved is the number of samples of the
+    ``place.batch`` counts micro-batches over all ranks. The place that is saved is the number of samples of the
     global order that were consumed, so it means the same on any number of ranks.
 
     Args:
@@ -72,13 +77,14 @@ class SharedSource(DataSource):
         ValueError: there are fewer micro-batches than ranks.
     """
 
+    pads = True
+
     def __init__(self, data: Any, micro_batches: int, *, may_be_empty: bool) -> None:
         super().__init__(data, micro_batches)
         assert self.sampler is not None
         self._may_be_empty = may_be_empty
         self._first, self._end = share(micro_batches, mesh.data_rank(), mesh.data_size())
         self._dealing = Dealing(data.batch_size, micro_batches, self._first, self._end)
-        self.uneven = True
 
     def agree_lengths(self) -> None:
         """Read the length of the pass that starts. A collective.
@@ -88,7 +94,7 @@ class SharedSource(DataSource):
         """
         self._read_length()
         lengths = [int(row[0]) for row in agreement.gather_floats([float(self.batches or 0)])]
-        if len(set(lengths)) > 1 or (lengths[0] < 1 and not self.position.skipped):
+        if len(set(lengths)) > 1 or (lengths[0] < 1 and not self.place.skipped):
             raise ValueError(
                 "global_micro_batches needs the same data on every rank, with at least one batch, got "
                 f"{', '.join(map(str, lengths))} batches by rank."
@@ -97,23 +103,23 @@ class SharedSource(DataSource):
     def _read_length(self) -> None:
         assert self.sampler is not None
         sampler, size = self.sampler, self._dealing.batch_size
-        sampler.length, sampler.skipped, sampler.dealing = sampler.data_length(), self.position.skipped, self._dealing
+        sampler.length, sampler.skipped, sampler.dealing = sampler.data_length(), self.place.skipped, self._dealing
         left = max(0, sampler.length - sampler.skipped)
-        self.lengths = [left // size if self.data.drop_last else -(-left // size)]
+        self.batches = left // size if self.data.drop_last else -(-left // size)
 
     def size_of(self, group: Any) -> int:
         """Micro-batches of the iteration at the position, over all ranks."""
         assert self.batches is not None
-        return min(self.steps, self.batches - self.position.batch)
+        return min(self.steps, self.batches - self.place.batch)
 
     def padded(self, count: int) -> tuple[int, int]:
         """Of ``count`` micro-batches over all ranks: how many of this rank's weigh nothing, and how many do not."""
         return int(count <= self._first and not self._may_be_empty), count
 
     def __iter__(self) -> Iterator[Any]:
-        if self.position.ended:
+        if self.place.ended:
             return iter(())
-        return self._shares(self._from_position(), self.position.batch)
+        return self._shares(self._open(), self.place.batch)
 
     def _shares(self, batches: Iterator[Any], begun: int) -> Iterator[Group]:
         assert self.batches is not None
@@ -125,16 +131,15 @@ class SharedSource(DataSource):
             yield group if group or self._may_be_empty else Group(last or [self._last_batch()])
         next(batches, None)  # the loader ends its workers when it is exhausted
 
-    def _from_position(self) -> Iterator[Any]:
-        at = self.position
-        at.between_passes = False
+    def _open(self) -> Iterator[Any]:
         assert self.sampler is not None
-        self.sampler.pass_number, self.sampler.start = at.pass_number, at.batch * self._dealing.batch_size
-        return self._open()
+        place, self.place = self.place, replace(self.place, held=Held())
+        self.sampler.pass_number, self.sampler.start = place.pass_number, place.batch * self._dealing.batch_size
+        return self._begin()
 
     def _last_batch(self) -> Any:
         """A batch that weighs nothing: any is as good."""
-        return self.data.dataset[(self.position.pass_number, 0)]
+        return self.data.dataset[(self.place.pass_number, 0)]
 
     def close(self) -> None:
         super().close()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 from ignite.engine import Engine, Events
 
-from ignite_engine.data.windows import WindowedSource
+from ignite_engine.data.windowed_source import WindowedSource
 from ignite_engine.engine.boundary import RunEnds, StepBoundary, terminate
+from ignite_engine.engine.position import EpochIs, is_done
 from ignite_engine.engine.progress import Progress
-from ignite_engine.engine.start import is_done
 from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import StopRequested
 from ignite_engine.events import TrainingEvents
@@ -65,8 +66,7 @@ class Feed:
 
     def give_up_pass(self) -> None:
         """The epoch was ended before its time: the next one begins with a new pass."""
-        self._progress.at_boundary = True
-        self._progress.end_pass()
+        self._progress.give_up_epoch()
         self._engine._dataloader_iter = self._progress.open_pass()
 
     def _fetch(self) -> Any:
@@ -92,20 +92,20 @@ class Feed:
         state, progress, engine = self._state, self._progress, self._engine
         if progress.windows is not None:
             return self._first_of_next_window(progress.windows)
-        if progress.rest_is_unread():
+        if progress.consume_unreadable_tail():
             return End.OF_EPOCH
-        emptied = False
+        emptied, measured = False, progress.epoch_is is EpochIs.MEASURED
         while True:
-            if progress.measured and progress.epoch_iteration:
+            if measured and progress.epoch_iteration:
                 state.epoch_length = progress.epoch_iteration
-            if emptied or (progress.measured and progress.pass_is_untouched):
+            if emptied or (measured and progress.pass_is_untouched):
                 self._data_is_exhausted()
                 return End.OF_EPOCH
             if state.dataloader is not None:
                 self._fire(Events.DATALOADER_STOP_ITERATION)
                 self._boundary.check()
             progress.end_pass()
-            if progress.measured and progress.epoch_iteration:
+            if measured and progress.epoch_iteration:
                 # opened when it is needed: what this draws comes after the position is saved, as in a resumed run
                 engine._dataloader_iter = None
                 return End.OF_EPOCH
@@ -118,7 +118,7 @@ class Feed:
         """The first group of the next window that has one, or the end of the epoch."""
         engine, progress, begun_again = self._engine, self._progress, False
         while True:
-            progress.rest_is_unread()
+            progress.consume_unreadable_tail()
             if begun := windows.begun:
                 self._fire(TrainingEvents.WINDOW_COMPLETED)
             progress.end_pass()
@@ -132,7 +132,7 @@ class Feed:
                     self._stream_is_exhausted(windows)
                 return End.OF_EPOCH
             if begun:
-                if is_done(self._state, progress.epochs_completed):
+                if progress.is_done():
                     terminate(engine)
                 self._boundary.at(last=bool(engine.should_terminate), within_epoch=True)
                 self._boundary.check_or_pause()
@@ -149,7 +149,7 @@ class Feed:
 
     def _data_is_exhausted(self) -> None:
         state = self._state
-        if is_done(state, state.epoch):
+        if is_done(replace(self._progress.counted, epochs=state.epoch), self._progress.plan):
             return
         if state.iteration == self._began_at:
             raise ValueError(

@@ -16,6 +16,7 @@ from typing import Any
 
 from ignite.engine import Events
 
+from ignite_engine.engine.position import EpochIs
 from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement, mesh
@@ -129,7 +130,7 @@ class PartOfEpoch(Interval):
 
     def _comes(self, trainer: Any) -> bool:
         length, progress = trainer.state.epoch_length, trainer.progress
-        if length is None or progress.measured:
+        if length is None or progress.epoch_is is EpochIs.MEASURED:
             raise ValueError(
                 f"{self} needs data with a length, or run(epoch_length=...): parts of an epoch are unknown."
             )

@@ -30,8 +30,8 @@ from ignite_engine import rng
 from ignite_engine.engine import bus
 from ignite_engine.engine.boundary import EpochEnds, RunEnds, RunPauses, StepBoundary
 from ignite_engine.engine.feed import End, Feed
+from ignite_engine.engine.position import Next, next_of
 from ignite_engine.engine.progress import Progress
-from ignite_engine.engine.start import is_done
 from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import RollBack
 from ignite_engine.events import TrainingEvents
@@ -71,7 +71,7 @@ class Loop:
                 self._start()
                 if self._within_epoch():
                     self._epoch(begun=True)
-                while not self._done() and not engine.should_terminate:
+                while not self.progress.is_done() and not engine.should_terminate:
                     self.state.epoch += 1
                     self._epoch()
             except RunEnds:
@@ -166,7 +166,7 @@ class Loop:
             state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
         self._log_time(f"Epoch[{state.epoch}] Complete.", time.time() - started)
         self.progress.end_epoch()
-        done = self._done()
+        done = self.progress.is_done()
         self.boundary.at(last=bool(engine.should_terminate) or done)
         engine.should_terminate_single_epoch = False
         if done:
@@ -197,15 +197,11 @@ class Loop:
             self._restore_rng()
         self.resume.clear()
 
-    def _done(self) -> bool:
-        return is_done(self.state, self.state.epoch)
-
     def _within_epoch(self) -> bool:
         """Whether the run begins within an epoch, which it completes first, if only by its EPOCH_COMPLETED."""
-        state, progress = self.state, self.progress
-        if not state.start.continues or progress.epoch_iteration == 0:
+        if not self.state.start.continues:
             return False
-        return progress.epoch_is_full() or not is_done(state, progress.epochs_completed)
+        return next_of(self.progress.counted, self.progress.plan) in (Next.GROUP, Next.EPOCH_END)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

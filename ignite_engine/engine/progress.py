@@ -1,4 +1,4 @@
-"""How far a run has come: the counters that ``state`` does not hold, and the position in the data."""
+"""How far a run has come: its position, its plan, and the source of its data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice, repeat
 from typing import Any
@@ -15,7 +16,9 @@ from ignite_engine.data.lookahead import Waiting
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
-from ignite_engine.data.windows import WindowedSource, Windows
+from ignite_engine.data.windowed_source import WindowedSource
+from ignite_engine.data.windows import Windows
+from ignite_engine.engine.position import EpochIs, Plan, Position, is_done
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.state import COUNTERS, TOTALS, TrainingState
 from ignite_engine.states.registry import Stateful
@@ -24,12 +27,12 @@ from ignite_engine.step.micro_batches import check_steps
 
 logger = logging.getLogger(__name__)
 
+Source = DataSource | WindowedSource
+
 
 class Ending(Enum):
     """How the run before ended in this process, which decides how the next one starts."""
 
-    NONE = "none"
-    """There was none."""
     AT_BOUNDARY = "at_boundary"
     """At a step boundary: it can be continued."""
     PAUSED = "paused"
@@ -40,182 +43,120 @@ class Ending(Enum):
     """By an exception, perhaps within an update: the next run starts over."""
 
 
-class Progress:
-    """Counters and data position; the parts ``trainer``, ``data`` and ``rng`` of a checkpoint.
+@dataclass(frozen=True)
+class Left:
+    """Where and how the run before in this process ended."""
 
-    ``epochs_completed`` and ``epoch_iteration`` are counted, never derived from ``iteration``: passes over data of
-    unknown length differ, and an epoch may have been cut short.
+    ending: Ending
+    iteration: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """What an iteration is made of."""
+
+    accumulation_steps: int | None = None
+    global_micro_batches: int | None = None
+
+    def __str__(self) -> str:
+        sizes = ((name, getattr(self, name)) for name in ("accumulation_steps", "global_micro_batches"))
+        return ", ".join(f"{name}={size}" for name, size in sizes if size) or "no grouping"
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """The group that is being trained on."""
+
+    batches: int
+    """How far it moves the place in the data."""
+    optimizer_steps: int
+    """Steps before it."""
+
+
+class Progress:
+    """Where the run is; the parts ``trainer``, ``data`` and ``rng`` of a checkpoint.
+
+    Args:
+        grouping: as the Trainer was built.
+        may_be_empty, weigh, waiting: of the source (``data/shares.py``).
     """
 
     def __init__(
         self,
         state: TrainingState,
         resume: ResumeState,
-        accumulation_steps: int | None,
-        global_micro_batches: int | None = None,
+        grouping: Grouping,
         *,
         may_be_empty: bool = False,
         weigh: Callable[[Any], float] | None = None,
         waiting: Waiting | None = None,
         max_read_errors: int = 0,
     ) -> None:
-        self.state, self.accumulation_steps = state, accumulation_steps
-        self.global_micro_batches, self._may_be_empty = global_micro_batches, may_be_empty
-        self._weigh, self._waiting, self.max_read_errors = weigh, waiting, max_read_errors
-        self._resume = resume
-        self.source: DataSource | WindowedSource | None = None
+        self.state, self._resume = state, resume
+        self._may_be_empty, self._weigh, self._waiting = may_be_empty, weigh, waiting
+        self.max_read_errors = max_read_errors
+        self.built = self.grouping = grouping
+        self._next_steps: int | None = None
+        """What ``accumulation_steps`` changes to with the next pass."""
+        self.source: Source | None = None
         self.user_data: Any = None
         """The user's own object behind :attr:`source`."""
+        self.epoch_is = EpochIs.A_LENGTH
         self.epochs_completed = 0
         self.epoch_iteration = 0
+        self.epoch_ends: bool | str = False
+        """As :attr:`Position.epoch_ends`."""
         self.advanced = 1
         """Iterations of the epoch that the last group counts for: more than one, where others could not be read."""
-        self.measured = False
-        """An epoch is one pass over data of unknown length."""
-        self.whole_passes = False
-        """An epoch is one pass over data, nobody gave another length."""
-        self.at_boundary = True
-        """No update is half done."""
-        self.epoch_ends: bool | str = False
-        """``terminate_epoch()`` was asked for at this boundary; a stop came first."""
-        self.ending = Ending.NONE
-        self.left_at = (0, 0)
-        """Iteration and epoch at that ending."""
-        self._batches = self._optimizer_steps = 0
-        self._saved_with = self._grouping
-        self.built_with = accumulation_steps
-        """``accumulation_steps`` of a run that starts."""
-        self._next_steps: int | None = None
-        """What it changes to with the next pass."""
+        self._fetched: _Fetched | None = None
+        self.left: Left | None = None
+        """None: nothing was run before, or the counters were set by hand."""
+
+    # -- the position -------------------------------------------------------------------------------------------------
 
     @property
-    def _grouping(self) -> tuple[int | None, int | None]:
-        return self.accumulation_steps, self.global_micro_batches
-
-    def change_accumulation(self, steps: int) -> None:
-        """Group other numbers of batches from the next pass over the data on, or, before a run, in all of it.
-
-        Raises:
-            ValueError: it is below 1, or batches are not grouped by it.
-        """
-        check_steps(steps, "accumulation_steps")
-        if self.accumulation_steps is None:
-            how = "global_micro_batches" if self.global_micro_batches is not None else "no grouping"
-            raise ValueError(
-                f"accumulation_steps can change in a Trainer that was made with some, and this one has {how}: make it "
-                "Trainer(update, accumulation_steps=1)."
-            )
-        if self.state.status == "running":
-            self._next_steps = steps
-        else:
-            self.accumulation_steps = self.built_with = steps
-            self._saved_with = self._grouping
+    def position(self) -> Position:
+        """Where the run is now, as one value; asks the loader for its state."""
+        return replace(self.counted, data={} if self.source is None else self.source.state_dict())
 
     @property
-    def length_as_built(self) -> int | None:
-        """Iterations of the run had it not changed its accumulation itself; None: it did not, or that is not known."""
-        source, state = self.source, self.state
-        changed = self._next_steps is not None or self.accumulation_steps != self.built_with
-        if not changed or not self.whole_passes or state.max_iters is not None or state.max_epochs is None:
-            return None
-        assert isinstance(source, DataSource) and source.batches is not None and self.built_with is not None
-        return state.max_epochs * -(-source.batches // self.built_with)
-
-    def start_over(self) -> None:
-        """A run starts fresh: accumulation that an earlier one has changed is as it was built."""
-        self.accumulation_steps, self._next_steps = self.built_with, None
-        self._saved_with = self._grouping
-
-    def _change_steps(self) -> None:
-        steps, self._next_steps = self._next_steps, None
-        if steps is None or steps == self.accumulation_steps:
-            return
-        self.accumulation_steps = steps
-        self._saved_with = self._grouping
-        if isinstance(self.source, DataSource):
-            self.source.steps = steps
-        if agreement.rank() == 0:
-            logger.info("From iteration %d on an iteration is %d micro-batches.", self.state.iteration + 1, steps)
-
-    def parts(self) -> dict[str, Stateful]:
-        """The parts of a checkpoint by name."""
-        return {
-            "trainer": _Part(self.state_dict, self.load_state_dict),
-            "data": _Part(self._data_state, self._set_data_state),
-            "rng": _Part(rng.capture, self._set_rng_state),
-        }
-
-    # -- data -----------------------------------------------------------------------------------------------------
-
-    @property
-    def iterations(self) -> int | None:
-        """Iterations in one pass over the data, None if unknown."""
-        return None if self.source is None else self.source.iterations
-
-    @property
-    def pass_is_untouched(self) -> bool:
-        """Nothing of the present pass was consumed."""
-        return self.source is None or (self.source.position.batch == 0 and not self.source.position.ended)
-
-    def new_source(self, data: Any) -> DataSource | WindowedSource:
-        """A source over the user's data; a collective."""
-        if isinstance(data, Windows):
-            if self.global_micro_batches is not None and not data.shared and mesh.data_size() > 1:
-                raise ValueError(
-                    "global_micro_batches deals one order of samples out to the ranks, and Windows(shared=False) gives "
-                    "each rank samples of its own: use shared windows, or accumulation_steps."
-                )
-            stops = (lambda: False) if self._waiting is None else self._waiting.stops_waiting
-            return WindowedSource(data, self._source_of, stops)
-        source = self._source_of(data)
-        source.agree_lengths()
-        return source
-
-    def _source_of(self, data: Any) -> DataSource:
-        return source_of(
-            data,
-            *self._grouping,
-            may_be_empty=self._may_be_empty,
-            weigh=self._weigh,
-            waiting=self._waiting,
-            read_errors=ReadErrors(self.max_read_errors, self.state) if self.max_read_errors else None,
+    def counted(self) -> Position:
+        """Where the run is now, without the place in its data."""
+        return Position(
+            iteration=self.state.iteration,
+            epochs=self.epochs_completed,
+            epoch_iteration=self.epoch_iteration,
+            epoch_ends=self.epoch_ends,
+            windows_completed=self.state.windows_completed,
         )
 
-    def use(self, source: DataSource | WindowedSource | None, data: Any) -> None:
-        """Iterate ``source``, made of ``data``, from now on."""
-        self.source, self.user_data = source, data
-        self.state.padding, self.state.group_total, self.state.group_weights = 0, 0, None
+    @property
+    def plan(self) -> Plan:
+        """How far the run goes; its limits are Ignite's, which a handler may change."""
+        state = self.state
+        return Plan(state.max_epochs, state.max_iters, state.max_windows, state.epoch_length, self.epoch_is)
 
-    def replace_data(self, data: Any) -> None:
-        """A handler or ``set_data()`` gave other data in the middle of a run: a new pass over it."""
-        before, source = self.source, self.new_source(data)
-        if before is not None:  # another pass: the same order again would be the same data
-            source.position.pass_number = before.position.pass_number + int(before.position.batch > 0)
-        self.use(source, data)
+    def begin(
+        self, source: Source | None, data: Any, grouping: Grouping, plan: Plan, position: Position, *, fresh: bool
+    ) -> None:
+        """A run begins at ``position``: assigns all of it, and cannot fail."""
+        state = self.state
+        self.source, self.user_data, self.grouping = source, data, grouping
+        self._next_steps = None if fresh else self._next_steps
+        self.epoch_is, self._fetched = plan.epoch_is, None
+        self.epochs_completed, self.epoch_iteration = position.epochs, position.epoch_iteration
+        self.epoch_ends = position.epoch_ends
+        state.max_epochs, state.max_iters, state.max_windows = plan.max_epochs, plan.max_iters, plan.max_windows
+        state.epoch_length, state.dataloader = plan.epoch_length, data
+        state.iteration, state.windows_completed = position.iteration, position.windows_completed
+        state.window = source.data.present if isinstance(source, WindowedSource) and source.begun else None
+        self._forget_group()
 
-    def open_pass(self) -> Iterator[Any]:
-        """The groups of the present pass from the position on; None for each iteration where there is no data."""
-        data = self.state.dataloader
-        if data is not None and data is not self.user_data:
-            self.replace_data(data)
-        if data is None or self.source is None:
-            assert self.state.epoch_length is not None
-            return repeat(None, self.state.epoch_length)
-        if self.source.position.between_passes:
-            self._change_steps()
-            self.source.agree_lengths()  # the data may have grown
-            self.state.padding, self.state.group_total, self.state.group_weights = 0, 0, None
-            if self.whole_passes and self.source.iterations:
-                self.state.epoch_length = self.source.iterations
-        if not self.source.was_begun:
-            return iter(self.source)
-        with rng.isolated():  # the uninterrupted run made this iterator earlier
-            return iter(self.source)
-
-    def close(self) -> None:
-        """The run is over: loader workers end with it."""
-        if self.source is not None:
-            self.source.close()
+    @property
+    def at_boundary(self) -> bool:
+        """No update is half done."""
+        return self._fetched is None
 
     @property
     def windows(self) -> WindowedSource | None:
@@ -227,62 +168,182 @@ class Progress:
         """Over what is iterated now: the source, or its open window."""
         return self.source.window if isinstance(self.source, WindowedSource) else self.source
 
-    # -- counting -------------------------------------------------------------------------------------------------
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def change_accumulation(self, steps: int) -> None:
+        """Group other numbers of batches from the next pass over the data on, or, before a run, in all of it.
+
+        Raises:
+            ValueError: it is below 1, or batches are not grouped by it.
+        """
+        check_steps(steps, "accumulation_steps")
+        if self.grouping.accumulation_steps is None:
+            how = "global_micro_batches" if self.grouping.global_micro_batches is not None else "no grouping"
+            raise ValueError(
+                f"accumulation_steps can change in a Trainer that was made with some, and this one has {how}: make it "
+                "Trainer(update, accumulation_steps=1)."
+            )
+        if self.state.status == "running":
+            self._next_steps = steps
+        else:
+            self.built = self.grouping = Grouping(steps)
+
+    @property
+    def length_as_built(self) -> int | None:
+        """Iterations of the run had it not changed its accumulation itself; None: it did not, or that is not known."""
+        source, state, steps = self.source, self.state, self.built.accumulation_steps
+        changed = self._next_steps is not None or self.grouping != self.built
+        if not changed or self.epoch_is is not EpochIs.A_PASS:
+            return None
+        if state.max_iters is not None or state.max_epochs is None:
+            return None
+        assert isinstance(source, DataSource) and source.batches is not None and steps is not None
+        return state.max_epochs * -(-source.batches // steps)
+
+    def _change_steps(self) -> None:
+        steps, self._next_steps = self._next_steps, None
+        if steps is None or steps == self.grouping.accumulation_steps:
+            return
+        self.grouping = Grouping(steps)
+        if isinstance(self.source, DataSource):
+            self.source.steps = steps
+        if agreement.rank() == 0:
+            logger.info("From iteration %d on an iteration is %d micro-batches.", self.state.iteration + 1, steps)
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def pass_is_untouched(self) -> bool:
+        """Nothing of the present pass was consumed."""
+        return self.source is None or (self.source.place.batch == 0 and not self.source.place.ended)
+
+    def new_source(self, data: Any, grouping: Grouping | None = None) -> Source:
+        """A source over the user's data; a collective."""
+        grouping = grouping or self.grouping
+        if isinstance(data, Windows):
+            if grouping.global_micro_batches is not None and not data.shared and mesh.data_size() > 1:
+                raise ValueError(
+                    "global_micro_batches deals one order of samples out to the ranks, and Windows(shared=False) gives "
+                    "each rank samples of its own: use shared windows, or accumulation_steps."
+                )
+            stops = (lambda: False) if self._waiting is None else self._waiting.stops_waiting
+            return WindowedSource(data, lambda window: self._source_of(window, self.grouping), stops)
+        source = self._source_of(data, grouping)
+        source.agree_lengths()
+        return source
+
+    def _source_of(self, data: Any, grouping: Grouping) -> DataSource:
+        return source_of(
+            data,
+            *(grouping.accumulation_steps, grouping.global_micro_batches),
+            may_be_empty=self._may_be_empty,
+            weigh=self._weigh,
+            waiting=self._waiting,
+            read_errors=ReadErrors(self.max_read_errors, self.state) if self.max_read_errors else None,
+        )
+
+    def open_pass(self) -> Iterator[Any]:
+        """The groups of the present pass from the place on; None for each iteration where there is no data."""
+        data = self.state.dataloader
+        if data is not None and data is not self.user_data:
+            self._replace_data(data)
+        if data is None or self.source is None:
+            assert self.state.epoch_length is not None
+            return repeat(None, self.state.epoch_length)
+        if self.source.place.held.between_passes:
+            self._change_steps()
+            self.source.agree_lengths()  # the data may have grown
+            self._forget_group()
+            if self.epoch_is is EpochIs.A_PASS and self.source.iterations:
+                self.state.epoch_length = self.source.iterations
+        if not self.source.was_begun:
+            return iter(self.source)
+        with rng.isolated():  # the uninterrupted run made this iterator earlier
+            return iter(self.source)
+
+    def _replace_data(self, data: Any) -> None:
+        """A handler or ``set_data()`` gave other data in the middle of a run: a new pass over it."""
+        before, source = self.source, self.new_source(data)
+        if before is not None:
+            source.begin_after(before.place)
+        self.source, self.user_data = source, data
+        self._forget_group()
+
+    def _forget_group(self) -> None:
+        self.state.padding, self.state.group_total, self.state.group_weights = 0, 0, None
+
+    def close(self) -> None:
+        """The run is over: loader workers end with it."""
+        if self.source is not None:
+            self.source.close()
+
+    # -- counting -----------------------------------------------------------------------------------------------------
 
     def epoch_is_full(self) -> bool:
-        """Whether the epoch has all its iterations; a pass over data of unknown length ends with the data."""
+        """Whether the epoch has all its iterations; a measured one ends with its data."""
         length = self.state.epoch_length
-        return length is not None and self.epoch_iteration >= length and not self.measured
+        return length is not None and self.epoch_iteration >= length and self.epoch_is is not EpochIs.MEASURED
+
+    def is_done(self) -> bool:
+        """Whether the run has reached a limit."""
+        return is_done(self.counted, self.plan)
 
     def group_fetched(self, group: Any) -> None:
-        self.at_boundary = False
-        self._optimizer_steps = self.state.optimizer_steps
-        if (source := self._present) is not None:
-            self._batches = source.size_of(group)
+        """An update of ``group`` begins."""
+        source, batches = self._present, 0
+        if source is not None:
+            batches = source.size_of(group)
             if source.pads:
-                self.state.padding, self.state.group_total = source.padded(self._batches)
+                self.state.padding, self.state.group_total = source.padded(batches)
                 self.state.group_weights = source.weights
+        self._fetched = _Fetched(batches, self.state.optimizer_steps)
 
     def samples_of_group(self) -> list[int] | None:
-        """Dataset indices of this rank's group that was fetched last; None if the data is not a ``loader()``'s."""
+        """Dataset indices of this rank's group under way; None if the data is not a ``loader()``'s."""
         source = self._present
-        if source is None or source.sampler is None:
+        if source is None or source.sampler is None or self._fetched is None:
             return None
         size, order = source.data.batch_size, copy(source.sampler)
-        order.start = source.position.batch * size
-        return [index for _, index in islice(order, self._batches * size)]
+        order.start = source.place.batch * size
+        return [index for _, index in islice(order, self._fetched.batches * size)]
 
     def group_consumed(self) -> None:
-        self.at_boundary = True
+        """The update of the group is done."""
         before = self.epoch_iteration
         self.epoch_iteration += 1
         self._consume()
         self.advanced = self.epoch_iteration - before
 
-    def rest_is_unread(self) -> bool:
-        """Whether the epoch is full with what could not be read at the end of the pass, which is then consumed."""
-        errors = None if self._present is None else self._present.read_errors
-        if errors is None or not errors.groups:
-            return False
-        self._batches = errors.batches
-        self._consume()
-        return self.epoch_is_full()
+    def group_discarded(self) -> None:
+        """A user's EXCEPTION_RAISED handler swallowed the error of an update: its group does not come again."""
+        if self._fetched is not None:
+            self._consume()
+
+    def give_up_epoch(self) -> None:
+        """``terminate_epoch()``: a group that was fetched is given up with the rest of the pass."""
+        self._fetched = None
+        self.end_pass()
 
     def _consume(self) -> None:
-        if self.source is None or self._present is None:
+        fetched, self._fetched = self._fetched, None
+        if fetched is None or self.source is None or self._present is None:
             return
         if (errors := self._present.read_errors) is not None:
             self.epoch_iteration += errors.groups
             self.state.read_errors += errors.count
-        self.source.consumed(self._batches)
+        self.source.consumed(fetched.batches)
 
-    def group_discarded(self) -> None:
-        """A user's EXCEPTION_RAISED handler swallowed the error of an update: its group does not come again."""
-        if not self.at_boundary:
-            self.at_boundary = True
-            self._consume()
+    def consume_unreadable_tail(self) -> bool:
+        """Skip unreadable batches at the end of the pass; True if that completes the epoch."""
+        errors = None if self._present is None else self._present.read_errors
+        if errors is None or not errors.groups:
+            return False
+        self._fetched = _Fetched(errors.batches, self.state.optimizer_steps)
+        self._consume()
+        return self.epoch_is_full()
 
     def end_pass(self) -> None:
+        """The present pass or window is over."""
         if self.source is not None:
             self.source.next_pass()
         self.state.window, self.state.windows_completed = None, self.state.windows
@@ -295,6 +356,7 @@ class Progress:
         self.state.window = self.windows.data.present
 
     def end_epoch(self) -> None:
+        """The epoch is over."""
         self.epochs_completed = self.state.epoch
         self.epoch_iteration = 0
         if self.windows is not None:
@@ -306,12 +368,14 @@ class Progress:
 
         They do not if an optimizer had begun to step, nor after an update function that does not say so.
         """
-        state = self.state
-        stepped = getattr(update, "stepping", True) or state.optimizer_steps != self._optimizer_steps
-        undone = int(not self.at_boundary and state.iteration > 0)
+        state, fetched = self.state, self._fetched
+        stepped = getattr(update, "stepping", True) or (
+            fetched is not None and state.optimizer_steps != fetched.optimizer_steps
+        )
+        undone = int(fetched is not None and state.iteration > 0)
         state.iteration -= undone
         try:
-            yield self.at_boundary or not stepped
+            yield fetched is None or not stepped
         finally:
             state.iteration += undone
 
@@ -325,61 +389,47 @@ class Progress:
         by_windows = state.max_windows is not None and state.windows_completed >= state.max_windows
         return "max_windows" if by_windows else "terminate"
 
-    # -- in checkpoints -------------------------------------------------------------------------------------------
+    # -- in checkpoints -----------------------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, Stateful]:
+        """The parts of a checkpoint by name: all of :attr:`position`, the counters, and the random numbers."""
+        return {
+            "trainer": _Part(self.state_dict, self.load_state_dict),
+            "data": _Part(lambda: {} if self.source is None else self.source.state_dict(), self._set_data_state),
+            "rng": _Part(rng.capture, self._set_rng_state),
+        }
 
     def state_dict(self) -> dict[str, Any]:
+        """Counters and settings that a resumed run needs."""
         counters = {name: getattr(self.state, name) for name in ("iteration", *COUNTERS)}
         counters |= {name: total for name in TOTALS if (total := getattr(self.state, name)) is not None}
         return counters | {
             "epochs_completed": self.epochs_completed,
             "epoch_iteration": self.epoch_iteration,
             "epoch_ends": self.epoch_ends,
-            "accumulation_steps": self.accumulation_steps,
-            "accumulation_built_with": self.built_with,
+            "accumulation_steps": self.grouping.accumulation_steps,
+            "accumulation_built_with": self.built.accumulation_steps,
             "next_accumulation_steps": self._next_steps,
             "micro_batch_limit": self.state.micro_batch_limit,
-            "global_micro_batches": self.global_micro_batches,
+            "global_micro_batches": self.grouping.global_micro_batches,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from these counters; the next run is a resumed one."""
         for name in ("iteration", *COUNTERS):
-            setattr(self.state, name, saved.get(name, 0))  # some were not always saved
+            setattr(self.state, name, saved[name])
         for name in TOTALS:
             setattr(self.state, name, saved.get(name))
         self.epochs_completed, self.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
-        self.epoch_ends = saved.get("epoch_ends", False)
-        self.state.micro_batch_limit = saved.get("micro_batch_limit")  # it was not always saved
+        self.epoch_ends = saved["epoch_ends"]
+        self.state.micro_batch_limit = saved["micro_batch_limit"]
         self.state.epoch = self.epochs_completed
-        if saved.get("accumulation_built_with") is not None and saved["accumulation_built_with"] == self.built_with:
+        built_with = saved["accumulation_built_with"]
+        if built_with is not None and built_with == self.built.accumulation_steps:
             # the same program: a change within the run is not undone by a resume
-            self.accumulation_steps, self._next_steps = saved["accumulation_steps"], saved["next_accumulation_steps"]
-        self._saved_with = saved["accumulation_steps"], saved.get("global_micro_batches")
-        self._resume.counters = True
-
-    def grouped_otherwise(self) -> str | None:
-        """How an iteration differs from one of the run that was loaded, None if it does not."""
-        if self._saved_with == self._grouping:
-            return None
-        names = ("accumulation_steps", "global_micro_batches")
-        then, now = (
-            ", ".join(f"{name}={value}" for name, value in zip(names, each, strict=True) if value) or "no grouping"
-            for each in (self._saved_with, self._grouping)
-        )
-        return f"saved with {then}, resumed with {now}: an iteration is other samples"
-
-    def regroup(self) -> None:
-        """After a resume with another accumulation or number of ranks: how much of the epoch is left the data says."""
-        source, same = self.source, self._saved_with == self._grouping
-        self._saved_with = self._grouping
-        if source is None or (same and not source.position.skipped) or not self.whole_passes:
-            return
-        assert isinstance(source, DataSource) and source.batches is not None and self.state.epoch_length is not None
-        left = 0 if source.position.ended else -(-(source.batches - source.position.batch) // source.steps)
-        at_its_start = source.position.ended and self.epoch_iteration == 0
-        self.epoch_iteration = 0 if at_its_start else self.state.epoch_length - left
-
-    def _data_state(self) -> dict[str, Any]:
-        return {} if self.source is None else self.source.state_dict()
+            self.grouping = Grouping(saved["accumulation_steps"])
+            self._next_steps = saved["next_accumulation_steps"]
+        self._resume.counters = Grouping(saved["accumulation_steps"], saved["global_micro_batches"])
 
     def _set_data_state(self, saved: dict[str, Any]) -> None:
         self._resume.data = saved

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ignite_engine.engine.position import EpochIs
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.start import RunArguments
 from ignite_engine.errors import NotFinite, RollBack
@@ -52,5 +53,5 @@ class RollBacks:
 def arguments_again(arguments: RunArguments, state: TrainingState, progress: Progress) -> RunArguments:
     """Those with which a run that went back begins again: its data, its limits, and its epochs."""
     data = state.dataloader if arguments.data is None else arguments.data
-    length = None if progress.whole_passes or progress.measured else state.epoch_length
+    length = state.epoch_length if progress.epoch_is is EpochIs.A_LENGTH else None
     return RunArguments(data, state.max_epochs, state.max_iters, length)

@@ -8,14 +8,16 @@ checks the arguments against it, and puts counters and data where the run begins
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ignite_engine import rng
 from ignite_engine.data.source import DataSource
-from ignite_engine.data.windows import WindowedSource, Windows
-from ignite_engine.engine.progress import Ending, Progress
+from ignite_engine.data.windowed_source import WindowedSource
+from ignite_engine.data.windows import Windows
+from ignite_engine.engine.position import EpochIs, Plan, Position, regrouped
+from ignite_engine.engine.progress import Ending, Progress, Source
 from ignite_engine.ranks import agreement
 from ignite_engine.state import COUNTERS, Start, TrainingState
 from ignite_engine.states.registry import Registry
@@ -81,13 +83,6 @@ def check_ranks_agree(arguments: RunArguments, settings: Mapping[str, Any], opti
         raise ValueError(f"{difference}: every rank must train with the same settings.")
 
 
-def is_done(state: TrainingState, epochs: int) -> bool:
-    """Whether a limit is reached after ``epochs`` epochs; not by iterations per epoch, as passes differ in length."""
-    by_epochs = state.max_epochs is not None and epochs >= state.max_epochs
-    by_windows = state.max_windows is not None and state.windows_completed >= state.max_windows
-    return by_epochs or by_windows or (state.max_iters is not None and state.iteration >= state.max_iters)
-
-
 def begin(
     arguments: RunArguments, state: TrainingState, progress: Progress, registry: Registry, resume: ResumeState
 ) -> Start:
@@ -98,57 +93,42 @@ def begin(
         StateMismatch: the loaded position is one in other data.
     """
     start, max_epochs, max_iters = _decide(arguments, state, progress, resume)
-    if start is Start.FRESH:
-        progress.start_over()
-    before, continues = progress.source, start is Start.CONTINUED
-    # a new source may begin a stream again, and draw random numbers for its loaders
-    position = before.state_dict() if continues and before is not None else None
-    random_numbers = rng.capture() if continues else None
-    source = None if arguments.data is None else progress.new_source(arguments.data)
-    windows = source if isinstance(source, WindowedSource) else None
-    if windows is not None and arguments.epoch_length is not None:
+    if isinstance(arguments.data, Windows) and arguments.epoch_length is not None:
         raise ValueError(
             f"Windows(per_epoch=...) sets the length of an epoch, got epoch_length={arguments.epoch_length}."
         )
-    epoch_length = _epoch_length(arguments, state, source, start, measured=progress.measured)
-    known = None if source is None else source.iterations
-    whole_passes = arguments.epoch_length is None and known is not None and epoch_length == known
+    grouping = progress.built if start is Start.FRESH else progress.grouping
+    position = _position(start, state, progress)
+    # a new source may begin a stream again, and draw random numbers for its loaders
+    random_numbers = rng.capture() if start is Start.CONTINUED else None
+    source = None if arguments.data is None else progress.new_source(arguments.data, grouping)
+    plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
     if source is not None:
         _place(source, start, arguments.data, progress, resume, position)
+    if start is Start.RESET and plan.epoch_length is not None and _is_set_by_hand(progress):
+        # as Ignite after its load_state_dict()
+        position = replace(position, epoch_iteration=state.iteration % plan.epoch_length)
+    saved_with = resume.counters if start is Start.RESUMED else grouping
+    if start.continues and isinstance(source, DataSource) and (saved_with != grouping or source.place.skipped):
+        position = _regrouped(position, plan, source)
+
+    begun = isinstance(source, WindowedSource) and source.begun
+    position = replace(position, windows_completed=(0 if start is Start.FRESH else state.windows) - int(begun))
 
     # nothing below raises
-    progress.measured = source is not None and epoch_length is None
-    progress.whole_passes = whole_passes
-    progress.use(source, arguments.data)
-    state.max_epochs, state.max_iters, state.epoch_length = max_epochs, max_iters, epoch_length
-    state.dataloader = arguments.data
-    state.max_windows = None if windows is None else windows.data.limit
-    state.window = windows.data.present if windows is not None and windows.begun else None
-    progress.at_boundary = True
     if start is Start.FRESH:
-        if progress.ending is Ending.FAILED:
-            state.metrics.clear()
-            state.metrics.fresh = {}
-            state.media.clear()
-        for counter in ("iteration", "epoch", *COUNTERS):
-            setattr(state, counter, 0)
-        state.not_finite_at = state.micro_batch_limit = None
-        progress.epochs_completed = progress.epoch_iteration = 0
-    elif start is Start.RESET:
-        progress.epochs_completed, progress.epoch_iteration = state.epoch, 0
-        if epoch_length is not None and progress.ending is not Ending.TERMINATED:
-            progress.epoch_iteration = state.iteration % epoch_length  # as Ignite after its load_state_dict()
-    else:
+        _reset(state, progress)
+    progress.begin(source, arguments.data, grouping, plan, position, fresh=start is Start.FRESH)
+    if start.continues:
         if start is Start.CONTINUED:
             registry.keep_metrics()
             resume.rng = random_numbers  # handlers of STARTED may draw, too
-        if (reason := progress.grouped_otherwise()) is not None:
+        if saved_with != grouping:
+            reason = f"saved with {saved_with}, resumed with {grouping}: an iteration is other samples"
             registry.resumed_otherwise.append(reason)
             if agreement.rank() == 0:
-                logger.warning("The run may go on with other bits: it was %s.", reason)
-        progress.regroup()
-        state.epoch = progress.epochs_completed + int(progress.epoch_iteration > 0)  # that in which it was left
-    state.windows_completed = state.windows - int(windows is not None and windows.begun)
+                logger.warning("The run may not be bit-exact: it was %s.", reason)
+        state.epoch = position.epochs + int(position.epoch_iteration > 0)  # that in which it was left
     state.start = start
     return start
 
@@ -157,15 +137,17 @@ def _decide(
     arguments: RunArguments, state: TrainingState, progress: Progress, resume: ResumeState
 ) -> tuple[Start, int | None, int | None]:
     """Which start it is, with ``max_epochs`` and ``max_iters``."""
-    given = arguments.max_epochs, arguments.max_iters
+    given, left = (arguments.max_epochs, arguments.max_iters), progress.left
     default = (1, None) if given == (None, None) else given
-    if resume.counters:
+    if resume.counters is not None:
         at_least = max(1, progress.epochs_completed)  # a finished run is evaluated, not trained on
         return Start.RESUMED, *((at_least, None) if given == (None, None) else given)
-    if progress.ending is Ending.FAILED or (state.max_epochs is None and state.max_iters is None):
+    failed = left is not None and left.ending is Ending.FAILED
+    if failed or (state.max_epochs is None and state.max_iters is None):
         return Start.FRESH, *default
-    unchanged = progress.left_at == (state.iteration, state.epoch)
-    stopped = state.status == "interrupted" or (progress.ending is Ending.PAUSED and unchanged)
+    unchanged = left is not None and (left.iteration, left.epoch) == (state.iteration, state.epoch)
+    ending = left.ending if left is not None and unchanged else None
+    stopped = state.status == "interrupted" or ending is Ending.PAUSED
     _check_against_state(arguments, state, stopped=stopped)
     max_epochs = given[0] if given[0] is not None else state.max_epochs
     max_iters = given[1] if given[1] is not None else state.max_iters
@@ -176,14 +158,47 @@ def _decide(
     )
     if done:
         return Start.FRESH, *default
-    continues = progress.ending is Ending.AT_BOUNDARY and unchanged
-    return (Start.CONTINUED if continues else Start.RESET), max_epochs, max_iters
+    return (Start.CONTINUED if ending is Ending.AT_BOUNDARY else Start.RESET), max_epochs, max_iters
+
+
+def _position(start: Start, state: TrainingState, progress: Progress) -> Position:
+    """Where the run begins, as far as its data does not say otherwise."""
+    if start is Start.FRESH:
+        return Position()
+    if start is Start.RESET:
+        return Position(state.iteration, epochs=state.epoch)
+    return progress.position
+
+
+def _is_set_by_hand(progress: Progress) -> bool:
+    return progress.left is None or progress.left.ending is not Ending.TERMINATED
+
+
+def _regrouped(position: Position, plan: Plan, source: DataSource) -> Position:
+    """Where iterations have another size, or other ranks consumed some of the pass."""
+    if plan.epoch_is is not EpochIs.A_PASS:
+        return position
+    assert source.batches is not None
+    batch = source.batches if source.place.ended else source.place.batch
+    return regrouped(position, plan, source.batches, batch, source.steps)
+
+
+def _reset(state: TrainingState, progress: Progress) -> None:
+    """A fresh run: all counters are zero, and nothing is left of one that failed."""
+    if progress.left is not None and progress.left.ending is Ending.FAILED:
+        state.metrics.clear()
+        state.metrics.fresh = {}
+        state.media.clear()
+    for counter in ("epoch", *COUNTERS):
+        setattr(state, counter, 0)
+    state.not_finite_at = state.micro_batch_limit = None
 
 
 def after_pause(arguments: RunArguments, state: TrainingState, progress: Progress) -> RunArguments:
     """The same arguments; after ``interrupt()`` the data of the paused run in the place of none."""
     has_limit = state.max_epochs is not None or state.max_iters is not None
-    if progress.ending is not Ending.PAUSED or arguments.data is not None or not has_limit:
+    paused = progress.left is not None and progress.left.ending is Ending.PAUSED
+    if not paused or arguments.data is not None or not has_limit:
         return arguments
     return replace(arguments, data=progress.user_data)
 
@@ -206,16 +221,22 @@ def _check_against_state(arguments: RunArguments, state: TrainingState, *, stopp
             )
 
 
-def _epoch_length(
+def _plan(
     arguments: RunArguments,
     state: TrainingState,
-    source: DataSource | WindowedSource | None,
+    progress: Progress,
+    source: Source | None,
     start: Start,
-    *,
-    measured: bool,
-) -> int | None:
-    """Iterations per epoch; None where each pass over data of unknown length is an epoch."""
+    max_epochs: int | None,
+    max_iters: int | None,
+) -> Plan:
+    """The limits and the epochs of the run.
+
+    Raises:
+        ValueError: ``epoch_length`` contradicts the state or is missing, or there is no data.
+    """
     given, known = arguments.epoch_length, None if source is None else source.iterations
+    measured = progress.epoch_is is EpochIs.MEASURED
     if start in (Start.CONTINUED, Start.RESET) and state.epoch_length is not None and not measured:
         if given is not None and given != state.epoch_length:
             raise ValueError(
@@ -229,32 +250,31 @@ def _epoch_length(
             raise ValueError("epoch_length should be provided if data is None")
     if length is not None and length < 1:
         raise ValueError("Input data has zero size. Please provide non-empty data")
-    return length
+    epoch_is = EpochIs.MEASURED if length is None else EpochIs.A_LENGTH
+    if arguments.epoch_length is None and known is not None and length == known:
+        epoch_is = EpochIs.A_PASS
+    max_windows = source.data.limit if isinstance(source, WindowedSource) else None
+    return Plan(max_epochs, max_iters, max_windows, length, epoch_is)
 
 
 def _place(
-    source: DataSource | WindowedSource,
-    start: Start,
-    data: Any,
-    progress: Progress,
-    resume: ResumeState,
-    position: dict[str, Any] | None,
+    source: Source, start: Start, data: Any, progress: Progress, resume: ResumeState, position: Position
 ) -> None:
-    """Move a new source to the position at which the run begins; a fresh one is at the beginning of pass 0.
-
-    Args:
-        position: of the source before, where the run continues.
-    """
+    """Move a new source to the place at which the run begins; a fresh one is at the beginning of pass 0."""
     before = progress.source
     if start is Start.RESUMED:
         if resume.data:
             source.load_state_dict(resume.data)
-            if isinstance(source, DataSource) and source.position.skipped:
+            if isinstance(source, DataSource) and source.place.skipped:
                 source.agree_lengths()  # of the rest of the pass
-    elif position is not None and before is not None:
+    elif before is None:
+        return
+    elif start is Start.RESET:
+        source.begin_after(before.place)
+    elif start is Start.CONTINUED:
         if data is progress.user_data or source.data is before.data:
-            source.load_state_dict(position)
-        else:  # other data: the same place in it
-            source.position.pass_number, source.position.batch = before.position.pass_number, before.position.batch
-    elif start is Start.RESET and before is not None:
-        source.position.pass_number = before.position.pass_number + int(before.position.batch > 0)
+            source.load_state_dict(dict(position.data))
+            if isinstance(source, DataSource):
+                source.reader.reads_on = isinstance(data, Iterator)
+        else:
+            source.continue_at(before.place)

@@ -27,8 +27,8 @@ class ResumeState:
         """Parts that no registered object has claimed, by name."""
         self.left_out: Mapping[str, Sequence[str]] = {}
         """Names inside parts that were not saved."""
-        self.counters = False
-        """The run's counters were loaded."""
+        self.counters: Any = None
+        """The run's counters were loaded: the ``Grouping`` that an iteration had where they were saved."""
         self.data: dict[str, Any] | None = None
         """The position in the data."""
         self.rng: dict[str, Any] | None = None
@@ -45,5 +45,5 @@ class ResumeState:
 
     def clear(self) -> None:
         """The first batch is about to be fetched: nothing waits any more."""
-        self.counters, self.data, self.rng, self.metrics = False, None, None, []
+        self.counters, self.data, self.rng, self.metrics = None, None, None, []
         self.loaded.clear()

@@ -362,14 +362,14 @@ def test_replayed_data_leaves_out_what_was_consumed(caplog: pytest.LogCaptureFix
 def test_batch_size_may_change_with_the_ranks_where_the_global_batch_stays() -> None:
     def resumed(ranks: int, batch_size: int, steps: int = 1) -> DataSource:
         before = DataSource(numbers_loader(24, batch_size), steps)
-        before.position.batch = 2
+        before.consumed(2)
         now = DataSource(numbers_loader(24, 4), 2)
         now.load_state_dict(before.state_dict() | {"ranks": ranks})
         return now
 
     for ranks, batch_size, steps in ((2, 2, 1), (2, 4, 1), (4, 1, 1)):
         source = resumed(ranks, batch_size, steps)
-        assert (source.position.batch, source.position.skipped) == (0, 2 * ranks * batch_size)
+        assert (source.place.batch, source.place.skipped) == (0, 2 * ranks * batch_size)
         assert source.changed is not None and source.changed.startswith(
             f"The data position was saved on {ranks} ranks,"
         )

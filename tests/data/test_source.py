@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
-from ignite_engine.data.source import DataSource, generators_of
+from ignite_engine.data.own_state import generators_of
+from ignite_engine.data.source import DataSource
 from ignite_engine.data.workers import end_workers
 from ignite_engine.handlers import Evaluation
 
@@ -248,19 +249,6 @@ def test_other_shuffle_is_refused(shuffle: bool) -> None:
         other.run(loader(Growing(6), 2, shuffle=not shuffle), max_epochs=1)
 
 
-def test_position_saved_without_shuffle_is_accepted() -> None:
-    trainer, batches = trainer_with_batches()
-    saved = save_everywhere(trainer)
-    trainer.run(loader(Growing(6), 2, shuffle=True), max_epochs=1)
-    state = saved[0][1]
-    del state["data"]["shuffle"]
-    other, rest = trainer_with_batches()
-    other.registry.load(state, source="memory")
-    other.run(loader(Growing(6), 2, shuffle=True), max_epochs=1)
-
-    assert str(rest) == str(batches[1:])
-
-
 # -- evaluation over the training data -----------------------------------------------------------------------------
 
 
@@ -360,7 +348,7 @@ def test_generators_of_the_loader_are_loaded_with_the_position() -> None:
 
     saved, loaded = source(), source()
     next(iter(saved))
-    saved.position.batch = 1
+    saved.consumed(1)
     loaded.load_state_dict(saved.state_dict())
     pairs = zip(generators_of(saved.data), generators_of(loaded.data), strict=True)
 

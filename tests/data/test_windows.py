@@ -657,7 +657,9 @@ def test_resume_where_the_window_is_another_is_one_line(tmp_path: Path, change: 
     checkpoint.attach(trainer)
     checkpoint.resume(ignore=["model", "optimizer"] if change == "other data" else [])
     data: Any = open_numbers(8) if change == "other data" else Windows([5], open_numbers)
-    with pytest.raises(ValueError, match=r"^The checkpoint was made with (Windows as data|data that is no Windows)"):
+    with pytest.raises(
+        ValueError, match=r"^The checkpoint was made with (Windows as data|data that is not a Windows object)"
+    ):
         trainer.run(data)
 
 

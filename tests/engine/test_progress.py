@@ -10,7 +10,9 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer, seed_everything
-from ignite_engine.engine.progress import Progress
+from ignite_engine.data.place import Place
+from ignite_engine.engine.position import EpochIs, Plan, Position
+from ignite_engine.engine.progress import Grouping, Progress
 from ignite_engine.handlers import Checkpoint, LRSchedule
 from ignite_engine.schedules import warmup_cosine
 from ignite_engine.state import TrainingState
@@ -19,22 +21,28 @@ from ignite_engine.step.micro_batches import Group
 from tests.builders import linear, numbers_loader, on_two_ranks, trainer_of, weights
 
 
-def progress_over(data: Any, accumulation_steps: int | None = None) -> Progress:
-    progress = Progress(TrainingState(), ResumeState(), accumulation_steps)
-    progress.use(progress.new_source(data), data)
-    progress.state.dataloader, progress.state.epoch_length = data, progress.iterations
+def progress_over(data: Any, accumulation_steps: int | None = None, position: Position | None = None) -> Progress:
+    progress = Progress(TrainingState(), ResumeState(), Grouping(accumulation_steps))
+    source = progress.new_source(data)
+    plan = Plan(max_epochs=9, epoch_length=source.iterations, epoch_is=EpochIs.A_PASS)
+    progress.begin(source, data, progress.grouping, plan, position or Position(), fresh=True)
     return progress
+
+
+def place_of(progress: Progress) -> Place:
+    assert progress.source is not None
+    return progress.source.place
 
 
 def test_group_counts_when_it_is_consumed() -> None:
     progress = progress_over([1, 2, 3, 4, 5], 2)
     groups = progress.open_pass()
     progress.group_fetched(next(groups))
-    assert not progress.at_boundary and progress.source is not None and progress.source.position.batch == 0
+    assert not progress.at_boundary and place_of(progress).batch == 0
     progress.group_consumed()
 
-    assert progress.at_boundary and progress.epoch_iteration == 1 and progress.source.position.batch == 2
-    assert progress.iterations == 3
+    assert progress.at_boundary and progress.epoch_iteration == 1 and place_of(progress).batch == 2
+    assert progress.plan.epoch_length == 3
 
 
 def test_discarded_group_does_not_come_again() -> None:
@@ -46,29 +54,13 @@ def test_discarded_group_does_not_come_again() -> None:
 
 
 def test_loaded_counters_make_the_next_run_a_resumed_one() -> None:
-    saved = progress_over([1, 2, 3])
-    saved.state.iteration, saved.epochs_completed, saved.epoch_iteration = 5, 1, 2
+    saved = progress_over([1, 2, 3], position=Position(5, epochs=1, epoch_iteration=2))
     resume = ResumeState()
-    progress = Progress(TrainingState(), resume, None)
+    progress = Progress(TrainingState(), resume, Grouping())
     progress.parts()["trainer"].load_state_dict(saved.parts()["trainer"].state_dict())
 
     assert resume.counters and progress.state.iteration == 5
     assert (progress.epochs_completed, progress.epoch_iteration, progress.state.epoch) == (1, 2, 1)
-
-
-@pytest.mark.parametrize(("now", "epoch_iteration"), [(2, 2), (4, 1), (1, 4)])
-def test_position_in_the_epoch_follows_from_the_data_where_groups_have_another_size(
-    now: int, epoch_iteration: int
-) -> None:
-    progress = progress_over(list(range(8)), now)
-    saved_with = {"accumulation_steps": 2, "accumulation_built_with": 2}
-    counters = progress.state_dict() | {"epoch_iteration": 2, "iteration": 2} | saved_with
-    progress.load_state_dict(counters)
-    assert progress.source is not None
-    progress.source.position.batch, progress.whole_passes = 4, True
-    progress.regroup()
-
-    assert progress.epoch_iteration == epoch_iteration
 
 
 def test_counters_say_what_was_done_before_an_update_failed() -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ignite_engine import Trainer, create_evaluator, data_rank, data_size, loader, use_mesh
 from ignite_engine.data.loader import resumable
-from ignite_engine.data.source import DataSource
+from ignite_engine.data.shares import source_of
 from ignite_engine.handlers import Throughput
 from ignite_engine.step.micro_batches import micro_batch_scales
 from tests.builders import Numbers
@@ -36,9 +36,8 @@ def indices(data: Any) -> list[list[int]]:
 
 def layout() -> dict[str, Any]:
     """Everything here that depends on the data-parallel rank."""
-    source = DataSource(loader(Numbers(9), 2), 2)
+    source = source_of(loader(Numbers(9), 2), 2, None)
     source.agree_lengths()
-    source.position.batch = 2
     trainer, seen = Trainer(lambda engine, batch: len(batch[0])), list[dict[str, float]]()
     Throughput().attach(trainer, Events.EPOCH_COMPLETED)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(dict(trainer.state.metrics)))
@@ -49,8 +48,8 @@ def layout() -> dict[str, Any]:
         "place": (data_rank(), data_size()),
         "batches": indices(loader(Numbers(9), 2, shuffle=True, seed=1)),
         "rebuilt": type(resumable(DataLoader(Numbers(8), 2, sampler=sampler)).sampler).__name__,
-        "lengths": source.lengths,
-        "padded": source.padded(2),
+        "longest": source.batches,
+        "padded": [source.padded(len(group)) for group in source],
         "saved on": source.state_dict()["ranks"],
         "equal": micro_batch_scales([0, 0], group_total=2 * data_size()),
         "weighted": micro_batch_scales([1.0 + data_rank(), 2.0], weight_fn=float),
@@ -166,8 +165,8 @@ def test_ranks_of_a_tensor_parallel_group_share_data_lengths_and_weights(
         first = found[order.index(place)]
         assert each["batches"] == first["batches"]
         # 9 samples on two data ranks: 5 and 4, so 3 and 2 batches of 2
-        assert each["lengths"] == [3, 2]
-        assert each["padded"] == (1 + place, 1)
+        assert each["longest"] == 3
+        assert each["padded"] == [(0, 4), (place, 1)]
         assert each["saved on"] == 2
         assert each["equal"] == [0.5, 0.5]
         # weights 1 and 2 on data rank 0, 2 and 2 on data rank 1

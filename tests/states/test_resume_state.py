@@ -21,4 +21,4 @@ def test_metrics_are_loaded_after_each_reset_until_the_first_batch() -> None:
 
     resume.counters, resume.data, resume.rng = True, {"batch": 3}, {"torch": 1}
     resume.clear()
-    assert (resume.counters, resume.data, resume.rng, resume.metrics) == (False, None, None, [])
+    assert (resume.counters, resume.data, resume.rng, resume.metrics) == (None, None, None, [])

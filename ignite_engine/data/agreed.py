@@ -1,0 +1,120 @@
+"""A source on several ranks: all of them take the same number of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ignite_engine import rng
+from ignite_engine.data.lookahead import LookAhead, Waiting
+from ignite_engine.data.place import Held
+from ignite_engine.data.read_errors import ReadErrors
+from ignite_engine.data.source import DataSource
+from ignite_engine.ranks import agreement, mesh
+from ignite_engine.step.micro_batches import GroupWeights, WeightFn
+
+
+class AgreedSource(DataSource):
+    """A :class:`DataSource` whose ranks agree on its groups.
+
+    Args:
+        weigh: weight of a batch, which the ranks then exchange ahead; None: none.
+        waiting: its ``waiting_for_data`` is set where a signal may end a wait that the ranks agree on.
+
+    Sized loaders exchange their lengths when a pass starts; nothing more is needed where they are equal. Otherwise, and
+    where groups are weighed or batches may be left out, the ranks agree on each group one ahead (:class:`LookAhead`): a
+    rank that is exhausted before its peers repeats its last batch until all are.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        accumulation_steps: int | None,
+        *,
+        weigh: WeightFn | None = None,
+        waiting: Waiting | None = None,
+        read_errors: ReadErrors | None = None,
+    ) -> None:
+        super().__init__(data, accumulation_steps, read_errors=read_errors)
+        self._weigh, self._waiting = weigh, waiting
+        self._ahead: LookAhead | None = None
+        self._opened_at: Held | None = None
+        """What was loaded and the present pass was opened with, until its first fetch."""
+
+    def agree_lengths(self) -> None:
+        """Read the length of the pass that starts; the ranks exchange theirs. A collective."""
+        own = self.reader.measure(self.place)
+        rows = agreement.gather_floats([-1.0 if own is None else float(own)])
+        lengths = [int(row[0]) for row in mesh.by_data_rank(rows)]
+        self.batches = max(lengths) if min(lengths) >= 0 else None
+        told_ahead = self._weigh is not None or self.read_errors is not None
+        self.pads = told_ahead or self.batches is None or len(set(lengths)) > 1
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.pads or self.place.ended:
+            return super().__iter__()
+        if self.read_errors is not None:
+            self.read_errors.clear()
+        held, left = self.place.held, None if self.batches is None else self.batches - self.place.batch
+        self.place = replace(self.place, held=replace(held, rng=None))
+        self._opened_at = self.place.held if held.loader is not None or held.exhausted else None
+        self._ahead = LookAhead(
+            iter(()) if held.exhausted else self._open(),
+            steps=self.steps if self.grouped else None,
+            position=None if self.sampler is not None else self._before_the_next_fetch,
+            weigh=self._weigh,
+            waiting=self._waiting,
+            read_errors=self.read_errors,
+            left=left,
+        )
+        if held.rng is not None:  # what the fetch drew was drawn before the generators were saved
+            with rng.isolated():
+                rng.restore(held.rng)
+                self._ahead.fetch()
+        return self._ahead
+
+    def _before_the_next_fetch(self) -> Held:
+        if (opened_at := self._opened_at) is not None:
+            if not opened_at.exhausted:  # else the loader is not used in this pass
+                self._opened_at = None
+            return replace(opened_at, rng=rng.capture())
+        return replace(self.reader.held(), rng=rng.capture())
+
+    def padded(self, count: int) -> tuple[int, int]:
+        assert self._ahead is not None
+        return self._ahead.padding, self._ahead.total
+
+    @property
+    def weights(self) -> GroupWeights | None:  # type: ignore[override]  # a source that does not agree has none
+        """Of the group that was taken last."""
+        return None if self._ahead is None else self._ahead.weights
+
+    def consumed(self, batches: int) -> None:
+        super().consumed(batches)
+        if self._ahead is not None:
+            self._ahead.consumed()
+
+    def next_pass(self) -> None:
+        super().next_pass()
+        self._ahead = self._opened_at = None
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._freeze()
+        super().close()
+
+    def _held(self) -> Held:
+        before = None if self._ahead is None else self._ahead.before
+        return super()._held() if before is None else before
+
+    def _freeze(self) -> None:
+        if self._ahead is not None:
+            self.place, self._ahead = replace(self.place, held=self._held()), None
+        else:
+            super()._freeze()
+
+    def _has_ended(self) -> bool:
+        if not self.pads:
+            return super()._has_ended()
+        return self.place.ended or (self.batches is not None and self.place.batch >= self.batches)

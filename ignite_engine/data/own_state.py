@@ -1,0 +1,143 @@
+"""Loaders with a ``state_dict`` of their own, such as torchdata's, which know their place in a pass themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
+
+from ignite_engine import rng
+from ignite_engine.data.place import Held, Place
+from ignite_engine.data.readers import Begin, Replayed, orders_of
+
+_FINISHED = "_iterator_finished"  # in the state of torchdata's StatefulDataLoader
+
+
+class WithState(Replayed):
+    """A loader whose state, saved with the place, brings it back there."""
+
+    keeps_state = True
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.exhausted = False
+
+    @property
+    def inexact(self) -> str | None:
+        """Why a resumed run would not see the same bits, None if it would."""
+        kind, workers = type(self.data).__name__, getattr(self.data, "num_workers", 0)
+        if (sampler := _stateless_order(self.data)) is not None:
+            return f"{kind} does not save the order of its {type(sampler).__name__}: it is drawn again"
+        dataset = getattr(self.data, "dataset", None)
+        if workers and isinstance(dataset, IterableDataset) and not _iterator_keeps_state(dataset):
+            return (
+                f"{kind} asks workers again whose stream has ended: where {type(dataset).__name__} then begins "
+                "anew, its batches come twice (not if its iterator keeps the state)"
+            )
+        if not workers or hasattr(dataset, "state_dict"):
+            return None
+        return f"{kind} does not save the random numbers of its {workers} workers: samples that draw any differ"
+
+    def set_pass(self, place: Place) -> None:
+        super().set_pass(place)
+        self._restore_generators(place.held.generators)  # an evaluation may read the data before the pass is opened
+
+    def open(self, place: Place, begin: Begin) -> Iterator[Any]:
+        if place.held.loader is None:
+            return self._until_exhausted(begin())
+        self.data.load_state_dict(place.held.loader)
+        if place.held.between_passes:
+            return self._after_a_pass(begin, place.held.generators)
+        iterator = begin()
+        self._restore_generators(place.held.generators)
+        return self._until_exhausted(iterator)
+
+    def _after_a_pass(self, begin: Begin, generators: Any) -> Iterator[Any]:
+        """The next pass of data whose state is that of a pass's end: some yield nothing then, some start the next."""
+        of_the_process = rng.capture()
+        for batch in (iterator := self._until_exhausted(begin())):
+            yield batch
+            yield from iterator
+            return
+        self.exhausted = False
+        rng.restore(of_the_process)  # what the end of the pass drew was drawn before the state was saved
+        self._restore_generators(generators)
+        yield from self._until_exhausted(begin())
+
+    def _until_exhausted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        yield from iterator
+        self.exhausted = True
+
+    def _restore_generators(self, states: Any) -> None:
+        for generator, state in zip(generators_of(self.data), states or (), strict=False):
+            generator.set_state(state)
+
+    def held(self) -> Held:
+        return Held(self.data.state_dict(), [generator.get_state() for generator in generators_of(self.data)])
+
+    def saved(self, place: Place) -> dict[str, Any]:
+        held = place.held
+        state = {"loader": _unfinished(held.loader), "between_passes": held.between_passes}
+        return state | ({"generators": held.generators} if held.generators else {})
+
+
+def keeps_state(data: Any) -> bool:
+    """Whether the state of ``data`` can be relied on.
+
+    torchdata's loader over a stream without one counts twice what it replays, and loses as much.
+    """
+    dataset = getattr(data, "dataset", None)
+    if not hasattr(data, "state_dict"):
+        return False
+    if not isinstance(dataset, IterableDataset) or hasattr(dataset, "state_dict"):
+        return True
+    return _iterator_keeps_state(dataset)
+
+
+def generators_of(data: Any) -> list[torch.Generator]:
+    """The random number generators of a loader's own: its own and those of its samplers, without repetition."""
+    own = (getattr(order, "generator", None) for order in orders_of(data))
+    return list(dict.fromkeys(generator for generator in own if isinstance(generator, torch.Generator)))
+
+
+def _iterator_keeps_state(dataset: Any) -> bool:
+    if inspect.isgeneratorfunction(type(dataset).__iter__):
+        return False
+    try:
+        with rng.isolated():
+            return hasattr(iter(copy(dataset)), "state_dict")
+    except Exception:  # it may be iterated in a worker alone; without torchdata's state it is right, if slower
+        return False
+
+
+def _stateless_order(data: Any) -> Any:
+    """The sampler whose order a loader with a state cannot resume; None: there is none, or its order is fixed."""
+    order = getattr(data, "batch_sampler", None)
+    if order is None:
+        order = getattr(data, "sampler", None)
+    if order is None or isinstance(getattr(data, "dataset", None), IterableDataset):
+        return None
+    stateful = True
+    while (inner := getattr(order, "sampler", None)) is not None:  # of a batch sampler
+        stateful = stateful and _has_state(order)
+        order = inner
+    fixed = type(order) is SequentialSampler or isinstance(order, DistributedSampler)
+    return None if fixed or (stateful and _has_state(order)) else order
+
+
+def _has_state(sampler: Any) -> bool:
+    """Torchdata's have one in their iterators."""
+    return hasattr(sampler, "state_dict") or type(sampler).__module__.startswith("torchdata.")
+
+
+def _unfinished(state: Any) -> Any:
+    """The state of a loader that need not have reported yet that its pass is over.
+
+    One of torchdata that has, as it does while the last group is gathered, would start the next pass at once when its
+    state is loaded: the end of this one would be lost, and more would be drawn than was drawn here.
+    """
+    return state | {_FINISHED: False} if isinstance(state, dict) and state.get(_FINISHED) else state

@@ -1,0 +1,131 @@
+"""How the batches of a loader are read from a place on: by index, or by reading again what was consumed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset, SequentialSampler
+
+from ignite_engine.data.place import Held, Place
+from ignite_engine.data.sampler import ResumableSampler
+
+logger = logging.getLogger(__name__)
+
+Begin = Callable[[], Iterator[Any]]
+"""Makes the loader's iterator of a pass."""
+
+
+def length_of(data: Any) -> int | None:
+    """Batches in one pass over ``data``, None where it does not say."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class Replayed:
+    """Data without a state: what was consumed of a pass is read again and dropped."""
+
+    keeps_state = False
+    """The data has a ``state_dict`` of its own, which holds the place in a pass."""
+    exhausted = False
+    """The loader has ended its pass, perhaps while the last group was gathered; only known of one with a state."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.reads_on = False
+        """An iterator that can be read only once, which stands at the place already."""
+
+    @property
+    def inexact(self) -> str | None:
+        """Why a resumed run would not see the same bits, None if it would."""
+        order = getattr(self.data, "sampler", None)
+        if isinstance(getattr(self.data, "dataset", None), IterableDataset):
+            order = self.data.dataset
+        elif getattr(self.data, "batch_size", 0) is None:
+            order = getattr(self.data, "batch_sampler", None) or order
+        by = "" if order is None or type(order) is SequentialSampler else f" with {type(order).__name__}"
+        return f"{type(self.data).__name__}{by} keeps no state: its batches are replayed"
+
+    def measure(self, place: Place) -> int | None:
+        """Batches of the pass, counted as ``place.batch`` is; None: unknown."""
+        return length_of(self.data)
+
+    def set_pass(self, place: Place) -> None:
+        """Tell the data which pass is read."""
+        for order in orders_of(self.data):
+            if hasattr(order, "set_epoch"):
+                order.set_epoch(place.pass_number)
+
+    def open(self, place: Place, begin: Begin) -> Iterator[Any]:
+        """The batches from ``place`` on."""
+        iterator = begin()
+        if place.batch and not self.reads_on:
+            logger.warning(
+                "%s keeps no state: the %d batches that were consumed are loaded again and skipped.",
+                type(self.data).__name__,
+                place.batch,
+            )
+            for _ in islice(iterator, place.batch):
+                pass
+        self.reads_on = False
+        return iterator
+
+    def held(self) -> Held:
+        """What a place holds of the loader as it is now."""
+        return Held()
+
+    def saved(self, place: Place) -> dict[str, Any]:
+        """What a checkpoint holds of the loader beside the numbers of ``place``."""
+        return {}
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class ByIndex(Replayed):
+    """A ``loader()``: its sampler begins at any sample, nothing that was consumed is loaded."""
+
+    inexact = None
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.sampler: ResumableSampler = data.sampler
+
+    def measure(self, place: Place) -> int | None:
+        self.sampler.length, self.sampler.skipped = self.sampler.data_length(), place.skipped
+        return length_of(self.data)
+
+    def set_pass(self, place: Place) -> None:
+        self.sampler.pass_number = place.pass_number
+
+    def open(self, place: Place, begin: Begin) -> Iterator[Any]:
+        self.sampler.start = min(place.batch * self.data.batch_size, len(self.sampler))
+        return begin()
+
+    def order(self, samples: int) -> dict[str, Any]:
+        """What must be the same where a place is loaded."""
+        seed, shuffle = self.sampler.seed, self.sampler.shuffle
+        return {"seed": seed, "shuffle": shuffle, "samples": samples, "batch_size": self.data.batch_size}
+
+    def saved(self, place: Place) -> dict[str, Any]:
+        # a pass that is yet to start has what is there by then
+        begun = place.batch or place.skipped
+        order = self.order(self.sampler.length if begun else self.sampler.data_length())
+        return {**order, "skipped": place.skipped}
+
+    def close(self) -> None:
+        self.sampler.start, self.sampler.skipped = None, 0
+
+
+def orders_of(data: Any) -> list[Any]:
+    """``data``, its samplers and theirs, without repetition; at most 8, as some objects answer every attribute."""
+    orders = [data]
+    for order in orders:
+        for inner in (getattr(order, name, None) for name in ("batch_sampler", "sampler")):
+            if inner is not None and len(orders) < 8 and not any(inner is known for known in orders):
+                orders.append(inner)
+    return orders

@@ -1,0 +1,107 @@
+"""Where a run is, how far it goes, and what comes next: values, and functions of values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+
+class EpochIs(Enum):
+    """What an epoch of a run is."""
+
+    A_LENGTH = "a number of iterations"
+    """``epoch_length`` was given; passes over the data begin and end within epochs."""
+    A_PASS = "a pass"
+    """One pass over data whose length is known when the pass starts."""
+    MEASURED = "a pass of unknown length"
+    """One pass over data that does not say how long it is, or the windows of an epoch: measured each time anew."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How far a run goes, and in which epochs; None: no limit, or not known."""
+
+    max_epochs: int | None = None
+    max_iters: int | None = None
+    max_windows: int | None = None
+    epoch_length: int | None = None
+    """Iterations of an epoch; of a measured one that of the pass before."""
+    epoch_is: EpochIs = EpochIs.A_LENGTH
+
+
+@dataclass(frozen=True)
+class Position:
+    """A step boundary of a run: all that is needed, beside the state of objects, to continue there.
+
+    Epochs are counted, never derived from ``iteration``: passes over data of unknown length differ, and an epoch may
+    have been cut short.
+    """
+
+    iteration: int = 0
+    """Updates so far."""
+    epochs: int = 0
+    """Epochs completed."""
+    epoch_iteration: int = 0
+    """Iterations of the epoch under way."""
+    epoch_ends: bool | str = False
+    """``terminate_epoch()`` was called, and a stop came before the epoch's end; the string is Ignite's option of it."""
+    windows_completed: int = 0
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The place in the data, as its source saves it; empty without data."""
+
+
+class Next(Enum):
+    """What comes next at a step boundary."""
+
+    GROUP = "a group of the epoch under way"
+    EPOCH_END = "the end of the epoch under way, which has all its iterations"
+    EPOCH = "a new epoch"
+    END = "the end of the run"
+
+
+def next_of(position: Position, plan: Plan) -> Next:
+    """What a run does next that begins at ``position``."""
+    if position.epoch_iteration:
+        if is_full(position.epoch_iteration, plan):
+            return Next.EPOCH_END
+        return Next.END if is_done(position, plan) else Next.GROUP
+    return Next.END if is_done(position, plan) else Next.EPOCH
+
+
+def is_full(epoch_iteration: int, plan: Plan) -> bool:
+    """Whether an epoch has all its iterations; a measured one ends with its data."""
+    length = None if plan.epoch_is is EpochIs.MEASURED else plan.epoch_length
+    return length is not None and epoch_iteration >= length
+
+
+def is_done(position: Position, plan: Plan) -> bool:
+    """Whether a limit is reached; not by iterations per epoch, as passes differ in length."""
+    by_epochs = plan.max_epochs is not None and position.epochs >= plan.max_epochs
+    by_windows = plan.max_windows is not None and position.windows_completed >= plan.max_windows
+    return by_epochs or by_windows or (plan.max_iters is not None and position.iteration >= plan.max_iters)
+
+
+def last_iteration(position: Position, plan: Plan) -> int | None:
+    """The iteration at which the run ends by ``max_iters`` or ``max_epochs``; None: that is not known."""
+    if plan.max_iters is not None or plan.max_epochs is None or plan.epoch_length is None:
+        return plan.max_iters
+    left = (plan.max_epochs - position.epochs) * plan.epoch_length - position.epoch_iteration
+    return position.iteration + max(left, 0)
+
+
+def regrouped(position: Position, plan: Plan, batches: int, batch: int, steps: int) -> Position:
+    """``position``, where iterations have another size than the one it was saved with: the data says what is left.
+
+    Args:
+        batches: of the pass.
+        batch: the next one of it; ``batches`` at the end of the pass.
+        steps: batches of an iteration.
+    """
+    if plan.epoch_is is not EpochIs.A_PASS or plan.epoch_length is None:
+        return position
+    left = -(-(batches - batch) // steps)
+    if left == 0 and position.epoch_iteration == 0:  # the end of an epoch that has been reported
+        return position
+    return replace(position, epoch_iteration=plan.epoch_length - left)
