@@ -9,7 +9,8 @@ import secrets
 from pathlib import Path
 
 from ignite_engine.checkpointing import filesystem
-from ignite_engine.checkpointing.manifest import read_manifest
+from ignite_engine.checkpointing.filesystem import Signature, signature
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -19,6 +20,8 @@ SHARED_FILE = "shared.pt"
 _COMMITTED = re.compile(r"iteration_(\d{8,})(?:\.\d+)?")
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"
+_SCANNED: dict[Path, dict[str, tuple[Signature | None, CheckpointInfo]]] = {}
+"""By directory and name, what this process has read: a manifest is read again where its file has changed."""
 _LEFTOVER = re.compile(rf"(?P<prefix>{re.escape(_TEMPORARY)}|{re.escape(_TRASH)}){_COMMITTED.pattern}-[0-9a-f]{{8}}")
 
 
@@ -68,24 +71,37 @@ def named_iteration(path: Path) -> int | None:
 def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]:
     """What is committed in a directory.
 
+    A manifest that this process has read before is not opened again while its file is the same (inode, size, times),
+    so that the cost of a save does not grow with the number of checkpoints.
+
     Returns:
         Those with a readable manifest in the order they were saved, and path and reason of those without.
     """
+    before, scanned = _SCANNED.get(directory, {}), dict[str, tuple[Signature | None, CheckpointInfo]]()
     readable: list[CheckpointInfo] = []
     unreadable: list[tuple[Path, str]] = []
     try:
-        entries = [each for each in directory.iterdir() if named_iteration(each) is not None and each.is_dir()]
+        with os.scandir(directory) as found:
+            entries = [entry for entry in found if _COMMITTED.fullmatch(entry.name) and entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return [], []
-    for path in sorted(entries):
-        if path.is_symlink():  # what it points to may be another run's, and would be pruned with this one's
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        path = directory / entry.name
+        if entry.is_symlink():  # what it points to may be another run's, and would be pruned with this one's
             unreadable.append((path, "it is a symbolic link, which is neither read nor deleted"))
             continue
-        try:
-            readable.append(CheckpointInfo(path, read_manifest(path)))
-        except CheckpointError as error:
-            if path.exists():  # not one that another process pruned meanwhile
-                unreadable.append((path, str(error)))
+        status, known = signature(path / MANIFEST_NAME), before.get(entry.name)
+        if known is None or status is None or known[0] != status:
+            try:
+                checkpoint = CheckpointInfo(path, read_manifest(path))
+            except CheckpointError as error:
+                if path.exists():  # not one that another process pruned meanwhile
+                    unreadable.append((path, str(error)))
+                continue
+            known = status, checkpoint
+        scanned[entry.name] = known
+        readable.append(known[1])
+    _SCANNED[directory] = scanned
     readable.sort(key=lambda each: (each.manifest.sequence, each.iteration, each.path.name))
     return readable, unreadable
 

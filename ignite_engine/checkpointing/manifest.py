@@ -7,7 +7,8 @@ import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cache
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -153,19 +154,19 @@ def _check_version(path: Path, version: object) -> None:
 
 
 def _parse(path: Path, content: dict[str, Any]) -> Manifest:
-    known = {each.name for each in fields(Manifest)}
+    hints = _type_hints(Manifest)
     try:
         if content["format_version"] == 1:
             content = {**content, "reproducibility": content.get("exactness", [])}
-        values = {name: value for name, value in content.items() if name in known}
+        values = {name: value for name, value in content.items() if name in hints}
         values["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
         values["needs"] = {name: FileRecord(**record) for name, record in content.get("needs", {}).items()}
         values["metrics"] = {name: float(value) for name, value in content["metrics"].items()}
         manifest = Manifest(**values)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: {one_line(error)}.") from error
-    for name, hint in get_type_hints(Manifest).items():
-        if not _fits(getattr(manifest, name), hint):
+    for name, hint in hints.items():
+        if not _all_fit([getattr(manifest, name)], hint):
             raise CheckpointError(f"{path} is damaged: its {name} has a value of another type than it must have.")
     if min(manifest.iteration, manifest.epoch, manifest.sequence, manifest.world_size) < 0:
         raise CheckpointError(f"{path} is damaged: one of its counts is negative.")
@@ -183,20 +184,30 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type made of JSON's, dataclasses, lists, dicts and unions."""
-    inside = get_args(hint)
-    if get_origin(hint) is dict:
-        return isinstance(value, dict) and all(isinstance(key, str) and _fits(value[key], inside[1]) for key in value)
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(_fits(each, inside[0]) for each in value)
-    if inside:
-        return any(_fits(value, each) for each in inside)
+@cache
+def _type_hints(kind: type) -> dict[str, Any]:
+    """Type hints by name, compiled once."""
+    return get_type_hints(kind)
+
+
+def _all_fit(values: Sequence[Any], hint: Any) -> bool:
+    """Whether values are of a type made of JSON's, dataclasses, lists, dicts and unions."""
     if hint is Any:
         return True
-    if is_dataclass(hint):
-        return all(_fits(getattr(value, name), each) for name, each in get_type_hints(hint).items())
-    return type(value) is hint
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind in (dict, list):
+        if any(type(value) is not kind for value in values):
+            return False
+        if kind is list:
+            return _all_fit(list(chain(*values)), inside[0])
+        content = list(chain(*(value.values() for value in values)))
+        return _all_fit(list(chain(*values)), str) and _all_fit(content, inside[1])
+    if inside:
+        return all(any(_all_fit([value], option) for option in inside) for value in values)
+    if is_dataclass(hint) and isinstance(hint, type):
+        names = _type_hints(hint).items()
+        return all(_all_fit([getattr(value, name) for value in values], inner) for name, inner in names)
+    return set(map(type, values)) <= {hint}
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -90,8 +90,8 @@ class Retention:
 
         The newest healthy one is kept whatever its age, so that checkpoints with non-finite weights never evict it.
         """
-        old = superseded(checkpoints)
-        current = [each for each in checkpoints if each not in old]
+        old = {checkpoint.path for checkpoint in superseded(checkpoints)}
+        current = [checkpoint for checkpoint in checkpoints if checkpoint.path not in old]
         healthy = [each for each in current if each.manifest.healthy]
         stay = {each.path for each in (*current[-self.keep_last :], *self._best(healthy), *healthy[-1:])}
         stay |= {each.path for each in current if self._is_nth(each)}
@@ -119,15 +119,16 @@ def of_one_run(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
 
 def superseded(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     """Those that were saved again later at the same iteration; a broken state does not supersede a healthy one."""
+    newest: dict[tuple[int, bool], int] = {}
+    for checkpoint in checkpoints:
+        manifest = checkpoint.manifest
+        for healthy in (False, manifest.healthy):  # a healthy one supersedes both kinds
+            key = manifest.iteration, healthy
+            newest[key] = max(manifest.sequence, newest.get(key, manifest.sequence))
     return [
-        each
-        for each in checkpoints
-        if any(
-            other.iteration == each.iteration
-            and other.manifest.sequence > each.manifest.sequence
-            and (other.manifest.healthy or not each.manifest.healthy)
-            for other in checkpoints
-        )
+        checkpoint
+        for checkpoint in checkpoints
+        if newest[checkpoint.iteration, checkpoint.manifest.healthy] > checkpoint.manifest.sequence
     ]
 
 

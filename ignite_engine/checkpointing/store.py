@@ -271,7 +271,8 @@ class CheckpointStore:
         check = self._verification
         sound = [each for each in self.checkpoints() if check.looks_sound(each.path, each.manifest)]
         kept = retention.kept(sound)
-        to_delete = [each for each in sound if each not in kept]
+        staying_paths = {each.path for each in kept}
+        to_delete = [each for each in sound if each.path not in staying_paths]
         if not to_delete:
             return []
         # the last valid one, and the last valid healthy one, must be among those that are kept

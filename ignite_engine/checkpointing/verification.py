@@ -14,9 +14,8 @@ from ignite_engine.checkpointing.shard_files import ShardFiles
 from ignite_engine.errors import CheckpointError, one_line
 
 _Found = tuple[Signature, FileRecord, str | None]
-_READ: dict[Path, _Found] = {}
-"""What this process has read, for other stores of the same folder: who chooses a checkpoint and who loads it may have
-one each. It says nothing of a trainer, and is not asked where everything is to be read again."""
+_READ: dict[Path, dict[str, _Found]] = {}
+"""Process-wide cache by checkpoint and file, shared by all stores; bypassed by a full verification."""
 _SETTLED_NS = 2_000_000_000
 """A file that changed less than this before it was read may change again within one tick of its file system's clock."""
 
@@ -25,7 +24,7 @@ class Verification:
     """Verifies files against manifests and remembers what it found until a file changes (inode, size or times)."""
 
     def __init__(self) -> None:
-        self._found: dict[Path, _Found] = {}
+        self._found: dict[Path, dict[str, _Found]] = {}
 
     def problems(self, checkpoint: Path) -> list[str]:
         """All that is wrong with a checkpoint, everything read again; empty if it is valid."""
@@ -77,13 +76,12 @@ class Verification:
         """The files of a checkpoint that was hashed while it was written."""
         for name, record in manifest.files.items():
             if (status := signature(checkpoint / name)) is not None:
-                self._found[checkpoint / name] = (status, record, None)
+                self._found.setdefault(checkpoint, {})[name] = (status, record, None)
 
     def forget(self, checkpoint: Path) -> None:
         """A checkpoint that is gone."""
         for memory in (self._found, _READ):
-            for path in [each for each in list(memory) if each.parent == checkpoint]:  # other threads add to it
-                memory.pop(path, None)
+            memory.pop(checkpoint, None)
 
     def _missing_pieces(self, checkpoint: Path, manifest: Manifest) -> list[str]:
         """Whether all rows and all pieces of sharded tensors are there, of a checkpoint whose files are sound."""
@@ -103,7 +101,8 @@ class Verification:
         return []
 
     def _known(self, path: Path, record: FileRecord) -> _Found | None:
-        for found in (self._found.get(path), _READ.get(path)):
+        for memory in (self._found, _READ):
+            found = memory.get(path.parent, {}).get(path.name)
             if found is not None and found[1] == record and found[0] == signature(path):
                 return found
         return None
@@ -120,7 +119,7 @@ class Verification:
                 problem = compare(path.name, hash_file(file), record) or plain_data_problem(path)
         except OSError as error:
             return f"{path.name} cannot be read: {one_line(error)}"
-        self._found[path] = (status, record, problem)
+        self._found.setdefault(path.parent, {})[path.name] = (status, record, problem)
         if read_at - max(status[2:]) > _SETTLED_NS:
-            _READ[path] = self._found[path]
+            _READ.setdefault(path.parent, {})[path.name] = (status, record, problem)
         return problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -12,8 +13,18 @@ from typing import IO, Any
 import pytest
 import torch
 
-from ignite_engine.checkpointing import CheckpointStore, Retention, all_finite, verification
+from ignite_engine.checkpointing import (
+    CheckpointStore,
+    Retention,
+    all_finite,
+    filesystem,
+    part_file,
+    read_manifest,
+    verification,
+)
+from ignite_engine.checkpointing import manifest as manifest_module
 from ignite_engine.checkpointing.filesystem import FileRecord, hash_file
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from tests.checkpointing.states import holds, local_parts, save, shared_parts
 
 VALUES: dict[str, Any] = {
@@ -181,3 +192,49 @@ def test_finite_is_also_what_would_overflow_in_a_sum() -> None:
     assert all_finite({"a": torch.full((10,), 3e38), "b": torch.empty(0), "c": torch.tensor([1, 2])})
     assert all_finite(torch.eye(3).to_sparse()) and not all_finite((torch.eye(3) / 0).to_sparse())
     assert all_finite(torch.ones(2).to(torch.float8_e4m3fn))
+
+
+def test_a_save_opens_as_many_files_however_many_checkpoints_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, retention = CheckpointStore(tmp_path), Retention(keep_last=1000)
+    opened: list[str] = []
+    system_open, python_open = os.open, filesystem.open_regular
+
+    def counting(path: Any, *options: Any) -> int:
+        opened.append(Path(path).name)
+        return system_open(path, *options)
+
+    def counting_regular(path: Path) -> Any:
+        opened.append(path.name)
+        return python_open(path)
+
+    monkeypatch.setattr(os, "open", counting)
+    for module in (filesystem, manifest_module, part_file):
+        monkeypatch.setattr(module, "open_regular", counting_regular)
+    counts = []
+    for iteration in range(1, 31):
+        opened.clear()
+        save(store, iteration, size=1)
+        store.apply(retention)
+        counts.append(len(opened))
+    assert len(store.checkpoints()) == 30 and set(counts[1:]) == {counts[1]} and counts[1] > 3
+    assert opened.count(MANIFEST_NAME) == 2  # the one that is written, and read once by `apply`
+
+
+def test_type_hints_are_compiled_once(tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path), 1)
+    read_manifest(path)
+    compiled = manifest_module._type_hints.cache_info().misses
+    read_manifest(path)
+    assert manifest_module._type_hints.cache_info().misses == compiled
+
+
+def test_a_manifest_that_changed_is_read_again(tmp_path: Path) -> None:
+    store, elsewhere = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    path = save(store, 1)
+    assert not store.checkpoints()[0].manifest.pinned
+    elsewhere.annotate(path, pinned=True)
+    assert store.checkpoints()[0].manifest.pinned
+    (path / MANIFEST_NAME).unlink()
+    assert not store.checkpoints()
