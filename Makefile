@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test ignite check lint types imports format campaign search bench docs clean
+.PHONY: help install train test ignite check lint types imports format campaign search bench docs house clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -68,6 +68,9 @@ bench: $(STAMP)  ## run every benchmark (20 idle minutes) and write docs/benchma
 
 docs: $(STAMP)  ## build the site into site/, where a broken link or docstring is an error; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+house: $(STAMP)  ## measure size and coupling, and write the table in docs/architecture.md
+	$(BIN)/python docs/tools/house.py
 
 clean:  ## remove .venv, builds and caches, but no runs
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
