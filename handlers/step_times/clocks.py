@@ -6,7 +6,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 STEP = ("data_wait", "copy", "forward", "backward", "reduction", "optimizer", "update")
 """The parts of a step; ``update`` is that of an update function of one's own, which says nothing of its parts."""
@@ -99,15 +102,17 @@ class DeviceClock:
 
     Args:
         make_event: another kind of event with timing, for tests.
+        device: that of the model; None: the current one.
     """
 
     _IGNORED_S = 20e-6
     """Handlers that take less get no event of their own: it would cost as much."""
 
-    def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
+    def __init__(self, make_event: Callable[[], Any] | None = None, device: torch.device | None = None) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.steps, self.durations = 0, Durations()
         self._make = make_event or _timing_event
+        self._device = device
         self._free: list[Any] = []
         self._pending: deque[tuple[str, Any, bool]] = deque()
         self._before = self._recorded()
@@ -151,8 +156,14 @@ class DeviceClock:
 
     def _recorded(self) -> Any:
         event = self._free.pop() if self._free else self._make()
-        event.record()
+        event.record(None if self._device is None else _stream_of(self._device))
         return event
+
+
+def _stream_of(device: torch.device) -> Any:
+    import torch
+
+    return torch.cuda.current_stream(device)
 
 
 def _timing_event() -> Any:

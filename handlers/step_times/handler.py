@@ -156,7 +156,7 @@ class StepTimes:
         self._says_parts = isinstance(update, Update | Updates)
         model = getattr(update, "model", None)
         self._device = getattr(update, "device", torch.device("cpu"))
-        self._clock = DeviceClock() if self._device.type == "cuda" else HostClock()
+        self._clock = DeviceClock(device=self._device) if self._device.type == "cuda" else HostClock()
         self._clock.seconds["startup"] = perf_counter() - self._began
         self._after_backward = "reduction" if getattr(update, "rank_invariant", False) else "optimizer"
         self._hook = self._last_gradient(model)

@@ -71,7 +71,7 @@ class Snapshot:
     def before_change(self) -> None:
         """Let the current CUDA streams wait until the side streams have read their sources; the host does not wait."""
         for event in self._copied:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(event.device).wait_event(event)
 
     def check_untouched(self) -> bool:
         """Whether nobody has written to a late tensor since :meth:`take`."""
@@ -123,5 +123,6 @@ def _copy_all(pairs: list[_Pair]) -> None:
             rows = max(1, _PIECE_BYTES * len(source) // source.nbytes)
             pieces += zip(buffer.split(rows), source.split(rows), strict=True)
         else:
-            buffer.copy_(source, non_blocking=True)
+            # only CUDA gets an event to wait for
+            buffer.copy_(source, non_blocking=source.device.type == "cuda")
     in_threads(lambda pair: pair[0].copy_(pair[1]), pieces, _THREADS)

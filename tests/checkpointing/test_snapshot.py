@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_engine.checkpointing import Snapshot, snapshot
 from ignite_engine.checkpointing.rows import in_threads
@@ -96,3 +97,48 @@ def test_a_state_dict_keeps_its_versions() -> None:
     state = nn.BatchNorm1d(2).state_dict()
     assert isinstance(state, OrderedDict) and state._metadata  # type: ignore[attr-defined]  # of torch
     assert taken(Snapshot(), state)._metadata == state._metadata  # type: ignore[attr-defined]
+
+
+def test_stream_of_the_device_that_is_copied_waits_and_not_the_current_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on the second device: else its next step changes what is being copied, and all hashes are valid."""
+    waited: list[tuple[Any, Any]] = []
+
+    class Stream:
+        def __init__(self, device: Any) -> None:
+            self.device = device
+
+        def wait_event(self, event: Any) -> None:
+            waited.append((self.device, event.device))
+
+    class Event:
+        device = torch.device("cuda:1")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=torch.device("cuda:0"): Stream(device))  # noqa: B008
+    snapshot = Snapshot()
+    snapshot._copied = [Event()]  # type: ignore[list-item]  # a planted one
+    snapshot.before_change()
+
+    assert waited == [(torch.device("cuda:1"), torch.device("cuda:1"))]
+
+
+class Copies(TorchDispatchMode):
+    """Whether each copy into a tensor was let run on while the host went on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.non_blocking: list[bool] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default:
+            self.non_blocking.append(args[2] if len(args) > 2 else bool((kwargs or {}).get("non_blocking")))
+            return args[0]  # from a device without data nothing can be copied
+        return function(*args, **(kwargs or {}))
+
+
+def test_copy_from_a_device_without_events_is_waited_for() -> None:
+    """On Apple's MPS nothing would say when the bytes are there: wrong weights with valid hashes."""
+    source = torch.ones(3, device="meta")
+    with Copies() as copies:
+        snapshot._copy_all([(torch.zeros(3), source)])
+
+    assert copies.non_blocking == [False]

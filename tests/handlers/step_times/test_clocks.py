@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from ignite_engine.handlers.step_times.clocks import DeviceClock, Durations, HostClock
 
@@ -64,7 +65,8 @@ class Event:
     def __init__(self, device: Device) -> None:
         self.device, self.at, self.completed = device, 0.0, False
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
+        self.stream = stream
         self.completed = False
         self.device.recorded.append(self)
 
@@ -123,3 +125,12 @@ def test_events_are_used_again_and_their_number_is_bounded() -> None:
     assert clock.steps == 1000
     assert device.made < 1100
     assert sum(clock.seconds.values()) == pytest.approx(1000 * 6e-3)
+
+
+def test_events_are_recorded_on_the_stream_of_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the times of a model on the second device are those of the first one's idle stream."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
+    device = Device()
+    step(DeviceClock(device.make_event, torch.device("cuda:1")))
+
+    assert {event.stream for event in device.recorded} == {"stream of cuda:1"}
