@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from ignite_engine.step.device import widest_float
+
 How = Literal["sum", "mean", "max", "min"]
 CHUNK = 64
 """Numbers that are kept one by one until they are added up together: one at a time would cost more."""
@@ -37,9 +39,9 @@ class Running:
         if iterations is not None:
             first, last = iterations[0], iterations[-1]
             if last - first + 1 == len(chunk):  # not a copy to the device, which the host would wait for
-                places = torch.arange(first, last + 1, dtype=torch.float64, device=values.device)
+                places = torch.arange(first, last + 1, dtype=values.dtype, device=values.device)
             else:
-                places = torch.tensor(iterations, dtype=torch.float64, device=values.device)
+                places = torch.tensor(iterations, dtype=values.dtype, device=values.device)
             bad_at = torch.where(torch.isfinite(values), math.inf, places).min()
             self._bad_at = bad_at if self._bad_at is None else torch.minimum(self._bad_at.to(bad_at.device), bad_at)
         self._join(part, len(chunk))
@@ -189,10 +191,11 @@ def _are_alike(values: Sequence[Any]) -> bool:
 
 
 def _stacked(values: Sequence[Any]) -> torch.Tensor:
-    """Scalars as one tensor of doubles, on the device of the first."""
+    """Scalars as one tensor on the device of the first, of the widest type that it has."""
     first = values[0]
     if isinstance(first, torch.Tensor):
+        wide = widest_float(first.device)
         if _are_alike(values):
-            return torch.stack(list(values)).double()
-        return torch.stack([torch.as_tensor(v).reshape(()).double().to(first.device) for v in values])
+            return torch.stack(list(values)).to(wide)
+        return torch.stack([torch.as_tensor(value).reshape(()).to(wide).to(first.device) for value in values])
     return torch.tensor([float(value) for value in values], dtype=torch.float64)

@@ -9,6 +9,7 @@ import torch
 from ignite.metrics import Average, Metric
 from torch import nn
 
+from ignite_engine.step.device import widest_float
 from ignite_engine.step.losses import LossFn, parts
 
 
@@ -28,7 +29,8 @@ def mean_loss(
     def predict(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
         loss = parts(loss_fn(model, batch))[0]
         weight = float(weight_fn(batch)) if weight_fn is not None else float(_samples(batch))
-        return loss.double() * weight if weight else loss.new_zeros((), dtype=torch.float64), weight
+        wide = loss.to(widest_float(loss.device))
+        return wide * weight if weight else torch.zeros_like(wide), weight
 
     return predict, {"loss": Average(lambda output: output[0]) / Average(lambda output: output[1])}
 

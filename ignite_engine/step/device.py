@@ -20,6 +20,14 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+_WITHOUT_FLOAT64 = {"mps"}
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The floating-point type of the device with the most digits: float32 on Apple's MPS, else float64."""
+    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
+
+
 def to_device(micro_batches: Sequence[Any], device: torch.device, iteration: int | None = None) -> Iterable[Any]:
     """The micro-batches on ``device``, in order.
 
@@ -27,7 +35,8 @@ def to_device(micro_batches: Sequence[Any], device: torch.device, iteration: int
     own; the containers are made anew, and everything else stays as it is. On the CPU they are returned as they are.
 
     Elsewhere each is moved when the one before it is about to be computed, and none beyond these. On CUDA tensors are
-    copied on a side stream (``non_blocking``: they overlap only from pinned memory, see ``pin_memory`` of the loader).
+    copied on a side stream (``non_blocking``: they overlap only from pinned memory, see ``pin_memory`` of the loader);
+    on other devices the host waits for the copy.
 
     Args:
         iteration: for the note of an error.
@@ -57,6 +66,8 @@ def _one_ahead(micro_batches: Sequence[Any], mover: _Mover, iteration: int | Non
 class _Mover:
     """Moves batches to a device."""
 
+    _non_blocking = False  # on Apple's MPS such a copy may be of what the host has written there since
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -68,12 +79,12 @@ class _Mover:
         """What is computed from now on uses ``batch`` when its copies have ended."""
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.to(self.device, non_blocking=self._non_blocking)
 
     def _object(self, value: Any) -> Any:
         parameters = inspect.signature(value.to).parameters
         takes_it = "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        return value.to(self.device, **({"non_blocking": True} if takes_it else {}))
+        return value.to(self.device, **({"non_blocking": self._non_blocking} if takes_it else {}))
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -81,6 +92,8 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 class _SideStream(_Mover):
     """Copies tensors from the host on a stream beside the one that computes."""
+
+    _non_blocking = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ignite_engine import rng
 from ignite_engine.ranks import agreement
+from ignite_engine.step.device import widest_float
 from ignite_engine.step.exchange import Exchange, gradient_group
 from ignite_engine.step.gradient_buffers import GradientBuffers
 from ignite_engine.step.gradient_tree import GradientTree
@@ -144,7 +145,7 @@ class RankInvariance:
             losses: of this rank's micro-batches that weigh something; ``extras`` likewise, or empty.
 
         Returns:
-            The weighted mean over all micro-batches of each value, the same on every rank, in float64.
+            The weighted mean over all micro-batches of each value, the same on every rank, in the device's widest type.
 
         Raises:
             ValueError: the names of the values differ, or the forward has changed a buffer.
@@ -197,12 +198,13 @@ class RankInvariance:
     def _products(self, losses: Sequence[Tensor], extras: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Each value times its micro-batch's scale, of shape (names, this rank's micro-batches)."""
         assert self._names is not None
+        wide = widest_float(self._device)
         if not losses:
-            return torch.zeros(len(self._names), len(self._own), dtype=torch.float64, device=self._device)
+            return torch.zeros(len(self._names), len(self._own), dtype=wide, device=self._device)
         columns = [losses, *([named[name] for named in extras] for name in self._names[1:])]
-        values = torch.stack([torch.stack(list(column)).double() for column in columns])
+        values = torch.stack([torch.stack(list(column)).to(wide) for column in columns])
         weighing = [at for at, scale in enumerate(self._scales) if scale > 0]
-        values = values * torch.tensor([self._scales[at] for at in weighing], dtype=torch.float64, device=self._device)
+        values = values * torch.tensor([self._scales[at] for at in weighing], dtype=wide, device=self._device)
         if len(weighing) == len(self._own):
             return values
         products = values.new_zeros(len(self._names), len(self._own))

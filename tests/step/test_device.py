@@ -14,9 +14,14 @@ import torch
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
-from ignite_engine.step.device import device_of, mapped, to_device
+from ignite_engine.handlers.meters import Running
+from ignite_engine.runs.mean_loss import mean_loss
+from ignite_engine.step import device as device_module
+from ignite_engine.step.device import device_of, mapped, to_device, widest_float
+from ignite_engine.step.invariant import RankInvariance
 from tests.builders import linear
 
 META = torch.device("meta")
@@ -61,8 +66,8 @@ class Graph:
     def __init__(self, nodes: Tensor) -> None:
         self.nodes = nodes
 
-    def to(self, device: torch.device, *options: Any, non_blocking: bool = False) -> Graph:
-        assert non_blocking
+    def to(self, device: torch.device, *options: Any, non_blocking: bool | None = None) -> Graph:
+        assert non_blocking is not None
         return Graph(self.nodes.to(device))
 
 
@@ -253,3 +258,82 @@ def test_on_cuda_a_run_is_resumed_at_every_position_to_the_same_bits(tmp_path: A
     for position in range(1, 6):
         train(position, str(position))
         assert all(torch.equal(a, b) for a, b in zip(train(6, str(position)), whole, strict=True))
+
+
+class Device(TorchDispatchMode):
+    """Makes ``meta`` a device without float64, and notes which copies to it were not waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.non_blocking: list[bool] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._to_copy.default and kwargs.get("device") == META:
+            self.non_blocking.append(kwargs.get("non_blocking", False))
+        result = function(*args, **kwargs)
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and tensor.device == META and tensor.dtype is torch.float64:
+                raise TypeError("Cannot convert a tensor to float64: the device has none.")
+        return result
+
+
+class Movable:
+    """Not a tensor, and takes ``non_blocking``."""
+
+    def __init__(self) -> None:
+        self.non_blocking: bool | None = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Movable:
+        self.non_blocking = non_blocking
+        return self
+
+
+def test_host_waits_for_a_copy_to_a_device_without_a_side_stream() -> None:
+    """On Apple's MPS the copy may else be of what the loader writes there next."""
+    movable = Movable()
+    with Device() as device:
+        list(to_device([torch.ones(2), {"a": torch.ones(2)}, movable], META))
+
+    assert device.non_blocking == [False, False]
+    assert movable.non_blocking is False
+
+
+def test_widest_float_is_one_that_the_device_has() -> None:
+    assert widest_float(torch.device("mps")) is torch.float32
+    assert widest_float(torch.device("cuda")) is widest_float(torch.device("cpu")) is torch.float64
+
+
+def running_sum(values: list[Tensor]) -> None:
+    running = Running("mean")
+    running.add(values, [1, 2])
+    running.add(values, [3, 5])
+
+
+def running_sum_of_different_types(values: list[Tensor]) -> None:
+    Running("max").add([values[0], values[1].half()])
+
+
+def mean_loss_of_a_batch(values: list[Tensor]) -> None:
+    for weight in (0, 2):
+        predict, _ = mean_loss(lambda model, batch: values[0], lambda batch, weight=weight: weight)
+        predict(nn.Identity(), values)
+
+
+def rank_invariant_values(values: list[Tensor]) -> None:
+    sums = RankInvariance.__new__(RankInvariance)
+    sums._names, sums._own, sums._scales, sums._device = ["loss"], range(2), [1.0, 0.5], META
+    sums._products(values, [])
+    sums._products([], [])
+
+
+@pytest.mark.parametrize(
+    "computed", [running_sum, running_sum_of_different_types, mean_loss_of_a_batch, rank_invariant_values]
+)
+def test_device_without_float64_is_asked_for_none(
+    computed: Callable[[list[Tensor]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "_WITHOUT_FLOAT64", {"mps", "meta"})
+    values = [torch.ones((), device=META), torch.ones((), device=META)]
+    with Device():
+        computed(values)
