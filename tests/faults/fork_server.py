@@ -77,15 +77,16 @@ class ForkServer:
         path = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
 
-        def launch() -> subprocess.Popen[str]:
+        def launch() -> subprocess.Popen[bytes]:
             pipe = subprocess.PIPE
-            return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, cwd=ROOT, env=variables)
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, cwd=ROOT, env=variables)
 
         self._launch = launch
         self._begin()
 
     def _begin(self) -> None:
         self._process = self._launch()
+        self._received = b""
         self._selector = selectors.DefaultSelector()
         assert self._process.stdout is not None
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -102,22 +103,35 @@ class ForkServer:
         """Call ``module:function`` with JSON arguments; what it prints is appended to ``output``."""
         assert self._process.stdin is not None
         request = {"function": function, "arguments": arguments, "output": str(output)}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
         return Child(self, self.answer())
 
     def call(self, function: str, *arguments: Any, output: Path, timeout_s: float = 120.0) -> int:
         """As ``start``, and the exit code."""
         return self.start(function, *arguments, output=output).wait(timeout_s)
 
-    def has_answer(self, timeout_s: float) -> bool:
-        return bool(self._selector.select(timeout_s))
+    def has_answer(self, timeout_s: float | None) -> bool:
+        """Wait so long for the next answer, None: without a limit.
+
+        Raises:
+            RuntimeError: the server has ended; a new one has begun.
+        """
+        # not through a buffered file: it may read the exit code with the process number, and then the pipe is empty
+        assert self._process.stdout is not None
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while b"\n" not in self._received:
+            if not self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                return False
+            if not (received := os.read(self._process.stdout.fileno(), 4096)):
+                code = self._process.wait()
+                self.drop()
+                raise RuntimeError(f"The fork server ended with code {code}.")
+            self._received += received
+        return True
 
     def answer(self) -> int:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"The fork server ended with code {self._process.wait()}.")
+        self.has_answer(None)
+        line, _, self._received = self._received.partition(b"\n")
         return int(line)
 
     def drop(self) -> None:
@@ -144,16 +158,22 @@ def serve(modules: Sequence[str]) -> None:
     os.dup2(2, 1)  # nothing that prints may answer
     for line in sys.stdin:
         request = json.loads(line)
+        begins, begun = os.pipe()
         pid = os.fork()
         if pid == 0:
             answers.close()
+            os.close(begins)
+            os.setsid()
+            os.close(begun)
             _leave(_child(request))
+        os.close(begun)
+        os.read(begins, 1)  # it leads a session, or has ended: a signal to its group misses it no more
+        os.close(begins)
         print(pid, file=answers)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers)
 
 
 def _child(request: dict[str, Any]) -> int:
-    os.setsid()
     for target, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         path = os.devnull if target == 0 else request["output"]
         opened = os.open(path, flags | (os.O_CREAT | os.O_APPEND if target else 0))

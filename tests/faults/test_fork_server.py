@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,35 @@ def test_answers_stay_in_step_after_a_child_that_was_given_up(tmp_path: Path, mo
         assert server.call("operator:add", 3, 4, output=output) == 7
         assert server.call("operator:add", 2, 3, output=output) == 5
     os.kill(stuck.pid, signal.SIGKILL)
+
+
+def test_exit_code_that_comes_with_the_process_number_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child may have ended before this process, on a busy machine, reads its number."""
+    with ForkServer([]) as server:
+        answer = server.answer
+
+        def late_answer() -> int:
+            time.sleep(1.0)
+            return answer()
+
+        monkeypatch.setattr(server, "answer", late_answer)
+        child = server.start("operator:add", 3, 4, output=tmp_path / "output.txt")
+        assert child.poll(5.0) == 7
+
+
+def test_signal_right_after_the_start_ends_the_child(tmp_path: Path) -> None:
+    with ForkServer([]) as server:
+        for _ in range(20):
+            child = server.start("time:sleep", 60, output=tmp_path / "output.txt")
+            child.signal(signal.SIGKILL)
+            assert child.poll(10.0) == -signal.SIGKILL
+
+
+def test_server_that_was_killed_begins_again(tmp_path: Path) -> None:
+    with ForkServer([]) as server:
+        child = server.start("time:sleep", 60, output=tmp_path / "output.txt")
+        server._process.kill()
+        with pytest.raises(RuntimeError, match="ended with code -9"):
+            child.wait(10.0)
+        assert server.call("operator:add", 3, 4, output=tmp_path / "output.txt") == 7
+        child.signal(signal.SIGKILL)
