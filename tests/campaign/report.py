@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import platform
 import subprocess
@@ -37,14 +38,19 @@ WHAT = {
 }
 
 
-def commit() -> str:
-    """The current commit, and whether the code differs from it."""
+def commit(root: Path = ROOT) -> str:
+    """The current commit, and a digest of what the code has beyond it: results of other changes do not count."""
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    def git(*arguments: str) -> bytes:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True).stdout
 
-    changed = git("status", "--porcelain", "--", "ignite_engine", "handlers", "tests")
-    return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+    folders = [name for name in ("ignite_engine", "handlers", "tests") if (root / name).exists()]
+    changes = hashlib.sha256(git("diff", "--binary", "HEAD", "--", *folders))
+    added = git("ls-files", "-z", "--others", "--exclude-standard", "--", *folders).decode().split("\0")[:-1]
+    for name in sorted(added):
+        changes.update(name.encode() + b"\0" + (root / name).read_bytes())
+    changed = changes.digest() != hashlib.sha256().digest()
+    return git("rev-parse", "--short=12", "HEAD").decode().strip() + (f"+{changes.hexdigest()[:8]}" if changed else "")
 
 
 def write_report(path: Path, results: Sequence[Result], planned: Mapping[str, int]) -> None:
