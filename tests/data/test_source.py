@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -370,3 +371,66 @@ def test_an_evaluation_before_the_first_batch_reads_the_pass_that_was_saved() ->
         source.agree_lengths()
         source.load_state_dict({"pass": 3, "batch": 1, "ended": False})
         assert current() == 3
+
+
+# -- objects that answer every attribute ------------------------------------------------------------------------------
+
+
+class Proxy:
+    """Each attribute of it is another proxy."""
+
+    def __getattr__(self, name: str) -> Proxy:
+        return Proxy()
+
+    def __call__(self, *arguments: object) -> Proxy:
+        return Proxy()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2, 3])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def mock() -> Any:
+    data = MagicMock()
+    data.__iter__.side_effect = lambda: iter([1, 2, 3])
+    data.__len__.return_value = 3
+    return data
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("data", [Proxy, mock])
+def test_run_over_data_that_answers_every_attribute_ends(data: Callable[[], Any]) -> None:
+    trainer, batches = trainer_with_batches()
+
+    trainer.run(data(), max_epochs=2)
+
+    assert batches == [1, 2, 3, 1, 2, 3]
+
+
+class Wrapping(Sampler[int]):
+    """Tells the sampler inside which pass is read only where it is told itself."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.passes = sampler, list[int]()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.passes.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def test_samplers_within_samplers_are_told_the_pass_once_each() -> None:
+    inner = Wrapping(range(4))
+    middle = Wrapping(inner)
+    outer = Wrapping(middle)
+    trainer, _ = trainer_with_batches()
+
+    trainer.run(DataLoader(Growing(4), batch_sampler=BatchSampler(outer, 2, drop_last=False)), max_epochs=2)
+
+    assert inner.passes == middle.passes == outer.passes == [0, 1]
