@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from ignite_engine.accumulation import GradientAccumulationOptimizer, initialize
 from ignite_engine.accumulation.reduction import Reduction
 from tests.builders import Numbers, linear, mse, one
+from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -242,17 +241,14 @@ CASES: dict[str, Callable[[int], Result]] = {
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = {name: case(rank) for name, case in CASES.items()}
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Result], dict[str, Result]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_one_of_two_ranks, args=(str(folder),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, folder)
     first, second = (torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2))
     yield first, second
 

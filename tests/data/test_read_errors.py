@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.errors import PeerFailed
-from ignite_engine.ranks import agreement
 from tests.builders import linear, one
+from tests.ranks.forkserver import on_ranks
 
 
 class Broken(Dataset[Any]):
@@ -222,7 +221,7 @@ class Owned:
         self.next = state["next"]
 
 
-def on_ranks(name: str, stop_at: int | None, state: Any) -> dict[str, Any]:
+def plan_on_ranks(name: str, stop_at: int | None, state: Any) -> dict[str, Any]:
     options = PLANS[name]
     trainer, seen = trainer_of(20, **options)
     if state is not None:
@@ -250,28 +249,24 @@ def on_ranks(name: str, stop_at: int | None, state: Any) -> dict[str, Any]:
 
 
 def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
     reports: dict[str, Any] = {}
     for name in PLANS:
-        reports[name] = on_ranks(name, None, None)
-        first = on_ranks(name, 2, None)
+        reports[name] = plan_on_ranks(name, None, None)
+        first = plan_on_ranks(name, 2, None)
         reports[f"{name}, stopped"] = first
-        reports[f"{name}, resumed"] = on_ranks(name, None, first["saved"])
+        reports[f"{name}, resumed"] = plan_on_ranks(name, None, first["saved"])
     trainer, seen = trainer_of(1)
     try:
         trainer.run(loader(Broken(23, 4, 10), 1), max_epochs=1)
     except (OSError, PeerFailed) as error:
         reports["too many"] = (f"{type(error).__name__}: {error}", len(seen))
     torch.save(reports, f"{folder}/{rank}.pt")
-    agreement.forget_groups()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("read_errors")
-    mp.spawn(_rank, args=(str(folder),), nprocs=3)
+    on_ranks(3, _rank, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(3)]
 
 
@@ -320,7 +315,7 @@ def by_hand(updates: list[list[int]]) -> Tensor:
 def test_on_another_number_of_ranks_each_sample_comes_once(reports: list[dict[str, Any]]) -> None:
     for name in PLANS.keys() - {OWN}:
         first = [report[f"{name}, stopped"] for report in reports]
-        rest = on_ranks(name, None, first[0]["saved"])
+        rest = plan_on_ranks(name, None, first[0]["saved"])
         seen = [(epoch, each) for report in (*first, rest) for epoch, batches in report["seen"] for (each,) in batches]
         assert sorted(seen) == [(epoch, each) for epoch in (1, 2) for each in range(23) if each not in BAD]
         assert rest["count"] == 2 * len(BAD)

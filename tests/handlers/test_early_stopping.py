@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from ignite.metrics import Average
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation
 from tests.builders import events_of, numbers_loader, trainer_of, weights
+from tests.ranks.forkserver import on_ranks
 
 FALLING_THEN_FLAT = (5.0, 4.0, 4.0, 3.0, 3.0, 3.5, 3.0, 2.0)
 
@@ -273,8 +272,6 @@ def test_settings_out_of_range_are_refused(options: dict[str, Any], line: str) -
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     # this rank's own values: alone, rank 0 would never stop and rank 1 would after its second value
     trainer = trainer_with([4.0 - epoch for epoch in range(6)] if rank == 0 else [4.0 + epoch for epoch in range(6)])
     stopping = EarlyStopping("val/loss", patience=3)
@@ -285,13 +282,12 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     state = trainer.state
     saved = [each.iteration for each in checkpoint.store.checkpoints()]
     torch.save([state.epoch, state.status, state.reason, stopping.best, stopping.bad, saved], f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.timeout(120)  # ranks that decide otherwise wait for each other
 @pytest.mark.distributed
 def test_two_ranks_save_the_best_and_stop_by_the_mean_of_their_values(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
 
     assert first == second

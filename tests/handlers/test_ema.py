@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +18,7 @@ from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation
 from tests.builders import linear, mse, numbers_loader, one, trainer_of, weights
+from tests.ranks.forkserver import on_ranks
 
 
 def bare(trainer: Trainer) -> nn.Module:
@@ -531,17 +530,14 @@ def _wrappings() -> Iterator[tuple[str, Callable[[nn.Module], nn.Module]]]:
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = {name: _train_wrapped(wrap) for name, wrap in _wrappings()}
     torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_wrapped_models_have_the_average_of_the_plain_one_on_two_ranks(tmp_path: Path) -> None:
     expected = _train_wrapped(lambda model: model)
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     for rank in range(2):
         results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert set(results) == {"ddp", "compiled ddp", "fsdp2"}

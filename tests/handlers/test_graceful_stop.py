@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ignite.engine import Events
 
 from ignite_engine import Interrupted, Trainer, TrainingEvents
@@ -22,6 +21,7 @@ from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
 from ignite_engine.ranks import signals
 from tests.builders import numbers_loader, trainer_of, weights
+from tests.ranks.forkserver import on_ranks
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -490,7 +490,6 @@ def test_program_with_loader_workers_saves_and_exits_with_the_signals_code(
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 
     def leave(number: int, frame: Any) -> None:
         sys.exit(5)
@@ -510,6 +509,6 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 
 @pytest.mark.distributed
 def test_users_handler_may_exit_on_one_rank_when_all_have_saved(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
 
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["143", "5"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ignite.engine import Engine, Events
 from ignite.handlers.param_scheduler import (
     ConcatScheduler,
@@ -44,6 +42,7 @@ from ignite_engine.schedules import (
     warmup_wsd,
 )
 from tests.builders import Numbers, Passes, linear, mse
+from tests.ranks.forkserver import on_ranks
 
 BASE = 0.5
 
@@ -565,18 +564,15 @@ def test_plateau_whose_metric_is_never_written_is_a_warning() -> None:
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     # alone, rank 0 would keep its LR and rank 1 would lower it at its third value
     trainer, used = plateau_trainer([4.0 - epoch if rank == 0 else 4.0 + epoch for epoch in range(5)], patience=1)
     trainer.run(TWO_BATCHES, max_epochs=5)
     torch.save(used, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_plateau_lr_is_the_same_on_two_ranks_with_values_of_their_own(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
 
     assert first == second == pytest.approx([0.5] * 6 + [0.05] * 4)

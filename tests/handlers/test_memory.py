@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import nn
 
@@ -20,6 +18,7 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers import host_memory
 from ignite_engine.handlers.host_memory import MIB
 from ignite_engine.handlers.memory import MemoryLogger
+from tests.ranks.forkserver import on_ranks
 
 BALLAST_MIB = 96
 
@@ -236,8 +235,6 @@ def test_it_works_without_proc_and_without_groups(tmp_path: Path, monkeypatch: p
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     ballast = torch.ones(BALLAST_MIB * MIB * rank, dtype=torch.uint8)  # rank 1 holds more
     trainer = trainer_on("cpu")
     seen = published(trainer)
@@ -245,12 +242,11 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     trainer.run(batches(1), max_epochs=1)
     own = torch.tensor(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MIB)
     torch.save({"seen": seen, "own": own, "held": ballast.numel()}, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_on_two_ranks_the_worst_is_written_with_its_rank(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert second["own"] > first["own"] + 0.5 * BALLAST_MIB
     for values in (first["seen"][0], second["seen"][0]):

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ignite.engine import Engine, Events
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from ignite_engine.handlers import Checkpoint, LRSchedule, Meter, MetricLogger, 
 from ignite_engine.handlers.meters import CHUNK
 from ignite_engine.step.reported import read
 from tests.builders import linear, numbers_loader, resume_and_run, trainer_of
+from tests.ranks.forkserver import on_ranks
 
 READS = ("item", "tolist", "__float__", "__bool__", "__int__", "__index__", "numpy", "cpu", "__array__")
 
@@ -408,17 +408,15 @@ def test_other_names_may_be_infinite_without_a_line(caplog: pytest.LogCaptureFix
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     logging.basicConfig(filename=f"{folder}/{rank}.txt", format="%(message)s", force=True)
     trainer = counting([1.0, 1.0, math.nan if rank == 1 else 1.0, 1.0])
     MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.run(range(4), max_epochs=1)
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_on_two_ranks_rank_0_says_it_of_any_rank(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     said = [(tmp_path / f"{rank}.txt").read_text().splitlines() for rank in (0, 1)]
 
     assert said == [

@@ -17,14 +17,13 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import pytest
-import torch
-import torch.multiprocessing as mp
 from ignite.engine import Events
 
 from ignite_engine import Trainer
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers import progress as module
 from ignite_engine.handlers.progress import Progress
+from tests.ranks.forkserver import on_ranks
 from tests.test_text import notebook
 
 
@@ -201,16 +200,14 @@ def test_it_attaches_to_any_event(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     with open(f"{folder}/{rank}.txt", "w") as stream, redirect_stderr(stream), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own would be on stderr too
         trainer_of().run([0, 1], max_epochs=1)
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_only_rank_0_shows_it(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     assert "iter 2/2" in (tmp_path / "0.txt").read_text()
     assert (tmp_path / "1.txt").read_text() == ""
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ignite.engine import Engine, Events
 from torch import nn
 
@@ -19,6 +18,7 @@ from ignite_engine.engine.bus import handlers_of
 from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers import Evaluation
 from ignite_engine.handlers.throughput import Throughput
+from tests.ranks.forkserver import on_ranks
 
 COMPUTE_S, WAIT_S, ELSEWHERE_S, STEP_S = 0.02, 0.01, 0.1, 0.005
 SLACK_S = (
@@ -175,7 +175,6 @@ def test_nothing_is_written_between_its_events() -> None:
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     slept = Slept()
     # rank 1 is the slow one, and ends first: of its second group one micro-batch is a repetition with weight zero
     trainer = Trainer(lambda engine, batch: slept("compute", 0.02 + 0.2 * rank), accumulation_steps=2)
@@ -184,12 +183,11 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     trainer.run([torch.ones(4 + 2 * rank, 1)] * (4 - rank), max_epochs=1)
     assert trainer.state.padding == rank
     torch.save(seen, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_on_two_ranks_work_is_summed_over_the_time_of_the_slower(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert first == second
     values = first[0]

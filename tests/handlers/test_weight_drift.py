@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +20,7 @@ from ignite_engine.errors import RanksDiffer
 from ignite_engine.handlers import WeightDrift
 from ignite_engine.handlers.weight_drift import hashed
 from tests.builders import Numbers, linear, mse
+from tests.ranks.forkserver import on_ranks
 
 
 def flip_one_bit(tensor: Tensor, place: int) -> None:
@@ -151,18 +149,15 @@ def _sharded_cases(rank: int) -> dict[str, str]:
 
 
 def _rank(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     path = Path(folder, f"{rank}.txt")
     logging.basicConfig(filename=path, format="%(message)s", force=True, level=logging.WARNING)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.save(_ddp_cases(rank, path.read_text) | _sharded_cases(rank), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("drift")
-    mp.spawn(_rank, args=(str(folder),), nprocs=2)
+    on_ranks(2, _rank, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import GracefulStop
-from ignite_engine.ranks import agreement
 from tests.builders import Numbers, linear, mse, one
+from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -174,17 +173,13 @@ CASES: dict[str, Callable[[int], Any]] = {
 
 
 def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.save({name: case(rank) for name, case in CASES.items()}, f"{folder}/{rank}.pt")
-    agreement.forget_groups()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("agreed")
-    mp.spawn(_rank, args=(str(folder),), nprocs=2)
+    on_ranks(2, _rank, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +15,7 @@ from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import ddp_buckets
 from tests.builders import Numbers, mse, one
+from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -70,9 +68,8 @@ def _weights(case: str, folder: Path, *, stop: bool) -> tuple[Tensor, list[str]]
     return one(getattr(model, "model", model)), trainer.reproducibility()
 
 
-def _one_of_three_ranks(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+def _one_of_three_ranks(rank: int, name: str) -> None:
+    folder = Path(name)
     found = {}
     for case in CASES:
         if case == "not settled":
@@ -84,14 +81,12 @@ def _one_of_three_ranks(rank: int, folder: Path) -> None:
         found[case] = (torch.equal(whole, resumed), report)
     if rank == 0:
         torch.save(found, folder / "found")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, list[str]]]:
     folder = tmp_path_factory.mktemp("buckets")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    mp.spawn(_one_of_three_ranks, (folder,), nprocs=3)
+    on_ranks(3, _one_of_three_ranks, folder)
     result: dict[str, tuple[bool, list[str]]] = torch.load(folder / "found")
     return result
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +15,7 @@ from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint, Evaluation
 from ignite_engine.ranks.ddp_buffers import unshared_state
 from tests.builders import Numbers, mse
+from tests.ranks.forkserver import on_ranks
 
 
 def _train(folder: str, *, evaluate: bool, **options: Any) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
@@ -76,22 +73,17 @@ def _of_two_models(rank: int) -> tuple[torch.Tensor, bool]:
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
     results = [_train(folder, evaluate=evaluate) for evaluate in (True, False)]
     results.append(_train(folder, evaluate=True, broadcast_buffers=False))
     torch.save(results, f"{folder}/{rank}.pt")
     torch.save(_reasons(), f"{folder}/reasons_{rank}.pt")
     torch.save(_of_two_models(rank), f"{folder}/two_{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_each_rank_evaluates_the_statistics_that_are_saved(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     (seen, end, exactness), (unseen, end_without, _), (own, _, inexact) = first
     assert torch.equal(seen[0], second[0][0][0]) and torch.equal(seen[0], end["saved"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from ignite.metrics import EpochMetric, Metric
 from ignite.metrics.metric import sync_all_reduce
@@ -24,6 +22,7 @@ from ignite_engine.data.shares import source_of
 from ignite_engine.handlers import Throughput
 from ignite_engine.step.micro_batches import micro_batch_scales
 from tests.builders import Numbers
+from tests.ranks.forkserver import on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -107,8 +106,6 @@ def refused(mesh: Any) -> str:
 
 
 def one_of_four_ranks(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     results: dict[str, Any] = {"world": layout()}
     results["returned"] = (
         use_mesh(square := init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))) is square
@@ -133,13 +130,12 @@ def one_of_four_ranks(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=4)
     results["new group"] = data_rank(), data_size()
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("mesh")
-    mp.spawn(one_of_four_ranks, args=(str(folder),), nprocs=4)
+    on_ranks(4, one_of_four_ranks, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 

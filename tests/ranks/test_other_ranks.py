@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +18,7 @@ from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
 from tests.builders import Numbers, linear, mse, one
+from tests.ranks.forkserver import on_ranks
 
 SAMPLES = 29
 
@@ -77,7 +77,7 @@ def run_on(
     if ranks == 1:
         _train(str(folder), 0, number, steps, stop_at, size)
     else:
-        mp.spawn(_rank, args=(str(folder), number, ranks, steps, stop_at, size), nprocs=ranks)
+        on_ranks(ranks, _rank, folder, number, ranks, steps, stop_at, size, joined=False)
     return [torch.load(folder / f"{number}.{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
@@ -186,7 +186,7 @@ def _each_number(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def each_number(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("each_number")
-    mp.spawn(_each_number, args=(str(folder),), nprocs=4)
+    on_ranks(4, _each_number, folder, joined=False)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.ranks import agreement
 from tests.builders import linear, one
+from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -112,7 +112,7 @@ def _rank(place: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("whole_batch")
-    mp.spawn(_rank, args=(str(folder),), nprocs=4)
+    on_ranks(4, _rank, folder, joined=False)
     return [torch.load(folder / f"{place}.pt", weights_only=False) for place in range(4)]
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Engine, Events
 from ignite.metrics import Average
 from torch.utils.data import DataLoader
@@ -20,6 +19,7 @@ from ignite_engine.handlers import Checkpoint, Evaluation
 from ignite_engine.ranks import agreement
 from tests.builders import Numbers, linear, mse, one
 from tests.data.test_windows import open_file, write_windows
+from tests.ranks.forkserver import on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -122,7 +122,7 @@ def refused(rank: int) -> str:
     return str(raised.value)
 
 
-def _rank(rank: int, world: int, folder: str, number: int) -> None:
+def _rank(rank: int, folder: str, world: int, number: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store_{number}", rank=rank, world_size=world)
     report: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
     write_windows(folder / "hours", 5, 9, 0, 4)
     found = {}
     for number, world in ((0, 2), (1, 3)):
-        mp.spawn(_rank, (world, str(folder), number), nprocs=world)
+        on_ranks(world, _rank, folder, world, number, joined=False)
         found[number] = [torch.load(folder / f"{number}.{rank}.pt", weights_only=False) for rank in range(world)]
     return found
 

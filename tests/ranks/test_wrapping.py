@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,6 @@ import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +26,7 @@ from ignite_engine import Trainer, Update, data_size, loader, use_mesh
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
 from ignite_engine.step.precision import LossScaler
 from tests.collectives import Collectives
+from tests.ranks.forkserver import on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
@@ -307,8 +306,6 @@ def broken_off(wrap: Callable[[Net], nn.Module]) -> tuple[str, str, bool]:
 
 
 def one_of_four_ranks(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     results: dict[str, Any] = {name: train(wrap, **options) for name, (wrap, options) in TRAINED.items()}
     results |= {name: train(wrap, **options) for name, (wrap, options) in IN_PRECISION.items()}
     square, line = arranged(2, 2, names=("data", "tensor")), arranged(4, names=("shard",))
@@ -317,13 +314,12 @@ def one_of_four_ranks(rank: int, folder: str) -> None:
     results["too few classes"] = too_few_classes()
     results["broken off"] = {"ddp": broken_off(ddp), "fsdp": broken_off(fsdp)}
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("wrapping")
-    mp.spawn(one_of_four_ranks, args=(str(folder),), nprocs=4)
+    on_ranks(4, one_of_four_ranks, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 
@@ -343,7 +339,9 @@ def test_any_wrapping_trains_to_the_weights_of_one_process(
     ranks: list[dict[str, Any]], alone: dict[str, Any], case: str
 ) -> None:
     for each in ranks:
-        torch.testing.assert_close(each[case]["weights"], alone["weights"], rtol=0, atol=1e-7)
+        torch.testing.assert_close(
+            each[case]["weights"], alone["weights"], rtol=0, atol=2e-7
+        )  # an ulp of a weight above 1 is 1.2e-7
     for name in ("loss", "grad_norm", "twice"):
         expected = torch.stack([output[name] for output in alone["outputs"]])
         assert type(expected) is Tensor

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +16,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.runs import recipe
 from ignite_engine.runs.wrapping import _renewed, declare_mesh, wrap
 from tests.builders import Numbers, linear, mse
+from tests.ranks.forkserver import on_ranks
 from tests.ranks.test_wrapping import SAMPLES, Net, Tokens, count_tokens, loss_fn, whole
 
 QUIET = dict.fromkeys(("clearml", "progress", "report", "console", "memory", "throughput"), False)
@@ -159,8 +157,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def one_of_four_ranks(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     results: dict[str, Any] = {
         name: train(f"{folder}/{name}", size, distributed) for name, (size, distributed) in CASES.items()
     }
@@ -170,7 +166,6 @@ def one_of_four_ranks(rank: int, folder: str) -> None:
         wrap(plain := config({"tensor_parallel": 4}), Task(Net(), loss_fn, Tokens(4)), declare_mesh(plain))
     results["no plan"] = str(error.value)
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +176,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(one_of_four_ranks, args=(str(folder),), nprocs=4)
+    on_ranks(4, one_of_four_ranks, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 

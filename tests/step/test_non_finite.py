@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +18,7 @@ from ignite_engine import Trainer, Update, loader
 from ignite_engine.errors import NotFinite
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger, warmup_linear
 from tests.builders import Numbers, linear, mse, one
+from tests.ranks.forkserver import on_ranks
 
 BAD = 9
 """The first sample of iteration 3 on one rank with batches of 2 in groups of 2 (samples 8 to 11)."""
@@ -312,21 +310,18 @@ def _cases(rank: int) -> Iterator[tuple[str, Any]]:
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     said = lines_of(rank, folder)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found, before = {}, 0
     for name, outcome in _cases(rank):
         lines = said()
         found[name], before = (*outcome, lines[before:]), len(lines)
     torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_two_ranks_act_alike(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     rows = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     data = Planted(48, ())
     of_ranks = torch.arange(48).view(-1, 2, 2, 2).transpose(-1, -2).reshape(-1)  # batches by rank, then by order

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +19,7 @@ from ignite_engine.handlers import Checkpoint
 from ignite_engine.step import out_of_memory
 from ignite_engine.step.out_of_memory import samples_of, split
 from tests.builders import Numbers, linear, mse, one
+from tests.ranks.forkserver import on_ranks
 
 
 class Memory:
@@ -225,9 +223,7 @@ def test_rank_invariant_micro_batches_stay_whole() -> None:
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
     out_of_memory.NEVER_ON = frozenset()  # type: ignore[misc]  # as on CUDA
-    os.environ["OMP_NUM_THREADS"] = "1"
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model = DistributedDataParallel(linear())
     calls: list[int] = []
 
@@ -248,7 +244,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 
 @pytest.mark.distributed
 def test_on_two_ranks_the_error_names_rank_and_iteration(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     for rank in range(2):
         error, calls = torch.load(tmp_path / f"{rank}.pt")
         assert calls == [2, 2, 2]

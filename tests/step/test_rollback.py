@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -26,6 +25,7 @@ from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.errors import NotFinite
 from ignite_engine.handlers import EMA, Checkpoint, GracefulStop, LRSchedule, MetricLogger, warmup_linear
 from tests.builders import Numbers, linear, mse, one
+from tests.ranks.forkserver import on_ranks
 
 
 class Spoiled(Numbers):
@@ -296,17 +296,14 @@ def _runs(rank: int, folder: Path, kind: str) -> Iterator[tuple[Tensor, list[int
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     logging.basicConfig(filename=f"{folder}/{rank}.txt", format="%(message)s", force=True, level=logging.WARNING)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {kind: list(_runs(rank, Path(folder), kind)) for kind in ("ddp", "stream", "sharded")}
     torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_two_ranks_go_back_together(tmp_path: Path) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     outcomes = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for found in outcomes:
         for kind, ((end, seen, left_out), (whole, *_)) in found.items():

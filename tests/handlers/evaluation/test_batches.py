@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from ignite.metrics import Average
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from ignite_engine.data import end_workers
 from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.builders import Numbers, numbers_loader, trainer_of
 from tests.handlers.evaluation.test_handler import Batches, averaging, evaluator_of, model_of
+from tests.ranks.forkserver import on_ranks
 
 
 class Seen(Dataset[Any]):
@@ -78,7 +78,6 @@ def test_data_without_a_length_and_without_a_batch_is_one_line() -> None:
 
 
 def _one_of_two_ranks(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     report: dict[str, Any] = {}
 
     trainer = Trainer(lambda engine, batch: None)
@@ -106,14 +105,13 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     except ValueError as error:
         report["none"] = str(error)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_on_two_ranks_a_plain_loader_is_sharded_and_a_rank_without_a_batch_has_its_peers_metrics(
     tmp_path: Path,
 ) -> None:
-    mp.spawn(_one_of_two_ranks, args=(str(tmp_path),), nprocs=2)
+    on_ranks(2, _one_of_two_ranks, tmp_path)
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
 
     assert [each["mean"] for each in reports] == [11.5, 11.5]

@@ -10,7 +10,6 @@ import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from ignite.metrics import Accuracy, Average, ConfusionMatrix, EpochMetric, Loss, Precision
 from torch import nn
@@ -20,6 +19,7 @@ from torch.utils.data import TensorDataset
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, use_mesh
 from ignite_engine.handlers import Evaluation
 from ignite_engine.ranks import agreement
+from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -134,7 +134,7 @@ def _rank(place: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("collectives")
-    mp.spawn(_rank, args=(str(folder),), nprocs=4)
+    on_ranks(4, _rank, folder, joined=False)
     return [torch.load(folder / f"{place}.pt", weights_only=False) for place in range(4)]
 
 

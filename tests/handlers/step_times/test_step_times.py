@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +21,7 @@ from ignite_engine.engine.bus import handlers_of
 from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StepTimes
 from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP
 from tests.builders import Numbers, linear, mse, numbers_loader, trainer_of
+from tests.ranks.forkserver import on_ranks
 
 PLANTED_S = 0.004
 
@@ -336,7 +336,7 @@ def test_copy_of_a_background_save_is_saving(tmp_path: Path) -> None:
 
 
 def test_two_ranks_name_the_slower_one_and_split_off_the_reduction(tmp_path: Path) -> None:
-    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    on_ranks(2, _rank, tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
 
     assert first["metrics"]["time/slowest_rank"] == second["metrics"]["time/slowest_rank"] == 1.0
@@ -358,8 +358,6 @@ def _rank(rank: int, folder: str) -> None:
     from ignite_engine.ranks import agreement
     from ignite_engine.report.goodput import verdict as verdicts  # the function; its module is of the same name
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     sys.modules[verdicts.__module__].SHORTEST_S = 0.1  # type: ignore[attr-defined]
     gather, gathers = agreement.gather_floats, list[int]()
 
@@ -388,4 +386,3 @@ def _rank(rank: int, folder: str) -> None:
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +20,7 @@ from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StepTimes
 from ignite_engine.report.goodput import verdict as judge
 from tests.builders import Numbers, linear, mse
+from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.slow  # real time: on a machine that is busy, waits for data are long indeed
 
@@ -171,15 +171,13 @@ def test_run_that_loses_most_to_kills_is_told_to_save_more_often(tmp_path: Path)
 @pytest.mark.distributed
 @pytest.mark.parametrize("part", ["data", "forward"])
 def test_slow_rank_is_named_with_the_part_in_which_it_is_slow(tmp_path: Path, part: str) -> None:
-    mp.spawn(_rank, args=(str(tmp_path), part), nprocs=2)  # type: ignore[no-untyped-call]
+    on_ranks(2, _rank, tmp_path, part)
     said = (tmp_path / "verdict").read_text()
     assert "limited by rank 1" in said
     assert ("waiting for data" if part == "data" else "the forward") in said
 
 
 def _rank(rank: int, folder: str, part: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     VERDICTS.SHORTEST_S = 0.3  # type: ignore[attr-defined]
     model = DistributedDataParallel(linear())
 
@@ -194,4 +192,3 @@ def _rank(rank: int, folder: str, part: str) -> None:
     if rank == 0:
         Path(folder, "verdict").write_text(str(times.verdict))
     dist.barrier()
-    dist.destroy_process_group()
