@@ -174,7 +174,7 @@ def test_the_sources_are_found_and_each_is_seen_once() -> None:
 def test_table_names_every_room_once() -> None:
     rooms = {room_of(path) for path in SOURCES} - {"", "__main__"}
 
-    assert set(table_of_rooms()) == rooms
+    assert set(table_of_rooms()) == rooms, "each package and module of ignite_engine/ has a row in docs/architecture.md"
 
 
 @pytest.mark.parametrize("room", sorted(table_of_rooms()))
@@ -183,15 +183,12 @@ def test_room_imports_what_the_table_says(room: str) -> None:
     imported = [(each, path, line) for path in files for each, line in rooms_imported_by(path)]
     allowed = table_of_rooms()[room]
 
-    assert [f"{path.relative_to(ROOT)}:{line} {each}" for each, path, line in imported if each not in allowed] == []
-    assert allowed <= {each for each, _, _ in imported}, "the table allows what nothing needs"
-    assert room not in reached_from(room), "a circle of rooms"
-
-
-def test_rooms_of_the_package_stay_few() -> None:
-    entries = [path for path in CORE.iterdir() if path.name != "__pycache__"]
-
-    assert len(entries) <= 28
+    forbidden = [f"{path.relative_to(ROOT)}:{line} {each}" for each, path, line in imported if each not in allowed]
+    needless = allowed - {each for each, _, _ in imported}
+    row = f"the row of `{room}` in docs/architecture.md"
+    assert forbidden == [], f"not in {row}: move the code to a room that may import it, or add the room to the row"
+    assert needless == set(), f"nothing imports them: take them out of {row}"
+    assert room not in reached_from(room), f"{row} makes a circle of rooms: move what both need into a third one"
 
 
 def named_on_pages() -> list[str]:
@@ -221,7 +218,10 @@ def test_nothing_that_a_run_wrote_is_kept_at_the_top() -> None:
         pytest.skip("not a checkout")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     folders = {name.split("/")[0] for name in tracked.splitlines() if "/" in name}
-    assert folders == TOP_FOLDERS
+    assert folders == TOP_FOLDERS, (
+        "git rm what a run wrote, and ignore it in git; add a new folder of the project to TOP_FOLDERS, with a line "
+        "under 'Where things are' in CONTRIBUTING.md"
+    )
 
 
 def test_core_knows_no_handler_config_or_recipe() -> None:
@@ -245,7 +245,10 @@ def test_handler_imports_no_other_handler(path: Path) -> None:
     def is_breach(first: str, rest: str) -> bool:
         return first == "handlers" and rest != "" and rest.split(".")[0] not in own
 
-    assert breaches([path], is_breach) == []
+    assert breaches([path], is_breach) == [], (
+        "let the two meet on the bus (an event, or a value in state.metrics), or move what several handlers share into "
+        "a module of SHARED_HANDLER_MODULES"
+    )
 
 
 @pytest.mark.parametrize("folder", ["ignite_engine", "handlers", "examples", "benchmarks", "tests"])
@@ -274,7 +277,7 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
         if is_heavy(name, path)
     ]
 
-    assert eager == []
+    assert eager == [], f"import {', '.join(sorted(HEAVY))} within the function that needs it"
 
 
 def test_importing_the_package_and_the_handlers_stays_light() -> None:

@@ -117,7 +117,10 @@ def test_public_surfaces_are_as_they_were() -> None:
     frozen, now = FROZEN.read_text(encoding="utf-8").splitlines(), surfaces()
     lost, new = [line for line in frozen if line not in now], [line for line in now if line not in frozen]
 
-    assert now == frozen, f"lost: {lost}, new: {new}; if this is meant, rewrite with python -m tests.test_surfaces"
+    assert now == frozen, (
+        f"lost: {lost}, new: {new}. If it is meant: python -m tests.test_surfaces; CHANGELOG.md says "
+        "what replaces a lost name, and a new config key replaces an old one (see Checklists in CONTRIBUTING.md)"
+    )
 
 
 if __name__ == "__main__":

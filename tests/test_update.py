@@ -518,7 +518,7 @@ def test_the_way_to_the_optimizer_is_three_functions_long() -> None:
     model = linear()
     Trainer(Update(model, Own(model.parameters(), lr=0.1), mse)).run(batches_of(Numbers(4), [4]))
 
-    assert frames == ["__call__", "_step", "step"]
+    assert frames == ["__call__", "_step", "step"], "do what is new in one of these, or before them"
 
 
 def test_update_works_in_a_plain_ignite_engine() -> None:

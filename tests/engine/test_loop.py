@@ -37,8 +37,10 @@ def test_six_frames_in_four_files_from_run_to_the_optimizer() -> None:
     own = [each for each in between if "site-packages" not in each.filename]
     first = next(index for index, each in enumerate(own) if each.filename.endswith("trainer.py"))
 
-    assert len(own[first:]) <= 6
-    assert len({each.filename for each in own[first:]}) <= 4
+    way = "\n".join(f"{each.filename}:{each.lineno} {each.name}" for each in own[first:])
+    remedy = f"a function between run() and optimizer.step() must go: call what you need beside the others\n{way}"
+    assert len(own[first:]) <= 6, remedy
+    assert len({each.filename for each in own[first:]}) <= 4, remedy
 
 
 def test_epoch_that_was_saved_when_it_was_full_completes_without_another_iteration(tmp_path: Path) -> None:
