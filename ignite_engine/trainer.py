@@ -168,10 +168,10 @@ class Trainer(Engine):
         Args:
             rates: with the learning rates.
         """
-        from ignite_engine.report import description
+        from ignite_engine.describe import describe
 
         length = self._length(data, max_epochs, max_iters, epoch_length)
-        return description.describe(self, self.registry, self._models(), length, self.reproducibility(), rates=rates)
+        return describe(self, self.registry, self._models(), length, self.reproducibility(), rates=rates)
 
     def _length(
         self, data: Iterable[Any] | None, max_epochs: int | None, max_iters: int | None, epoch_length: int | None
@@ -386,18 +386,8 @@ class Trainer(Engine):
             settle_buckets(model)
         if policy is not None and self.starts_fresh("non_finite"):
             policy.journal.clear()
-        if state.start is Start.FRESH:
-            self._log_conflicts()
         parts = (self.update, state, self.progress, self.requests, self.registry, self.resume_state)
         return Loop(self, *parts)
-
-    def _log_conflicts(self) -> None:
-        from ignite_engine.report import description
-
-        if agreement.rank() == 0:
-            for conflict in description.conflicts_of(self, self._length(None, None, None, None)):
-                if conflict.certain:
-                    self.logger.warning(conflict.text)
 
     def _models(self) -> list[Any]:
         """The models of the update and of the registry, wrapped as they are, without repetition."""

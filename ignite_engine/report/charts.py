@@ -9,7 +9,8 @@ from html import escape
 from typing import Any
 
 from ignite_engine.report.panels import COLOURS, Line, Panel
-from ignite_engine.report.scales import Point, averaged, log_ticks, short, thin, ticks
+from ignite_engine.report.scales import Point, averaged, log_ticks, thin, ticks
+from ignite_engine.text import short
 
 BUCKETS = 500
 LOG_FROM = 30.0

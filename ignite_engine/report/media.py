@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.report.scales import short
+from ignite_engine.text import short
 
 EACH = 8
 """Points in time that are shown of each."""

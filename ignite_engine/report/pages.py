@@ -14,9 +14,10 @@ from ignite_engine.report.goodput.section import goodput_section
 from ignite_engine.report.media import media_section
 from ignite_engine.report.panels import COLOURS, Panel, compared_panels, panels_of
 from ignite_engine.report.records import Record, read_run
-from ignite_engine.report.scales import Point, short
+from ignite_engine.report.scales import Point
 from ignite_engine.report.timeline import iterations_per_epoch, seconds, timeline
 from ignite_engine.run_directory import flat, write_whole
+from ignite_engine.text import short
 
 # The browser enforces that nothing is loaded.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -1,4 +1,4 @@
-"""Numbers on an axis: round ticks, short labels, and fewer points that keep every extreme."""
+"""Numbers on an axis: round ticks, and fewer points that keep every extreme."""
 
 from __future__ import annotations
 
@@ -28,30 +28,6 @@ def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
         finer = [factor * 10.0**exponent for exponent in exponents for factor in (1, 2, 5)]
         return [value for value in finer if low <= value <= high]
     return powers[:: math.ceil(len(powers) / (count + 1))]
-
-
-def short(value: float, digits: int = 4) -> str:
-    """``value`` as a label: 12.3k, 0.0015, 2e-5."""
-    size = abs(value)
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0:
-        return "0"
-    if size < 1e-3 or size >= 1e15:
-        mantissa, _, exponent = f"{value:.{max(digits - 2, 0)}e}".partition("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        return f"{mantissa}e{int(exponent)}"
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{_rounded(value / (1e3 if unit == 'k' else limit), digits)}{unit}"
-    return _rounded(value, digits)
-
-
-def _rounded(value: float, digits: int) -> str:
-    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    leading = 0 if abs(value) >= 1 or value == 0 else -math.floor(math.log10(abs(value))) - 1
-    text = f"{value:.{max(digits - whole + leading, 0)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def thin(points: Sequence[Point], buckets: int) -> list[Point]:

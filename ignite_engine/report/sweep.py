@@ -9,10 +9,9 @@ from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.report.pages import differing, duration, names_of, text_of
 from ignite_engine.report.records import Record
-from ignite_engine.report.scales import short
 from ignite_engine.report.timeline import seconds
 from ignite_engine.run_directory import flat
-from ignite_engine.text import in_columns
+from ignite_engine.text import in_columns, short
 
 SETTINGS = 8
 """Columns of settings; a table of more is not read."""

@@ -222,11 +222,11 @@ def _attach(
     log_point = interval_event(logging.every or _log_interval(run.total), task)
     trainer.add_event_handler(Events.STARTED, run.log_length)
     for name, schedule in schedules.items():
-        own_name = f"lr_schedule/{name}" if config.optimizers or set(schedules) != {"optimizer"} else "lr_schedule"
+        handler_name = run.schedule_name(name)
         if task.schedule is not None:
-            handlers.LRSchedule(schedule, name=own_name).attach(trainer)
+            handlers.LRSchedule(schedule, name=handler_name).attach(trainer)
         else:
-            _lr_schedule(config.schedule_of(name)[1], schedule, own_name).attach(trainer)
+            _lr_schedule(config.schedule_of(name)[1], schedule, handler_name).attach(trainer)
     if config.ema.decay is not None:
         handlers.EMA(config.ema.decay, warmup=config.ema.warmup, evaluate=config.ema.evaluate).attach(trainer)
     for each in evaluations:

@@ -17,14 +17,18 @@ from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded,
 from ignite_engine.checkpointing.naming import NAMES, find_source, followed, scored_by
 from ignite_engine.checkpointing.shards import is_sharded
 from ignite_engine.config.load import default_values
+from ignite_engine.describe import Conflict, conflicts_of, schedule_conflicts
+from ignite_engine.describe.lr_text import lr_text
+from ignite_engine.engine.length import Length
 from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.report import write_report
 from ignite_engine.report.goodput import goodput_line, read_ledger
-from ignite_engine.report.lr_curve import lr_svg, lr_text
+from ignite_engine.report.lr_curve import lr_svg
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, weights_sha256
 from ignite_engine.schedules import Schedule
+from ignite_engine.state import Start
 from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.text import in_notebook, show_page
 from ignite_engine.trainer import Trainer
@@ -198,37 +202,40 @@ class Run:
         return resumed
 
     def log_length(self, trainer: Trainer) -> None:
-        """On STARTED: whether there is anything to train, and whether the schedule ends with the run.
+        """On STARTED: whether there is anything to train, and which settings contradict each other.
 
-        After a resume with other groups, data or ranks it does not: iterations before and after have another size.
+        Of a resumed run only a schedule that does not end with it, as after a resume with other groups, data or ranks,
+        whose iterations have another size than those before.
         """
-        state, epochs = trainer.state, trainer.progress.epochs_completed
-        if (end := trainer.last_iteration) is None:
-            return
-        if state.iteration >= end:
+        state, epochs, end = trainer.state, trainer.progress.epochs_completed, trainer.last_iteration
+        if end is not None and state.iteration >= end:
             epoch_or_iteration = (
                 ("epoch", epochs, state.max_epochs) if state.max_iters is None else ("iteration", state.iteration, end)
             )
             logger.info("The run is at its end (%s %d of %d): it is only evaluated.", *epoch_or_iteration)
-        elif self.total is not None and end != self.total:
-            for name, schedule in self.schedules.items():
-                key, section = self._schedule_section(name)
-                if section.get("total", "its own") is not None or section["name"] in ("constant", "plateau"):
-                    continue
-                logger.warning(
-                    "The run ends at iteration %d, its schedule at update %d (the LR is %s from there on): "
-                    "%s.total=%d makes them end together.",
-                    end,
-                    self.total,
-                    ", ".join(f"{lr:g}" for lr in dict.fromkeys(schedule.lrs_at(self.total))),
-                    key,
-                    end,
-                )
+        elif agreement.rank() == 0:
+            for conflict in self._conflicts(trainer, end):
+                if conflict.certain:
+                    logger.warning("%s", conflict.text)
 
-    def _schedule_section(self, name: str) -> tuple[str, Mapping[str, Any]]:
-        """The dotted key and the section of an optimizer's schedule."""
-        own = self.config["optimizers"].get(name, {}).get("schedule")
-        return (f"optimizers.{name}.schedule", own) if own else ("schedule", self.config["schedule"])
+    def _conflicts(self, trainer: Trainer, end: int | None) -> list[Conflict]:
+        state = trainer.state
+        sections = {self.schedule_name(name): self._schedule_section(name) for name in self.schedules}
+        if state.start is Start.FRESH:
+            return conflicts_of(trainer, Length.of(state.max_epochs, state.max_iters, state.epoch_length), sections)
+        if end is None or self.total is None or end == self.total:
+            return []
+        return schedule_conflicts(trainer, Length(end, state.max_epochs, state.epoch_length), sections)
+
+    def schedule_name(self, optimizer: str) -> str:
+        """The name of the handler that steps the schedule of an optimizer."""
+        is_named = bool(self.config["optimizers"]) or set(self.trainer.update.optimizers) != {"optimizer"}  # type: ignore[attr-defined]  # build_run gave it an Update
+        return f"lr_schedule/{optimizer}" if is_named else "lr_schedule"
+
+    def _schedule_section(self, optimizer: str) -> str:
+        """The dotted key of the section of an optimizer's schedule."""
+        own = self.config["optimizers"].get(optimizer, {}).get("schedule")
+        return f"optimizers.{optimizer}.schedule" if own else "schedule"
 
     @property
     def trained_nothing(self) -> bool:

@@ -17,9 +17,10 @@ import yaml
 from ignite_engine.config.load import config_from_dict, default_values
 from ignite_engine.report import NotARun, read_run, write_comparison, write_report
 from ignite_engine.report.charts import BUCKETS, HEIGHT, WIDTH, Axes, span_of
-from ignite_engine.report.lr_curve import lr_svg, lr_text
+from ignite_engine.report.lr_curve import lr_svg
 from ignite_engine.report.panels import Line, Panel, panels_of
-from ignite_engine.report.scales import averaged, log_ticks, short, thin, ticks
+from ignite_engine.report.scales import averaged, log_ticks, thin, ticks
+from ignite_engine.text import short
 
 VOID = {"meta", "br", "path"}
 
@@ -431,18 +432,6 @@ class Steps:
         return [0.5 * (step + 1) / 100, 0.05 * (step + 1) / 100, 0.05 * (step + 1) / 100]
 
 
-def test_rate_is_plotted_in_characters() -> None:
-    lines = lr_text(Steps(), 100)
-    plot = lines[-14:-2]
-
-    assert lines[1:12] == [f"  {n:>9}  {0.005 * n:.4e}" for n in (1, 11, 21, 31, 41, 51, 60, 70, 80, 90, 100)]
-    assert all(line[12] == "|" and len(line) <= 73 for line in plot)
-    columns = [sum(len(line) > 13 + at and line[13 + at] == "#" for line in plot) for at in range(60)]
-    assert columns == sorted(columns) and (columns[0], columns[30], columns[59]) == (0, 6, 12)
-    assert (lines[-14].split()[0], lines[-8].split()[0], lines[-2].split()[0]) == ("0.5", "0.25", "0")
-    assert lines[-1].split() == ["update", "1", "50.5", "100"] and len(lines[-1]) == 73
-
-
 def test_rate_is_drawn_as_a_picture() -> None:
     picture = ElementTree.fromstring(lr_svg({"optimizer": Steps()}, 100))
     lines = picture.findall("{http://www.w3.org/2000/svg}polyline")
@@ -454,5 +443,5 @@ def test_rate_is_drawn_as_a_picture() -> None:
     assert [place[1] for place in first] == sorted((place[1] for place in first), reverse=True)
 
 
-def test_one_update_can_be_plotted() -> None:
-    assert len(lr_text(Steps(), 1)) > 12 and ElementTree.fromstring(lr_svg({"optimizer": Steps()}, 1)) is not None
+def test_rate_of_one_update_can_be_drawn() -> None:
+    assert ElementTree.fromstring(lr_svg({"optimizer": Steps()}, 1)) is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ignite_engine.report.scales import averaged, log_ticks, short, thin, ticks
+from ignite_engine.report.scales import averaged, log_ticks, thin, ticks
+from ignite_engine.text import short
 
 
 def test_ticks_are_round_and_inside() -> None:

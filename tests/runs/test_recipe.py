@@ -26,6 +26,7 @@ from ignite_engine.checkpointing import StateMismatch
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.engine.bus import name_of
 from ignite_engine.errors import Interrupted
+from ignite_engine.handlers import EarlyStopping
 from ignite_engine.ranks import signals, watch
 from ignite_engine.ranks.heartbeats import Failure
 from ignite_engine.run_directory import RunDirectory, config_differences, weights_sha256
@@ -244,8 +245,8 @@ def test_resume_with_other_groups_says_where_the_run_and_its_schedule_end(
     assert (run.train()["iteration"], run.total) == (10, 6)
     assert "epoch 3/3  iter 10/10 100%" in capsys.readouterr().err
     expected = (
-        "The run ends at iteration 10, its schedule at update 6 (the LR is 0.0001 from there on): schedule.total=10 "
-        "makes them end together."
+        "The schedule lr_schedule ends at update 6 (the LR is 0.0001 from there on), the run at update 10: "
+        "schedule.total=10 makes them end together."
     )
     assert expected in caplog.messages and not [each for each in caplog.messages if "at its end" in each]
     assert [each["iteration"] for each in lines_of(run) if "val/loss" in each] == [6, 10]
@@ -788,15 +789,29 @@ def test_optimizers_by_name_have_schedules_of_their_own_and_resume_exactly(build
     assert make("parts").train()["weights_sha256"] == digest
 
 
-def test_end_of_each_schedule_that_follows_the_run_is_said_by_its_own_key(
+def test_end_of_each_schedule_is_said_by_its_own_key(
     build: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
     groups = {"one": list(model[0].parameters()), "two": list(model[1].parameters())}
-    optimizers = {"one": {"schedule": {"name": "cosine"}}, "two": {"schedule": {"name": "cosine", "total": 8}}}
+    optimizers = {"one": {"schedule": {"name": "cosine", "total": 6}}, "two": {"schedule": {"name": "cosine"}}}
     run = build({"optimizers": optimizers}, model=model, parameter_groups=groups)
-    run.total = 7
     run.train()
 
     assert "optimizers.one.schedule.total=8 makes them end together" in caplog.text
-    assert "optimizers.two" not in caplog.text
+    assert "optimizers.two.schedule" not in caplog.text
+
+
+def test_conflicts_that_are_certain_are_logged_once_when_a_run_starts(
+    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    sections = {"logging": {"every": 100}}
+
+    def never() -> list[str]:
+        caplog.clear()
+        build(sections, handlers=[EarlyStopping("mine/loss", patience=3)]).train()
+        assert "no evaluation is called" not in caplog.text  # a handler of the user's may write mine/loss
+        return [message for message in caplog.messages if "MetricLogger" in message and "never acts" in message]
+
+    assert never() == ["MetricLogger (every=100) never acts: the run ends after 8 iterations; give a shorter interval."]
+    assert never() == []

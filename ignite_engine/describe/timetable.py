@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from ignite.engine import Engine, Events
 
+from ignite_engine.describe.attached import Attached, options_of, set_of
 from ignite_engine.engine.bus import event_name, filter_name, filter_options, name_of
 from ignite_engine.engine.intervals import Interval
 from ignite_engine.engine.length import Length
 from ignite_engine.events import TrainingEvents
-from ignite_engine.report.description.attached import Attached, options_of, set_of
 from ignite_engine.text import in_columns
 
 _BY_ITERATION = (
@@ -38,6 +41,7 @@ class Times:
         counts: of its event, in order; None: what decides is not a count, or the run's length is unknown.
         unit: what is counted: ``iteration``, ``epoch`` or another event's name.
         every: the interval, in units.
+        condition: what decides instead of an interval of the event.
     """
 
     counts: Sequence[int] | None
@@ -45,17 +49,26 @@ class Times:
     every: int | None
     condition: str = ""
 
+    @property
+    def never(self) -> bool:
+        """Whether it is certain that it does not act in this run."""
+        return self.counts is not None and not self.counts
+
     def iterations(self, length: Length) -> Sequence[int] | None:
         """The iterations at whose end it acts."""
         if self.counts is None or self.unit == "iteration":
             return self.counts
         if self.unit == "epoch" and length.per_epoch:
+            if isinstance(self.counts, range):
+                counts, per_epoch = self.counts, length.per_epoch
+                return range(counts.start * per_epoch, counts.stop * per_epoch, counts.step * per_epoch)
             return [count * length.per_epoch for count in self.counts]
         return None
 
     def text(self, length: Length) -> str:
         if self.condition:
-            return self.condition
+            at = f", {len(self.counts):,} times (at {_listed(self.counts)})" if self.counts else ""
+            return self.condition + at
         times = self.iterations(length)
         rhythm = self._rhythm()
         if times is None:
@@ -73,15 +86,41 @@ class Times:
         return f"every {self.unit}" if self.every == 1 else f"every {self.every:,} {self.unit}s"
 
 
+class _Lazy(Sequence[int]):
+    """Numbers that are listed when they are asked for: an interval within an epoch may come a million times."""
+
+    def __init__(self, make: Callable[[], list[int]], is_empty: bool) -> None:
+        self._make, self._is_empty = make, is_empty
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return self._make()
+
+    def __bool__(self) -> bool:
+        return not self._is_empty
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._numbers[index]
+
+
+def _of_interval(interval: Interval, length: Length) -> Sequence[int] | None:
+    """The iterations at which an ``every()`` comes; None: its count is not one of iterations."""
+    last, per_epoch = length.iterations, length.per_epoch
+    first = None if last is None or not per_epoch else min(last, math.ceil(interval.number) * per_epoch)
+    known = interval.iterations(per_epoch, first)  # up to its first time, as far as the run goes
+    return None if known is None else _Lazy(lambda: interval.iterations(per_epoch, last) or [], not known)
+
+
 def times_of(entry: Attached, length: Length) -> Times:
     """When one entry of the bus acts; unknown filters are named, not evaluated."""
     event = entry.event
     unit = "iteration" if event in _BY_ITERATION else "epoch" if event in _BY_EPOCH else event_name(event).lower()
     options = filter_options(entry.handler)
     if isinstance(interval := getattr(entry.handler, "filter", None), Interval):
-        counts = interval.iterations(length.per_epoch, length.iterations)
-        at = f", {len(counts):,} times (at {_listed(counts)})" if counts else ""
-        return Times(counts, unit, None, interval.words + at)
+        return Times(_of_interval(interval, length), unit, None, interval.words)
     if options is None:
         return Times(None, unit, None, f"when its filter says so ({filter_name(entry.handler)})")
     if event in (Events.STARTED, Events.COMPLETED):
@@ -91,7 +130,7 @@ def times_of(entry: Attached, length: Length) -> Times:
     if "once" in options:
         once = options["once"]
         given = sorted(once) if isinstance(once, list | tuple | set) else [once]
-        return Times([each for each in given if last is None or each <= last], unit, None)
+        return Times([count for count in given if last is None or count <= last], unit, None)
     after, before = options.get("after", 0), options.get("before", float("inf"))
     if last is None and before == float("inf"):
         return Times(None, unit, every or 1)
@@ -128,7 +167,7 @@ def timetable(engine: Engine, entries: Sequence[Attached], length: Length) -> li
             texts += ["at the end"] if options.save_at_end else []
             texts += [f"at a new best {options.best}"] if options.best else []
             texts += ["on a stop"]
-        said += [each for each in texts if each not in said]
+        said += [text for text in texts if text not in said]
     rows = [(f"  {name}", "; ".join(sorted(said, key=_is_conditional))) for (name, _), said in found.items()]
     if always:
         rows.insert(0, ("  every iteration", ", ".join(dict.fromkeys(always))))
@@ -141,6 +180,6 @@ def _is_conditional(text: str) -> bool:
 
 def _listed(times: Sequence[int]) -> str:
     if len(times) <= 2 * _SHOWN:
-        return ", ".join(f"{each:,}" for each in times)
-    first = ", ".join(f"{each:,}" for each in times[:_SHOWN])
+        return ", ".join(f"{count:,}" for count in times)
+    first = ", ".join(f"{count:,}" for count in times[:_SHOWN])
     return f"{first}, ..., {times[-1]:,}"

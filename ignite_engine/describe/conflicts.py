@@ -1,8 +1,9 @@
-"""What in a run's settings cannot be meant: told by ``describe()`` and, where it is certain, once in the log."""
+"""Settings of a run that contradict each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,7 @@ from ignite.engine import Engine, Events
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, PolynomialLR, ReduceLROnPlateau
 
 from ignite_engine.checkpointing import SaveOptions
-from ignite_engine.engine.bus import describe_filter, handlers_of
-from ignite_engine.engine.length import Length
-from ignite_engine.errors import did_you_mean
-from ignite_engine.report.description.attached import (
+from ignite_engine.describe.attached import (
     Attached,
     attached_to,
     followed_by,
@@ -22,7 +20,10 @@ from ignite_engine.report.description.attached import (
     scheduler_of,
     set_of,
 )
-from ignite_engine.report.description.timetable import Times, times_of
+from ignite_engine.describe.timetable import Times, times_of
+from ignite_engine.engine.bus import describe_filter, handlers_of
+from ignite_engine.engine.length import Length
+from ignite_engine.errors import did_you_mean
 from ignite_engine.schedules import Schedule
 
 _FOREVER = 2**50
@@ -43,42 +44,59 @@ class Conflict:
     certain: bool = True
 
 
-def conflicts_of(engine: Engine, length: Length) -> list[Conflict]:
-    """What in the settings of a run of this length contradicts itself."""
-    entries = attached_to(engine)
+Acting = tuple[Attached, Times]
+"""An entry of the bus, and when it acts."""
+
+
+def conflicts_of(engine: Engine, length: Length, sections: Mapping[str, str] | None = None) -> list[Conflict]:
+    """The settings of a run of this length that contradict each other; the cost does not grow with the length.
+
+    Args:
+        sections: of a config, the section of each schedule by the name of its handler, for the remedy.
+    """
+    acting = _acting(engine, length)
+    entries = [entry for entry, _ in acting]
     return [
-        *_never(entries, length),
-        *_schedules(entries, length),
+        *_never(acting, length),
+        *_schedules(acting, sections or {}),
         *_two_schedules(entries),
-        *_retention(entries, length),
-        *_metrics(entries, length),
+        *_retention(acting, length),
+        *_metrics(acting),
     ]
 
 
-def _never(entries: Sequence[Attached], length: Length) -> Iterator[Conflict]:
+def schedule_conflicts(engine: Engine, length: Length, sections: Mapping[str, str] | None = None) -> list[Conflict]:
+    """Of :func:`conflicts_of` the schedules that end before or after a run of this length."""
+    return list(_schedules(_acting(engine, length), sections or {}))
+
+
+def _acting(engine: Engine, length: Length) -> list[Acting]:
+    return [(entry, times_of(entry, length)) for entry in attached_to(engine)]
+
+
+def _never(acting: Sequence[Acting], length: Length) -> Iterator[Conflict]:
     """Intervals that are longer than the run."""
     last = {"iteration": length.iterations, "epoch": length.epochs}
-    for entry in entries:
-        times = times_of(entry, length)
-        if entry.acts and times.counts is not None and len(times.counts) == 0 and last.get(times.unit):
+    for entry, times in acting:
+        if entry.acts and times.never and (end := last.get(times.unit)):
             yield Conflict(
-                f"{entry.name} {describe_filter(entry.handler)} never acts: the run ends after {last[times.unit]:,} "
-                f"{times.unit}{'s' if last[times.unit] != 1 else ''}; give a shorter interval."
+                f"{entry.name} {describe_filter(entry.handler)} never acts: the run ends after {end:,} "
+                f"{times.unit}{'s' if end != 1 else ''}; give a shorter interval."
             )
 
 
-def _schedules(entries: Sequence[Attached], length: Length) -> Iterator[Conflict]:
-    for entry in entries:
+def _schedules(acting: Sequence[Acting], sections: Mapping[str, str]) -> Iterator[Conflict]:
+    for entry, times in acting:
         scheduler = scheduler_of(entry.owner)
-        times = times_of(entry, length)
-        if scheduler is None or not entry.acts or not times.counts or _has_the_runs_length(scheduler):
+        if scheduler is None or not entry.acts or _has_the_runs_length(scheduler) or not times.counts:
             continue
         run, unit = len(times.counts), "update" if times.unit == "iteration" else times.unit
         end = end_of(scheduler, run)
         if end is None or end == run:
             continue
         name = getattr(entry.owner, "name", type(scheduler).__name__)
-        setting = _LENGTHS.get(type(scheduler), "total")
+        section = f"{sections[name]}." if name in sections else ""
+        setting = section + _LENGTHS.get(type(scheduler), "total")
         kind = "ends at" if end < run else "reaches its end only at"
         after = (
             f" (the LR is {_rates(scheduler, end)} from there on)"
@@ -97,7 +115,7 @@ def _has_the_runs_length(scheduler: Any) -> bool:
 
 
 def end_of(scheduler: Any, run: int) -> int | None:
-    """The step from which on a schedule stays as it is; None: it does not tell, or has no end."""
+    """The step from which on a schedule is constant; None: it has no end, or its end cannot be found."""
     if not isinstance(scheduler, Schedule):
         if type(scheduler) not in _LENGTHS or (
             isinstance(scheduler, LinearLR) and scheduler.start_factor <= scheduler.end_factor
@@ -135,43 +153,50 @@ def _two_schedules(entries: Sequence[Attached]) -> Iterator[Conflict]:
             )
 
 
-def _retention(entries: Sequence[Attached], length: Length) -> Iterator[Conflict]:
+def _retention(acting: Sequence[Acting], length: Length) -> Iterator[Conflict]:
     """Checkpoints that are deleted before what needs them."""
+    entries = [entry for entry, _ in acting]
     for owner in owners(entries):
         if (found := options_of(owner)) is None:
             continue
         options, _ = found
-        saves = [times_of(each, length) for each in entries if each.owner is owner and each.acts and _counts(each)]
+        saves = [times for entry, times in acting if entry.owner is owner and entry.acts and _counts(entry)]
         yield from _kept_every(options, saves, length)
         gap = max((gap for times in saves if (gap := _gap(times, length))), default=None)
-        for other in owners(entries):
-            patience, key = getattr(other, "patience", None), getattr(other, "key", None)
+        for follower in owners(entries):
+            patience, key = getattr(follower, "patience", None), getattr(follower, "key", None)
             if not isinstance(patience, int) or not isinstance(key, str) or gap is None or options.best == key:
                 continue
-            measured = [
-                times_of(each, length)
-                for each in entries
-                if set_of(each.owner) is not None and key.startswith(f"{set_of(each.owner)}/") and _counts(each)
+            gaps = [
+                _gap(times, length) or 0
+                for entry, times in acting
+                if (label := set_of(entry.owner)) is not None and key.startswith(f"{label}/") and _counts(entry)
             ]
-            since = max((each for times in measured if (each := _gap(times, length))), default=0) * patience
+            since = max(gaps, default=0) * patience
             if since >= options.keep_last * gap and not options.keep_every:
                 yield Conflict(
-                    f"{type(other).__name__} ends the run {since:,} iterations after the best {key}, of which the "
+                    f"{type(follower).__name__} ends the run {since:,} iterations after the best {key}, of which the "
                     f"checkpoints (keep_last={options.keep_last}, every {gap:,} iterations) are deleted by then: give "
                     f"Checkpoint best={key!r} to keep the best one."
                 )
 
 
 def _kept_every(options: SaveOptions, saves: Sequence[Times], length: Length) -> Iterator[Conflict]:
-    times = [at for each in saves if (at := each.iterations(length)) is not None]
+    known = [iterations for times in saves if (iterations := times.iterations(length)) is not None]
     every = options.keep_every
-    if not (every and times and length.iterations) or options.best:
+    if not (every and known and length.iterations) or options.best:
         return
-    if not any(at % every == 0 for each in times for at in each):
+    if not any(_has_a_multiple(iterations, every) for iterations in known):
         yield Conflict(
             f"keep_every={every} keeps nothing: no checkpoint is saved at a multiple of it; give a multiple of the "
             "interval at which it saves."
         )
+
+
+def _has_a_multiple(iterations: Sequence[int], number: int) -> bool:
+    if isinstance(iterations, range):  # whose remainders repeat
+        iterations = iterations[: number // math.gcd(number, iterations.step)]
+    return any(iteration % number == 0 for iteration in iterations)
 
 
 def _counts(entry: Attached) -> bool:
@@ -185,15 +210,14 @@ def _gap(times: Times, length: Length) -> int | None:
     return times.every if times.unit == "iteration" else times.every * length.per_epoch if length.per_epoch else None
 
 
-def _metrics(entries: Sequence[Attached], length: Length) -> Iterator[Conflict]:
+def _metrics(acting: Sequence[Acting]) -> Iterator[Conflict]:
     """Metrics that are followed, and that no attached handler is known to write."""
+    entries = [entry for entry, _ in acting]
     evaluations = {label: owner for owner in owners(entries) if (label := set_of(owner)) is not None}
-    fires: dict[str, bool] = {}
-    for entry in entries:
+    runs: dict[str, bool] = {}
+    for entry, times in acting:
         if (label := set_of(entry.owner)) is not None and (entry.acts or not _counts(entry)):
-            times = times_of(entry, length)
-            some = times.counts is None or len(times.counts) > 0
-            fires[label] = fires.get(label, False) or (some and not _is_bookkeeping(entry))
+            runs[label] = runs.get(label, False) or not (times.never or _is_bookkeeping(entry))
     for owner in owners(entries):
         if (followed := followed_by(owner)) is None:
             continue
@@ -211,14 +235,14 @@ def _metrics(entries: Sequence[Attached], length: Length) -> Iterator[Conflict]:
         elif name not in (metrics := metrics_of(evaluations[group].evaluator)) and metrics:
             near = did_you_mean(name, metrics)
             yield Conflict(f"{setting} follows {key}, which the evaluation {group} does not write{near}", certain=False)
-        elif not fires.get(group, False):
+        elif not runs.get(group, False):
             yield Conflict(f"{setting} follows {key}, and the evaluation {group} never runs: attach it to an event.")
 
 
 def metrics_of(evaluator: Engine) -> list[str]:
     """The names under which Ignite's metrics are attached to an engine."""
-    found = (args for _, args, _ in handlers_of(evaluator, Events.EPOCH_COMPLETED))
-    return list(dict.fromkeys(str(each) for args in found for each in args if isinstance(each, str)))
+    arguments = (args for _, args, _ in handlers_of(evaluator, Events.EPOCH_COMPLETED))
+    return list(dict.fromkeys(str(argument) for args in arguments for argument in args if isinstance(argument, str)))
 
 
 def _is_bookkeeping(entry: Attached) -> bool:

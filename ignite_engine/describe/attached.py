@@ -1,4 +1,4 @@
-"""What is attached to a trainer, by what it does; recognized by its attributes, as handlers are not known here."""
+"""The handlers of a trainer by what they do, recognized by their attributes: this room imports no handler."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Attached:
 
     Attributes:
         event: without its filter.
-        handler: as it is in the list of handlers, so perhaps behind a filter.
-        owner: the object that it is, or is a method of, or the function.
+        handler: as in the list of handlers, so perhaps behind a filter.
+        owner: the object whose method the handler is; else the handler itself.
     """
 
     event: Any
@@ -30,7 +30,7 @@ class Attached:
 
     @property
     def acts(self) -> bool:
-        """Whether it is what the object is attached for, not its bookkeeping."""
+        """Whether the object is attached for this handler, which is not its bookkeeping."""
         return not name_of(self.handler).rpartition(".")[2].startswith("_")
 
     @property
@@ -51,17 +51,17 @@ def attached_to(engine: Engine) -> list[Attached]:
 
 def owners(entries: Iterable[Attached]) -> Iterator[Any]:
     """Each object once."""
-    yield from {id(each.owner): each.owner for each in entries}.values()
+    yield from {id(entry.owner): entry.owner for entry in entries}.values()
 
 
 def set_of(owner: Any) -> str | None:
-    """The name of the set that an evaluation is of; None: it is no evaluation."""
+    """The name of the set that an evaluation evaluates; None: the object is no evaluation."""
     label = getattr(owner, "label", None)
     return label if isinstance(label, str) and isinstance(getattr(owner, "evaluator", None), Engine) else None
 
 
 def options_of(owner: Any) -> tuple[SaveOptions, CheckpointStore] | None:
-    """The options of a handler that saves checkpoints, and where it saves them."""
+    """The options and the store of a handler that saves checkpoints."""
     options, store = getattr(owner, "options", None), getattr(owner, "store", None)
     return (options, store) if isinstance(options, SaveOptions) and isinstance(store, CheckpointStore) else None
 
@@ -73,7 +73,7 @@ def scheduler_of(owner: Any) -> Schedule | LRScheduler | ReduceLROnPlateau | Non
 
 
 def followed_by(owner: Any) -> tuple[str, str] | None:
-    """The key of a metric that something acts on, and the setting that names it."""
+    """The key of the metric that a handler follows, and the setting that names it."""
     key, setting = getattr(owner, "key", None), getattr(owner, "setting", None)
     return (key, setting) if isinstance(key, str) and isinstance(setting, str) else None
 

@@ -25,8 +25,8 @@ class Size:
     """Bytes of the tensors of one part of a checkpoint.
 
     Attributes:
-        now: of those that exist.
-        later: of those that come with the first step; None: an optimizer does not tell.
+        now: of the tensors that exist.
+        later: of the tensors that the first step makes; None: an optimizer does not tell.
     """
 
     now: int
@@ -59,7 +59,7 @@ def part_sizes(registry: Registry, options: SaveOptions | None = None) -> dict[s
 
 
 def bytes_of(state: Any) -> int:
-    """Of all tensors in nested states; a sharded one counts whole."""
+    """Bytes of all tensors in nested states; a sharded tensor counts whole."""
     if isinstance(state, Tensor):
         return state.numel() * state.element_size()
     if not isinstance(state, Mapping | list | tuple):
@@ -73,7 +73,9 @@ def optimizer_bytes_later(optimizer: Optimizer) -> int | None:
     A twin of the optimizer makes a step on parameters without memory.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    waiting = {id(each) for each in parameters if each.requires_grad and not optimizer.state.get(each)}
+    waiting = {
+        id(parameter) for parameter in parameters if parameter.requires_grad and not optimizer.state.get(parameter)
+    }
     if not waiting:
         return 0
     taken = inspect.signature(type(optimizer).__init__).parameters
@@ -83,18 +85,20 @@ def optimizer_bytes_later(optimizer: Optimizer) -> int | None:
     groups = []
     for group in optimizer.param_groups:
         twins = [
-            torch.empty(each.shape, dtype=each.dtype, device="meta") for each in group["params"] if id(each) in waiting
+            torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            for parameter in group["params"]
+            if id(parameter) in waiting
         ]
         own = {key: on_a_device.get(key, value) for key, value in group.items() if key != "params"}
         if twins:
-            groups.append({**own, "params": [each.requires_grad_() for each in twins]})
+            groups.append({**own, "params": [twin.requires_grad_() for twin in twins]})
     try:
         twin = type(optimizer)(groups, **options)
         for group in twin.param_groups:
-            for each in group["params"]:
-                each.grad = torch.empty_like(each)
+            for parameter in group["params"]:
+                parameter.grad = torch.empty_like(parameter)
         twin.step()
-    except Exception:  # whatever a user's optimizer needs that a twin does not have
+    except Exception:  # a user's optimizer may need what a twin does not have
         return None
     return bytes_of(list(twin.state.values()))
 
@@ -112,20 +116,22 @@ class Memory:
 
 
 def memory_of(registry: Registry, models: Iterable[nn.Module]) -> Memory:
-    """Of the models that are trained, and the optimizers and averages that are registered."""
-    whole = list({id(each): each for model in models for each in unwrap(model).parameters()}.values())
-    buffers = {id(each): each for model in models for each in unwrap(model).buffers()}.values()
-    optimizers = [each.optimizer for each in registry.objects.values() if isinstance(each, OptimizerState)]
-    later = [optimizer_bytes_later(each) for each in optimizers]
-    now = bytes_of([_local(value) for each in optimizers for state in each.state.values() for value in state.values()])
+    """Memory of the trained models, and of the registered optimizers and averages."""
+    parameters = list(dict.fromkeys(parameter for model in models for parameter in unwrap(model).parameters()))
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    buffers = dict.fromkeys(buffer for model in models for buffer in unwrap(model).buffers())
+    optimizers = [obj.optimizer for obj in registry.objects.values() if isinstance(obj, OptimizerState)]
+    later = [optimizer_bytes_later(optimizer) for optimizer in optimizers]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    now = bytes_of([_local(value) for state in states for value in state.values()])
     averages = [obj for name, obj in registry.objects.items() if registry.kinds[name] == "average"]
     return Memory(
-        sum(each.numel() for each in whole),
-        sum(each.numel() for each in whole if each.requires_grad),
-        bytes_of([_local(each) for each in (*whole, *buffers)]),
-        bytes_of([_local(each) for each in whole if each.requires_grad]),
-        Size(now, None if None in later else sum(each or 0 for each in later)),
-        sum(bytes_of(each.state_dict()) for each in averages),
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.numel() for parameter in trained),
+        bytes_of([_local(tensor) for tensor in (*parameters, *buffers)]),
+        bytes_of([_local(parameter) for parameter in trained]),
+        Size(now, None if None in later else sum(size or 0 for size in later)),
+        sum(bytes_of(average.state_dict()) for average in averages),
     )
 
 

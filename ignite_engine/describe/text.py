@@ -7,20 +7,20 @@ from collections.abc import Iterable, Sequence
 from ignite.engine import Engine
 from torch import nn
 
-from ignite_engine.engine.bus import describe_filter, event_name, events_with_handlers, handlers_of, name_of
-from ignite_engine.engine.length import Length
-from ignite_engine.ranks import agreement
-from ignite_engine.report.description.attached import Attached, attached_to, options_of, owners, scheduler_of
-from ignite_engine.report.description.conflicts import conflicts_of
-from ignite_engine.report.description.contents import (
+from ignite_engine.describe.attached import Attached, attached_to, options_of, owners, scheduler_of
+from ignite_engine.describe.conflicts import conflicts_of
+from ignite_engine.describe.contents import (
     Size,
     free_bytes,
     kept_at_once,
     memory_of,
     part_sizes,
 )
-from ignite_engine.report.description.timetable import times_of, timetable
-from ignite_engine.report.lr_curve import lr_text
+from ignite_engine.describe.lr_text import lr_text
+from ignite_engine.describe.timetable import times_of, timetable
+from ignite_engine.engine.bus import describe_filter, event_name, events_with_handlers, handlers_of, name_of
+from ignite_engine.engine.length import Length
+from ignite_engine.ranks import agreement
 from ignite_engine.schedules import Schedule
 from ignite_engine.states.registry import Registry
 from ignite_engine.text import in_units
@@ -45,7 +45,7 @@ def describe(
     entries = attached_to(engine)
     reasons = list(inexact)
     disk, too_large = _disk(registry, entries, length)
-    conflicts = [*(each.text for each in conflicts_of(engine, length)), *too_large]
+    conflicts = [*(conflict.text for conflict in conflicts_of(engine, length)), *too_large]
     lines = [
         *timetable(engine, entries, length),
         *(_rates(entries, length) if rates else ()),
@@ -54,8 +54,8 @@ def describe(
         *disk,
         "The bus (event: handlers in the order in which they run)",
         *_bus(engine),
-        *(["Resume is exact."] if not reasons else ["Resume is approximate:", *(f"  {each}" for each in reasons)]),
-        *(["No conflicts."] if not conflicts else ["Conflicts:", *(f"  {each}" for each in conflicts)]),
+        *(["Resume is exact."] if not reasons else ["Resume is approximate:", *(f"  {reason}" for reason in reasons)]),
+        *(["No conflicts."] if not conflicts else ["Conflicts:", *(f"  {conflict}" for conflict in conflicts)]),
     ]
     return "\n".join(lines)
 
@@ -68,7 +68,7 @@ def _rates(entries: Sequence[Attached], length: Length) -> list[str]:
             continue
         what = repr(scheduler) if isinstance(scheduler, Schedule) else type(scheduler).__name__
         lines.append(f"Schedule {getattr(owner, 'name', '')}: {what}")
-        acting = next((times_of(each, length) for each in entries if each.owner is owner and each.acts), None)
+        acting = next((times_of(entry, length) for entry in entries if entry.owner is owner and entry.acts), None)
         steps = 0 if acting is None or acting.counts is None else len(acting.counts)
         if isinstance(scheduler, Schedule) and steps and acting is not None:
             lines += lr_text(over(scheduler, steps), steps, unit="epoch" if acting.unit == "epoch" else "update")
@@ -79,7 +79,7 @@ def _rates(entries: Sequence[Attached], length: Length) -> list[str]:
 
 
 def over(schedule: Schedule, steps: int) -> Schedule:
-    """The schedule itself, or, if it takes its length from its run, one of so many steps."""
+    """The schedule itself, or a copy over ``steps`` if its length is that of its run."""
     if schedule.is_known or schedule.shape is None:
         return schedule
     known = Schedule(schedule.optimizer, schedule.shape(steps), schedule.description)
@@ -123,18 +123,18 @@ def _disk(registry: Registry, entries: Sequence[Attached], length: Length) -> tu
             continue
         options, store = found
         sizes = part_sizes(registry, options)
-        each, more = checkpoint_bytes(registry, sizes), any(size.later is None for size in sizes.values())
+        size, more = checkpoint_bytes(registry, sizes), any(part.later is None for part in sizes.values())
         count, named = kept_at_once(options, _saves(entries, owner, length), length.iterations)
         free = free_bytes(store.directory)
-        needed = f"{in_units(count * each)} for {count:,} ({', '.join(named)})"
+        needed = f"{in_units(count * size)} for {count:,} ({', '.join(named)})"
         room = "" if free is None else f"; {in_units(free)} are free"
-        if free is not None and free < count * each:
+        if free is not None and free < count * size:
             too_large.append(
                 f"The checkpoints in {store.directory} need {needed}, and {in_units(free)} are free: make room, keep "
                 "fewer, or leave parts out (exclude)."
             )
         lines.append(
-            f"Disk: a checkpoint has {each:,} bytes of tensors{' and more after the first step' if more else ''}"
+            f"Disk: a checkpoint has {size:,} bytes of tensors{' and more after the first step' if more else ''}"
             f"{', or only the rows that changed' if options.delta_rows else ''}; in {store.directory} at most "
             f"{needed}{room}."
         )
@@ -142,15 +142,15 @@ def _disk(registry: Registry, entries: Sequence[Attached], length: Length) -> tu
 
 
 def checkpoint_bytes(registry: Registry, sizes: dict[str, Size]) -> int:
-    """Of the tensors of all ranks."""
+    """Bytes of the tensors of all ranks in one checkpoint."""
     ranks = agreement.world_size()
     return sum(size.whole * (1 if name in registry.shared else ranks) for name, size in sizes.items())
 
 
 def _saves(entries: Sequence[Attached], owner: object, length: Length) -> int | None:
-    times = [times_of(each, length) for each in entries if each.owner is owner and each.acts]
-    counts = [None if each.counts is None else len(each.counts) for each in times]
-    return None if None in counts else sum(each or 0 for each in counts) + 1
+    times = [times_of(entry, length) for entry in entries if entry.owner is owner and entry.acts]
+    counts = [None if acting.counts is None else len(acting.counts) for acting in times]
+    return None if None in counts else sum(count or 0 for count in counts) + 1
 
 
 def _bus(engine: Engine) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, every
 from ignite_engine.data import Windows
+from ignite_engine.describe import conflicts_of
+from ignite_engine.describe import text as described
+from ignite_engine.describe.attached import attached_to
+from ignite_engine.describe.contents import optimizer_bytes_later
+from ignite_engine.describe.timetable import times_of
+from ignite_engine.engine.length import Length
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, LRSchedule, MetricLogger
-from ignite_engine.report.description import text as described
-from ignite_engine.report.description.attached import attached_to
-from ignite_engine.report.description.contents import optimizer_bytes_later
-from ignite_engine.report.description.timetable import Length, times_of
 from ignite_engine.schedules import constant, warmup_constant, warmup_cosine, warmup_inverse_sqrt, warmup_wsd
 from ignite_engine.text import in_units
 from tests.builders import linear, mse, numbers_loader, trainer_of
@@ -352,21 +355,38 @@ def test_keep_every_that_keeps_nothing(tmp_path: Path) -> None:
     assert conflicts(trainer, numbers_loader(), max_epochs=11) == []
 
 
-def test_what_is_certain_is_logged_once_when_a_run_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def run() -> list[str]:
-        caplog.clear()
-        trainer = trainer_of()
-        MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=100))
-        EarlyStopping("mine/loss", patience=3).attach(trainer)  # which a handler of the user's may write
-        checkpoint = Checkpoint(tmp_path)
-        checkpoint.attach(trainer)
-        checkpoint.resume()
-        with caplog.at_level(logging.WARNING):
-            trainer.run(numbers_loader(), max_epochs=2)
-        return [record.getMessage() for record in caplog.records if "never acts" in record.getMessage()]
+def test_a_trainer_built_by_hand_says_conflicts_only_when_asked(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of()
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=100))
+    with caplog.at_level(logging.WARNING):
+        trainer.run(numbers_loader(), max_epochs=2)
 
-    assert run() == ["MetricLogger (every=100) never acts: the run ends after 12 iterations; give a shorter interval."]
-    assert run() == []
+    assert "never acts" not in caplog.text
+    assert len(conflicts(trainer)) == 1
+
+
+def test_looking_for_conflicts_costs_the_same_at_any_length(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    evaluation_of(trainer).attach(trainer, every(epochs=0.25))
+    EarlyStopping("val/loss", patience=3).attach(trainer)
+    LRSchedule(warmup_cosine(optimizer_of(trainer), 4, total=10**6)).attach(trainer)
+    Checkpoint(tmp_path, keep_every=7).attach(trainer, Events.EPOCH_COMPLETED)
+
+    def calls(epochs: int) -> int:
+        count = 0
+
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(profile)
+        try:
+            conflicts_of(trainer, Length.of(epochs, None, 70))
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(10**8) <= calls(100) * 1.1
 
 
 def test_windows_are_described_without_being_opened() -> None:
