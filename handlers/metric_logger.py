@@ -13,18 +13,21 @@ from typing import Any
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Phase, Trainer
+from ignite_engine import Phase, Trainer, TrainingEvents
 from ignite_engine.handlers.history import History
 from ignite_engine.handlers.media import MediaFiles
 from ignite_engine.handlers.meters import CHUNK, Meter, Running, packed, unpacked
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
 from ignite_engine.ranks import agreement
+from ignite_engine.run_directory import plain_metric
 from ignite_engine.step.reported import GroupMean, Reported, read
 
 Row = Mapping[str, Any]
 logger = logging.getLogger(__name__)
 _WATCHED = ("loss", "grad_norm")
-"""Of which the first that is not finite is named."""
+"""Values whose first non-finite occurrence is reported."""
+_COLUMNS = ("iteration", "epoch")
+"""Columns that each line of a log has."""
 
 
 class MetricLogger:
@@ -58,6 +61,7 @@ class MetricLogger:
     ) -> None:
         self.name = name
         self.sinks: list[Sink | MediaFiles] = [*sinks]
+        self.directory = None if directory is None else Path(directory)
         self._history = None if directory is None else History(directory)
         if directory is not None:
             self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))
@@ -74,12 +78,18 @@ class MetricLogger:
         """The first iteration whose loss was not finite."""
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Log at ``event``."""
+        """Log at ``event``.
+
+        Raises:
+            ValueError: another MetricLogger of this trainer writes to the same directory.
+        """
+        self._refuse_a_second_writer(trainer)
         trainer.register(self.name, self)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._collect)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(Events.COMPLETED, self._write_rest)
+        trainer.add_event_handler(TrainingEvents.METRICS_READY, self._make_plain)
         if self._history is not None:
             self._history.attach(trainer)
         for sink in self.sinks:
@@ -135,6 +145,30 @@ class MetricLogger:
         self._loaded = dict(state.get("meters", {}))
         for meter in self._meters.values():
             meter.reset()
+
+    def _refuse_a_second_writer(self, trainer: Trainer) -> None:
+        if self.directory is None:
+            return
+        for name, obj in trainer.registry.objects.items():
+            directory = obj.directory if isinstance(obj, MetricLogger) else None
+            if directory is not None and directory.resolve() == self.directory.resolve():
+                raise ValueError(
+                    f"The MetricLogger {name!r} writes to {directory} already: give this one another directory."
+                )
+
+    def _make_plain(self, trainer: Trainer) -> None:
+        """On METRICS_READY, before the sinks: numbers of tensors and arrays become floats.
+
+        Raises:
+            ValueError: a value is no number, or has the name of a column of the log.
+        """
+        metrics = trainer.state.metrics
+        for name, value in metrics.fresh.items():
+            if name in _COLUMNS:
+                raise ValueError(f"A metric is called {name!r}, which is a column of the log: give it another name.")
+            if type(value) is not float:
+                metrics.fresh[name] = plain = plain_metric(name, value)
+                dict.__setitem__(metrics, name, plain)
 
     def _add_up(self) -> None:
         rows, self._rows = self._rows, []
@@ -208,7 +242,7 @@ def _as_columns(rows: Sequence[tuple[int, Row]]) -> list[Any]:
 
 
 def _as_rows(columns: Iterable[Any]) -> list[tuple[int, Row]]:
-    """Of :func:`_as_columns`; earlier releases saved the rows."""
+    """The rows of :func:`_as_columns`; earlier releases saved the rows."""
     rows: list[tuple[int, Row]] = []
     for iterations, values in columns:
         if isinstance(iterations, int):
@@ -222,7 +256,8 @@ def _as_rows(columns: Iterable[Any]) -> list[tuple[int, Row]]:
 def _scalars(output: Any) -> Row:
     """The numbers and tensors of one element in ``output`` by name, without graphs and larger tensors behind them."""
     row: dict[str, Any] = {}
-    if type(output) is Reported:
+    is_ours = type(output) is Reported
+    if is_ours:
         pairs: Any = dict.items(output)
     else:
         pairs = output.items() if isinstance(output, Mapping) else (("loss", output),)
@@ -233,8 +268,10 @@ def _scalars(output: Any) -> Row:
             if value.numel() == 1:
                 if value.requires_grad:
                     value = value.detach()
-                # a view would keep the whole tensor until it is added up, and in checkpoints
-                row[name] = value if value.untyped_storage().nbytes() == value.itemsize else value.clone()
+                # a view would keep the whole tensor until it is added up, and in checkpoints; an update of the user's
+                # may return a parameter, a buffer or the same tensor each time, whose value changes until then
+                shares = not is_ours or value.untyped_storage().nbytes() != value.itemsize
+                row[name] = value.clone() if shares else value
         elif isinstance(value, Number):
             row[name] = value
     return row

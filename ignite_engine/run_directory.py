@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -297,6 +298,27 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_value(value: Any) -> bool:
     return not isinstance(value, Mapping) or not value
+
+
+def plain_metric(name: str, value: Any) -> Any:
+    """A value of ``state.metrics`` as JSON has it; a tensor or an array of one number becomes that number.
+
+    Raises:
+        ValueError: it is neither a number nor text.
+    """
+    if type(value) in (float, int, bool, str, NoneType):
+        return value
+    try:
+        number = value.item() if hasattr(value, "item") else json.loads(json.dumps(value))
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if not isinstance(number, bool | int | float | str | list | dict):
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise ValueError(
+            f"state.metrics[{name!r}] is a {type(value).__name__}{shape}, expected a number: write its mean, or "
+            "each of its numbers under a name of its own."
+        )
+    return number
 
 
 def json_values(value: Any) -> Any:

@@ -26,7 +26,7 @@ from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reaso
 from ignite_engine.report import write_report
 from ignite_engine.report.goodput import goodput_line, read_ledger
 from ignite_engine.report.lr_curve import lr_svg
-from ignite_engine.run_directory import PhaseTimes, RunDirectory, weights_sha256
+from ignite_engine.run_directory import PhaseTimes, RunDirectory, plain_metric, weights_sha256
 from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
 from ignite_engine.states.model_and_optimizer import unwrap
@@ -371,6 +371,16 @@ class Run:
             )
         return found.path
 
+    def _plain_metrics(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """What was measured, as JSON has it; handlers may have written a value after the last log point."""
+        metrics = {}
+        for name, value in sorted({**before, **self.trainer.state.metrics}.items()):
+            try:
+                metrics[name] = plain_metric(name, value)
+            except ValueError as error:
+                logger.warning("summary.json lacks a value: %s", error)
+        return metrics
+
     def _best(self) -> dict[str, Any] | None:
         """Of ``summary.json``: the best checkpoint of the run so far."""
         best = self.checkpoint.best if self.checkpoint and agreement.rank() == 0 and self.start else None
@@ -408,7 +418,7 @@ class Run:
             "optimizer_steps": state.optimizer_steps,
             "skipped_steps": state.skipped_steps,
             "read_errors": state.read_errors,
-            "metrics": dict(sorted({**before, **state.metrics}.items())),
+            "metrics": self._plain_metrics(before),
             "best": self._best(),
             "weights_sha256": digest,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),

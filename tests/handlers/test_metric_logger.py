@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -427,3 +428,68 @@ def test_on_two_ranks_rank_0_says_it_of_any_rank(tmp_path: Path) -> None:
         ],
         [],
     ]
+
+
+def test_a_value_that_is_a_parameter_or_a_buffer_is_logged_as_it_was(tmp_path: Path) -> None:
+    """CLIP's usual line is ``{"logit_scale": model.logit_scale.detach()}``: it shares the parameter's memory."""
+    scale, buffer = torch.nn.Parameter(torch.tensor(0.0)), torch.zeros(1)
+
+    def update(engine: Engine, batch: int) -> dict[str, Tensor]:
+        with torch.no_grad():
+            scale.add_(1.0)
+            buffer.add_(2.0)
+        return {"loss": torch.tensor(0.0), "scale": scale.detach(), "parameter": scale, "buffer": buffer.view(())}
+
+    MetricLogger(tmp_path, console=False).attach(trainer := Trainer(update), Events.ITERATION_COMPLETED(every=4))
+    trainer.run(range(4))
+
+    (line,) = lines(tmp_path)
+    assert (line["scale"], line["parameter"], line["buffer"]) == (2.5, 2.5, 5.0)
+
+
+@pytest.mark.parametrize("number", [torch.tensor(1.5), torch.tensor([1.5]), np.float32(1.5), np.array(1.5), 1.5])
+def test_what_is_one_number_is_a_float_to_whoever_reads_it(number: Any, tmp_path: Path) -> None:
+    trainer = counting([0.0])
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(mine=number))
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    trainer.run(range(1))
+
+    assert lines(tmp_path)[0]["mine"] == 1.5
+    assert type(trainer.state.metrics["mine"]) is float
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("mine", torch.ones(3), r"state.metrics\['mine'\] is a Tensor of shape \(3,\), expected a number"),
+        ("mine", np.ones((2, 1)), r"state.metrics\['mine'\] is a ndarray of shape \(2, 1\), expected a number"),
+        ("mine", object(), r"state.metrics\['mine'\] is a object, expected a number"),
+        ("epoch", 7.0, "A metric is called 'epoch', which is a column of the log: give it another name"),
+        ("iteration", 7.0, "A metric is called 'iteration', which is a column of the log"),
+    ],
+)
+def test_a_metric_that_cannot_be_logged_ends_the_run_at_its_first_log_point(
+    name: str, value: Any, said: str, tmp_path: Path
+) -> None:
+    trainer = counting([0.0] * 3)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update({name: value}))
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    with pytest.raises(ValueError, match=said):
+        trainer.run(range(3))
+
+    assert trainer.state.iteration == 1
+
+
+def test_a_value_of_the_update_called_epoch_is_refused(tmp_path: Path) -> None:
+    trainer = counting([{"loss": 0.0, "epoch": 3.0}])
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    with pytest.raises(ValueError, match="A metric is called 'epoch'"):
+        trainer.run(range(1))
+
+
+def test_two_loggers_of_one_folder_are_refused(tmp_path: Path) -> None:
+    trainer = counting([0.0])
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    with pytest.raises(ValueError, match=r"MetricLogger 'metric_logger' writes to .* already: give"):
+        MetricLogger(f"{tmp_path}/.", console=False, name="second").attach(trainer)
+    MetricLogger(tmp_path / "second", console=False, name="third").attach(trainer)

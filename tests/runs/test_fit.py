@@ -346,3 +346,17 @@ def test_torchrun_of_a_plain_script_and_ranks_of_ones_own_train_together(tmp_pat
     assert answers["size"] == [2, 2]
     launched = re.findall(r"[0-9a-f]{64}", done.stdout)  # both ranks print at once
     assert set(launched) == set(answers["sha"]) and len(launched) == 2
+
+
+def test_a_metric_that_is_a_tensor_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A forgotten ``.item()``; also where a handler writes it after the last log point."""
+
+    def forget(trainer: Trainer) -> None:
+        trainer.state.metrics["mine"] = torch.tensor(1.5)
+        trainer.call_at_end(lambda trainer: trainer.state.metrics.update(late=torch.tensor(2.5), vector=torch.ones(2)))
+
+    run = fitted(tmp_path, max_epochs=1, handlers=[(forget, Events.EPOCH_COMPLETED)])
+
+    assert (run.summary["status"], run.metrics["mine"], run.metrics["late"]) == ("completed", 1.5, 2.5)
+    assert "vector" not in run.metrics
+    assert "state.metrics['vector'] is a Tensor of shape (2,), expected a number" in caplog.text
