@@ -56,7 +56,7 @@ class RunDirectory:
     def files_of_a_run(self) -> list[str]:
         """What a run has left in the folder, by name; its log and other files do not count."""
         known = (self.config, self.metrics, self.summary, self.checkpoints)
-        return [each.name for each in known if each.exists()]
+        return [path.name for path in known if path.exists()]
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -117,14 +117,11 @@ class RunDirectory:
 
     def read_history(self) -> list[dict[str, Any]]:
         """What :meth:`note` wrote since the run was last started afresh; a line that cannot be read is left out."""
-        found: list[dict[str, Any]] = []
-        with contextlib.suppress(OSError):
-            for line in self.history.read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError):
-                    each = json.loads(line)
-                    if isinstance(each, dict) and isinstance(each.get("iteration"), int) and "what" in each:
-                        found = [each] if each.get("what") == "started" else [*found, each]
-        return found
+        history: list[dict[str, Any]] = []
+        for line in lines_of(self.history):
+            if isinstance(line.get("iteration"), int) and "what" in line:
+                history = [line] if line["what"] == "started" else [*history, line]
+        return history
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Store how the run ended; numbers as in the other files, see :func:`checkpointing.manifest.json_number`."""
@@ -151,7 +148,7 @@ class RunDirectory:
         """The summary stored last; empty if there is none, or it cannot be read."""
         try:
             values = json.loads(self.summary.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return {}
         return values if isinstance(values, dict) else {}
 
@@ -289,6 +286,16 @@ def weights_sha256(model: nn.Module) -> str:
         digest.update(name.encode() + b"\0")
         digest.update(tensor_bytes(whole).numpy().data)
     return digest.hexdigest()
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file of lines, one at a time; none where it cannot be read, and no line that is torn."""
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                values = json.loads(line)
+                if isinstance(values, dict):
+                    yield values
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:

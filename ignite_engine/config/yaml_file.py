@@ -16,6 +16,10 @@ from ignite_engine.errors import did_you_mean
 SCIENTIFIC = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
 
 
+LARGEST = 100_000
+"""Values of a config, aliases written out."""
+
+
 class ConfigError(ValueError):
     """A mistake in a config, its overrides or its task: one line with file, key, value and expectation."""
 
@@ -147,6 +151,7 @@ def _parse(text: str, name: str, lines: dict[str, int]) -> Any:
             if node is None:
                 return None
             _check_keys(node, name, "", lines, set())
+            _check_size(node, name, {})
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -159,6 +164,34 @@ def _parse(text: str, name: str, lines: dict[str, int]) -> Any:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{name}: this is not YAML: {' '.join(str(error).split())}.") from None
+
+
+def _check_size(node: yaml.Node, name: str, sizes: dict[int, int | None]) -> int:
+    """The number of values below ``node``, one that is repeated by an alias counted each time.
+
+    Args:
+        sizes: of the nodes that were counted; None: of one that is being counted.
+
+    Raises:
+        ConfigError: an anchor holds its own alias, or there are more than ``LARGEST`` values.
+    """
+    if id(node) in sizes:
+        if (known := sizes[id(node)]) is None:
+            raise ConfigError(f"{name}:{node.start_mark.line + 1}: the anchor holds its own alias: remove the alias.")
+        return known
+    sizes[id(node)] = None
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    elif isinstance(node, yaml.MappingNode):
+        children = [value for _, value in node.value]
+    size = 1 + sum(_check_size(child, name, sizes) for child in children)
+    if size > LARGEST:
+        raise ConfigError(
+            f"{name}:{node.start_mark.line + 1}: its aliases make more than {LARGEST:,} values: write fewer of them."
+        )
+    sizes[id(node)] = size
+    return size
 
 
 def _check_keys(node: yaml.Node, name: str, prefix: str, lines: dict[str, int], entered: set[int]) -> None:

@@ -9,12 +9,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ignite_engine.run_directory import lines_of
 from ignite_engine.text import short
 
-EACH = 8
-"""Points in time that are shown of each."""
+SHOWN = 8
+"""Points in time that are shown of each name."""
 BUDGET = 4 * 2**20
-"""Bytes of all that is shown."""
+"""Bytes of everything shown."""
 
 
 def media_section(folder: Path) -> list[str]:
@@ -27,7 +28,7 @@ def media_section(folder: Path) -> list[str]:
         names.setdefault(name, []).append((iteration, file))
     chosen = {name: _spread(files) for name, files in names.items()}
     left, shown = BUDGET, dict[tuple[str, int], str]()
-    for back in range(1, EACH + 1):
+    for back in range(1, SHOWN + 1):
         for name, files in chosen.items():
             if back <= len(files):
                 iteration, file = files[-back]
@@ -36,23 +37,15 @@ def media_section(folder: Path) -> list[str]:
                 if html is not None:
                     shown[name, iteration] = html
     views = {name: [(at, shown[name, at]) for at, _ in files if (name, at) in shown] for name, files in chosen.items()}
-    figures = "".join(_figure(name, each) for name, each in views.items() if each)
+    figures = "".join(_figure(name, view) for name, view in views.items() if view)
     return [f'<h2>Media</h2><div class="cards">{figures}</div>'] if figures else []
 
 
 def _listed(folder: Path) -> list[tuple[int, str, Path]]:
     """Iteration, name and file of all that the index lists and the folder holds."""
     found, inside = [], folder.resolve()
-    try:
-        lines = (folder / "index.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        iteration = row.pop("iteration", None) if isinstance(row, dict) else None
+    for row in lines_of(folder / "index.jsonl"):
+        iteration = row.pop("iteration", None)
         if not isinstance(iteration, int):
             continue
         for name, file in row.items():
@@ -63,10 +56,10 @@ def _listed(folder: Path) -> list[tuple[int, str, Path]]:
 
 
 def _spread(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """At most ``EACH`` of them, evenly, with the first and the last."""
-    if len(files) <= EACH:
+    """At most ``SHOWN`` of them, evenly, with the first and the last."""
+    if len(files) <= SHOWN:
         return list(files)
-    return [files[round(place * (len(files) - 1) / (EACH - 1))] for place in range(EACH)]
+    return [files[round(index * (len(files) - 1) / (SHOWN - 1))] for index in range(SHOWN)]
 
 
 def _html(file: Path, left: int) -> str | None:
@@ -80,12 +73,12 @@ def _html(file: Path, left: int) -> str | None:
         if file.suffix == ".txt":
             return f"<pre>{escape(content.decode('utf-8', errors='replace'))}</pre>"
         return _histogram(json.loads(content)) if file.suffix == ".json" else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
 def _histogram(values: Mapping[str, Any]) -> str:
-    counts, edges = [float(each) for each in values["counts"]], [float(each) for each in values["edges"]]
+    counts, edges = [float(count) for count in values["counts"]], [float(edge) for edge in values["edges"]]
     highest, width = max(counts) or 1.0, 100 / len(counts)
     bars = "".join(
         f'<path d="M{at * width:.2f} 40V{40 - 40 * count / highest:.2f}h{width:.2f}V40Z"/>'

@@ -102,13 +102,14 @@ def _page(title: str, parts: Sequence[str]) -> str:
 
     # uPlot's first line is its address, and a page names none; its licence is to go where it goes
     uplot = f"/* uPlot\n{asset('uplot/LICENSE')}*/\n{asset('uplot/uPlot.iife.min.js').partition(chr(10))[2]}"
-    return (
+    page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{escape(title)}</title><style>\n{asset('uplot/uPlot.min.css')}\n{asset('page.css')}</style></head>"
         "<body><main>\n" + "\n".join(parts) + f"\n</main><script>\n{uplot}\n{asset('page.js')}</script></body></html>\n"
     )
+    return page.encode(errors="replace").decode()  # JSON may have half a character, UTF-8 has none
 
 
 def _outcome(run: Record) -> str:
@@ -143,8 +144,7 @@ def _key_numbers(run: Record) -> list[Tile]:
         ("", ""),
     )
     if key:
-        values = [value for _, value in run.series[key]]
-        tiles.append(Tile("Throughput, mean", short(sum(values) / len(values)), unit))
+        tiles.append(Tile("Throughput, mean", short(run.mean(key)), unit))
     for key, name in (("memory/peak_mib", "Device memory, peak"), ("memory/host_peak_mib", "Host memory, peak")):
         if key in run.series:
             tiles.append(Tile(name, short(max(value for _, value in run.series[key])), "MiB"))
@@ -247,7 +247,11 @@ def _last_values(run: Record) -> list[str]:
         for key, value in run.summary.items()
         if key not in ("metrics", "startup_s", "status", "reason", "goodput", "verdict") and value not in (None, {})
     }
-    startup = {phase: f"{seconds:.2f} s" for phase, seconds in (run.summary.get("startup_s") or {}).items()}
+    startup = {
+        phase: f"{seconds:.2f} s"
+        for phase, seconds in (run.summary.get("startup_s") or {}).items()
+        if isinstance(seconds, int | float) and abs(seconds) < 1e15
+    }
     cards = [_card(name, part) for name, part in (("run", rest), ("start-up", startup), ("last values", kept)) if part]
     return [f'<h2>Summary</h2><div class="cards">{"".join(cards)}</div>'] if cards else []
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ignite_engine.report.records import Points, Record
+from ignite_engine.report.records import Record
+from ignite_engine.report.series import Logged
 
 TIMES = {
     "data wait": "time/data_wait_ms",
@@ -69,7 +70,7 @@ def panels_of(run: Record) -> list[Panel]:
         _panel(run, "Learning rate", "", _rates(series), exact=True),
         _panel(run, "Gradient norm", "", {key: key for key in series if key == "grad_norm"}, may_be_log=True),
         *_throughput(run, series),
-        _time_split(series),
+        _time_split(run, series),
         _panel(run, "Steps", "ms; of ranks without the reduction", {k: v for k, v in STEPS.items() if v in series}),
         _other_times(run, series),
         *_memory(run, series),
@@ -78,7 +79,7 @@ def panels_of(run: Record) -> list[Panel]:
     return [panel for panel in made if panel is not None]
 
 
-def _metric(run: Record, series: Mapping[str, Points], name: str) -> Panel | None:
+def _metric(run: Record, series: Mapping[str, Sequence[Logged]], name: str) -> Panel | None:
     """A metric of all sets; one that never changes, such as a baseline, is only in the table of last values."""
     lines = _sets(series, name)
     return _panel(run, name, "", lines, from_zero=False) if any(_moves(run, key) for key in lines.values()) else None
@@ -93,14 +94,14 @@ def _is_evaluated(key: str) -> bool:
     return "/" in key and not key.startswith(("lr/", "throughput/", "time/", "memory/"))
 
 
-def _sets(series: Mapping[str, Points], metric: str) -> dict[str, str]:
+def _sets(series: Mapping[str, Sequence[Logged]], metric: str) -> dict[str, str]:
     """Lines of one metric: of training, and of each evaluated set."""
     own = {"train": metric} if metric in series else {}
     ending = f"/{metric}"
     return own | {key.removesuffix(ending): key for key in series if key.endswith(ending) and _is_evaluated(key)}
 
 
-def _rates(series: Mapping[str, Points]) -> dict[str, str]:
+def _rates(series: Mapping[str, Sequence[Logged]]) -> dict[str, str]:
     """One line for all groups with the same LR."""
     lines: dict[str, str] = {}
     for key in [key for key in series if key == "lr" or key.startswith("lr/")]:
@@ -110,7 +111,7 @@ def _rates(series: Mapping[str, Points]) -> dict[str, str]:
     return lines
 
 
-def _throughput(run: Record, series: Mapping[str, Points]) -> list[Panel | None]:
+def _throughput(run: Record, series: Mapping[str, Sequence[Logged]]) -> list[Panel | None]:
     """The finest rate available; and the share of time spent waiting for data if no times were logged."""
     units = [unit for unit in ("tokens", "samples", "steps") if f"throughput/{unit}_per_s" in series]
     panels = [
@@ -122,13 +123,13 @@ def _throughput(run: Record, series: Mapping[str, Points]) -> list[Panel | None]
     return panels
 
 
-def _time_split(series: Mapping[str, Points]) -> Panel | None:
+def _time_split(run: Record, series: Mapping[str, Sequence[Logged]]) -> Panel | None:
     """The parts of an iteration's time, stacked up to the whole."""
-    whole = dict(series.get("time/step_ms", ()))
-    if not whole:
+    if "time/step_ms" not in series:
         return None
+    whole = dict(run.means("time/step_ms"))
     left_out = "time/forward_backward_ms" if "time/forward_ms" in series else None  # it is the sum of both
-    parts = {name: dict(series[key]) for name, key in TIMES.items() if key in series and key != left_out}
+    parts = {name: dict(run.means(key)) for name, key in TIMES.items() if key in series and key != left_out}
     rest = {at: max(total - sum(part.get(at, 0.0) for part in parts.values()), 0.0) for at, total in whole.items()}
     if left_out is None:  # else the parts are all of it
         parts["other"] = rest
@@ -138,7 +139,7 @@ def _time_split(series: Mapping[str, Points]) -> Panel | None:
     return Panel("Time per iteration", "ms, mean over ranks", lines, stacked=True)
 
 
-def _other_times(run: Record, series: Mapping[str, Points]) -> Panel | None:
+def _other_times(run: Record, series: Mapping[str, Sequence[Logged]]) -> Panel | None:
     """Times that are no part of an iteration, such as those of handlers and sinks."""
     known = {"time/step_ms", *TIMES.values(), *STEPS.values()}
     keys = [key for key in series if key.startswith("time/") and key.endswith("_ms") and key not in known]
@@ -146,7 +147,7 @@ def _other_times(run: Record, series: Mapping[str, Points]) -> Panel | None:
     return _panel(run, "Other times", "ms", lines)
 
 
-def _memory(run: Record, series: Mapping[str, Points]) -> list[Panel | None]:
+def _memory(run: Record, series: Mapping[str, Sequence[Logged]]) -> list[Panel | None]:
     names = {key: key.removeprefix("memory/") for key in series if key.endswith("_mib")}
     of_others = ("memory/host_limit_mib", "memory/host_headroom_mib")  # the scale of the machine
     keys = [key for key in names if key.startswith("memory/") and key not in of_others]
@@ -190,7 +191,7 @@ def _panel(
 
 
 def _not_finite(name: str, iterations: Sequence[int]) -> str:
-    first = ", ".join(str(each) for each in iterations[:3])
+    first = ", ".join(map(str, iterations[:3]))
     more = f" and {len(iterations) - 3} more" if len(iterations) > 3 else ""
     return f"{name} is not finite at iteration {first}{more}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,15 @@ import yaml
 
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.report.goodput import Ledger, read_ledger
-from ignite_engine.run_directory import RunDirectory
+from ignite_engine.report.series import Logged, Series
+from ignite_engine.run_directory import RunDirectory, lines_of
 
 LOG_LINES = 40
-Points = list[tuple[int, float]]
+_LARGEST = 1e15
+"""Larger numbers of a summary are no counts and no seconds."""
+_LAST_ITERATION = 2**53
+_VALUES = 10_000
+"""A config of more, such as one that repeats itself by aliases, is not shown."""
 
 
 class NotARun(FileNotFoundError):
@@ -29,7 +35,8 @@ class Record:
 
     Attributes:
         path: its directory, as given.
-        series: the finite points ``(iteration, value)`` of everything logged, by name, in order.
+        series: the finite points ``(iteration, value)`` of everything logged, by name, in order; of a long log those
+            that a chart needs, see :class:`Series`.
         not_finite: the iterations at which a series was NaN or infinite.
         config, summary, environment: empty where the file is missing; the config may be that of the newest checkpoint.
         history: how the run was started and ended each time, see ``RunDirectory.note``.
@@ -39,8 +46,8 @@ class Record:
     """
 
     path: Path
-    series: Mapping[str, Points]
-    not_finite: Mapping[str, list[int]] = field(default_factory=dict)
+    series: Mapping[str, Sequence[Logged]]
+    not_finite: Mapping[str, Sequence[int]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -81,6 +88,16 @@ class Record:
         if not points:
             return None
         return min(points, key=lambda point: point[1] if mode == "min" else -point[1])
+
+    def means(self, key: str) -> list[tuple[float, float]]:
+        """The points of a series; of a long log the mean points of equal parts, the same for all series."""
+        points = self.series.get(key, ())
+        return points.means if isinstance(points, Series) else list(points)
+
+    def mean(self, key: str) -> float:
+        """The mean of all values of a series."""
+        points = self.series[key]
+        return points.mean if isinstance(points, Series) else sum(value for _, value in points) / len(points)
 
     def last(self, key: str) -> float | None:
         """The newest value of a series."""
@@ -128,11 +145,11 @@ _NUMBERS = ("iteration", "epoch", "wall_s", "parameters", "world_size")
 
 
 def _usable(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A summary whose numbers are numbers and whose groups are groups; what was written by hand or torn is left out."""
+    """The summary without values of the wrong type, such as those written by hand."""
 
     def fits(key: str, value: Any) -> bool:
         if key in _NUMBERS:
-            return isinstance(value, int | float) and not isinstance(value, bool)
+            return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
         return key not in ("metrics", "startup_s") or isinstance(value, dict)
 
     return {key: value for key, value in summary.items() if fits(key, value)}
@@ -154,44 +171,61 @@ def _part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _newest_manifest(run: RunDirectory) -> dict[str, Any]:
-    """What the newest checkpoint says of itself; empty without one."""
+    """The manifest of the newest checkpoint; empty without one."""
     manifests = [*run.checkpoints.glob("*/manifest.json"), *run.path.glob("*/manifest.json")]
     found = [_mapping(path, json.loads) for path in manifests if not path.parent.name.startswith(".")]
-    return max(found, key=lambda each: each["sequence"] if isinstance(each.get("sequence"), int) else 0, default={})
+    return max(
+        found, key=lambda manifest: manifest["sequence"] if isinstance(manifest.get("sequence"), int) else 0, default={}
+    )
 
 
-def _read_metrics(path: Path) -> tuple[dict[str, Points], dict[str, list[int]]]:
-    series: dict[str, Points] = {}
-    not_finite: dict[str, list[int]] = {}
-    if not path.exists():
-        return series, not_finite
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-                iteration = int(row.pop("iteration"))
-            except (ValueError, KeyError, TypeError, AttributeError):  # an incomplete line: being written, or torn
+def _read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, Sequence[int]]]:
+    series: dict[str, Series] = {}
+    not_finite: dict[str, array[int]] = {}
+    for row in lines_of(path):
+        iteration = row.pop("iteration", None)
+        if not isinstance(iteration, int) or not 0 <= iteration <= _LAST_ITERATION:
+            continue
+        for name, value in row.items():
+            if isinstance(value, bool) or not isinstance(value, int | float | str):
                 continue
-            for name, value in row.items():
-                if isinstance(value, bool) or not isinstance(value, int | float | str):
-                    continue
-                try:
-                    number = float(value)
-                except ValueError:
-                    continue
-                if math.isfinite(number):
-                    series.setdefault(name, []).append((iteration, number))
-                else:
-                    not_finite.setdefault(name, []).append(iteration)
-    return series, not_finite
+            try:
+                number = float(value)
+            except ValueError:
+                continue
+            except OverflowError:
+                number = math.inf
+            if math.isfinite(number):
+                if name not in series:
+                    series[name] = Series()
+                series[name].add(iteration, number)
+            else:
+                not_finite.setdefault(name, array("q")).append(iteration)
+    widest = max((points.finish() for points in series.values()), default=0)
+    for points in series.values():
+        points.finish(widest)
+    return series, {**not_finite}
 
 
 def _mapping(path: Path, parse: Any) -> dict[str, Any]:
     try:
         values = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return values if isinstance(values, dict) else {}
+    return values if isinstance(values, dict) and not _is_larger(values, _VALUES) else {}
+
+
+def _is_larger(values: Any, count: int) -> bool:
+    """Whether nested values are more than ``count``, one that is repeated counted each time."""
+    waiting = [values]
+    while waiting and count >= 0:
+        value = waiting.pop()
+        count -= 1
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return count < 0
 
 
 def _last_lines(path: Path) -> str:

@@ -27,14 +27,15 @@ def iterations_per_epoch(run: Record) -> float | None:
     return least if least <= most else None
 
 
-def hours(run: Record) -> list[tuple[int, float]]:
+def hours(run: Record) -> list[tuple[float, float]]:
     """Hours of training, without evaluations, at some iterations; empty where no speed was logged."""
-    pace = [(at, ms / 3.6e6) for at, ms in run.series.get("time/step_ms", ())]
+    pace = [(at, ms / 3.6e6) for at, ms in run.means("time/step_ms")]
     if not pace:
-        pace = [(at, 1 / rate / 3600) for at, rate in run.series.get("throughput/steps_per_s", ()) if rate > 0]
-    total, before, found = 0.0, 0, [(0, 0.0)]
-    for iteration, each in pace:
-        total, before = total + (iteration - before) * each, iteration
+        pace = [(at, 1 / rate / 3600) for at, rate in run.means("throughput/steps_per_s") if rate > 0]
+    total, before = 0.0, 0.0
+    found: list[tuple[float, float]] = [(0, 0.0)]
+    for iteration, hours_each in pace:
+        total, before = total + (iteration - before) * hours_each, iteration
         found.append((iteration, float(f"{total:.6g}")))
     step = math.ceil(len(found) / PLACES)
     return [*found[:-1:step], found[-1]] if len(found) > 1 else []

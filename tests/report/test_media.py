@@ -49,7 +49,7 @@ def test_of_many_points_in_time_some_are_shown_the_last_one_first(tmp_path: Path
     page = Page(write_report(run_with(tmp_path / "run", put, epochs=20)))
     views = [attributes for tag, attributes in page.tags if tag == "div" and "data-view" in attributes]
 
-    assert len(views) == media.EACH and ["hidden" in each for each in views] == [True] * 7 + [False]
+    assert len(views) == media.SHOWN and ["hidden" in each for each in views] == [True] * 7 + [False]
     assert page.words["pre"][0] == "after 6" and page.words["pre"][-1] == "after 120"
 
 

@@ -445,3 +445,34 @@ def test_rate_is_drawn_as_a_picture() -> None:
 
 def test_rate_of_one_update_can_be_drawn() -> None:
     assert ElementTree.fromstring(lr_svg({"optimizer": Steps()}, 1)) is not None
+
+
+def test_what_json_may_hold_and_a_page_may_not_is_left_out(tmp_path: Path) -> None:
+    run, deep = run_directory(tmp_path / "run", []), "[" * 100_000
+    lines = r"""{"iteration": 1, "loss": 2.0}
+        {"iteration": 2, "loss": HUGE}
+        {"iteration": 3, "loss": 1.0}
+        {"iteration": HUGE, "loss": 5.0}
+        {"iteration": 1e999, "loss": 5.0}
+        {"iteration": 4, "\ud800": 1}
+        {"iteration": 5, "\ud800": 2}"""
+    summary = r"""{"wall_s": HUGE, "reason": "\ud800", "startup_s": {"model": HUGE}}"""
+    huge = "1" + "0" * 400
+    (run / "metrics.jsonl").write_text(lines.replace("HUGE", huge) + f"\n{deep}\n")
+    (run / "summary.json").write_text(summary.replace("HUGE", huge))
+    for name in ("history.jsonl", "goodput.jsonl", "environment.json"):
+        (run / name).write_text(deep)
+    (run / "config.yaml").write_text("a: &a [1, *a]\n")
+    page = Page(write_report(run))
+
+    assert page.curves["Loss"] == {"train": [[1, 2.0], [3, 1.0]]}
+    assert "train is not finite at iteration 2" in page.words["p"]
+    assert "?" in page.words["h3"]
+
+
+def test_a_config_that_repeats_itself_is_not_shown(tmp_path: Path) -> None:
+    levels = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))
+    run = run_directory(tmp_path / "run", ROWS)
+    (run / "config.yaml").write_text(f"a0: &a0 [1]\n{levels}\n")
+
+    assert write_report(run).stat().st_size < 2**20

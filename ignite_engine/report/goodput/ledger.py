@@ -7,7 +7,6 @@ each checkpoint, so that it is known what had been spent when the state was save
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -15,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ignite_engine.run_directory import lines_of
 
 PARTS = {
     "productive": "training that was kept",
@@ -27,10 +28,10 @@ PARTS = {
     "downtime": "no process ran",
     "wasted": "done again, or lost",
 }
-"""Of the wall time, and what to call them."""
+"""The parts of the wall time, and their names on the page."""
 
 COUNTED = ("data_wait", "evaluation", "checkpoint", "handlers", "startup")
-"""What a line holds; what else of ``elapsed`` is training."""
+"""The parts in a line; the rest of ``elapsed`` is training."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,10 @@ def _kept(lines: Sequence[Mapping[str, Any]], cut: float) -> Mapping[str, Any]:
         return last
     began = {**dict.fromkeys(COUNTED, 0.0), "startup": last["startup"], "elapsed": last["startup"]}
     known = [began | {"iteration": last["first"]}, *lines]
-    before = next((each for each in reversed(known) if each["iteration"] <= cut), known[0])
+    before = next((line for line in reversed(known) if line["iteration"] <= cut), known[0])
     if before["iteration"] >= cut:
         return before
-    after = next(each for each in known if each["iteration"] > cut)
+    after = next(line for line in known if line["iteration"] > cut)
     share = (cut - before["iteration"]) / (after["iteration"] - before["iteration"])
     return {name: before[name] + share * (after[name] - before[name]) for name in ("elapsed", *COUNTED)}
 
@@ -125,18 +126,13 @@ def _starts(lines: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:
-    """Those that can be read; a kill may have torn one."""
-    found: list[Mapping[str, Any]] = []
-    with contextlib.suppress(OSError):
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                line = json.loads(text)
-                if isinstance(line, dict) and all(
-                    isinstance(line.get(key), int | float)
-                    for key in ("began", "elapsed", "first", "iteration", *COUNTED)
-                ):
-                    found.append(line)
-    return found
+    """The lines that can be read; a kill may have torn one."""
+    keys = ("began", "elapsed", "first", "iteration", *COUNTED)
+    return [line for line in lines_of(path) if all(_is_usable(line.get(key)) for key in keys)]
+
+
+def _is_usable(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e15
 
 
 class LedgerFile:
