@@ -19,6 +19,7 @@ from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
 from ignite_engine.step import out_of_memory
+from ignite_engine.step.backward import backward
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.gradients import check_tables, clip_gradients, gradient_norm
 from ignite_engine.step.invariant import RankInvariance
@@ -287,7 +288,7 @@ class Update:
         # between two steps of the optimizer each further call costs microseconds
         listeners = [engine._event_handlers[event] for event in _OF_A_MICRO_BATCH]
         _, _, after_backward = listeners
-        in_contexts, backward = bool(defers) or self.loss_parallel, self._backward
+        in_contexts, one_micro_batch = bool(defers) or self.loss_parallel, self._backward
         for batch in micro_batches if self._on_host else to_device(micro_batches, self.device, state.iteration):
             scale = scales[len(losses)]
             if in_contexts or not scale:
@@ -299,9 +300,9 @@ class Update:
                     without_trace(self.model) if repeated else nullcontext(),
                     nullcontext() if scale else without_rows(self._parameters()),
                 ):
-                    losses.append(backward(engine, batch, scale, extras, listeners))
+                    losses.append(one_micro_batch(engine, batch, scale, extras, listeners))
             else:
-                losses.append(backward(engine, batch, scale, extras, listeners))
+                losses.append(one_micro_batch(engine, batch, scale, extras, listeners))
             state.micro_batches += 1
             if after_backward:
                 engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
@@ -356,7 +357,7 @@ class Update:
             loss, extra = (result, None) if type(result) is Tensor else parts(result)
             if loss.dim():
                 loss = loss.reshape(())
-            loss.backward(self._incoming(scale, loss))
+            backward(loss, self._incoming(scale, loss))
             if extra is not None:
                 extras.append({name: scalar(value) for name, value in extra.items()})
             return scalar(loss)
