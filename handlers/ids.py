@@ -121,8 +121,7 @@ class IdAdmission:
                 raise ValueError(f"{self.name}: tables[{at}] is not a parameter of the model: give its own.")
 
     def _count(self, trainer: Trainer) -> None:
-        state = trainer.state
-        for batch in micro_batches_of(state.batch, padding=state.padding):
+        for batch in micro_batches_of(trainer):
             ids = self.ids_of(batch)
             check_type("what ids_of returns", ids, isinstance(ids, Tensor), "a tensor of ids")
             self._sightings.add(ids)

@@ -179,8 +179,7 @@ class Throughput:
         self._total_s += perf_counter() - self._started
         self._started = None
         self._steps += 1
-        state: Any = trainer.state
-        micro_batches = micro_batches_of(state.batch, padding=getattr(state, "padding", 0))
+        micro_batches = micro_batches_of(trainer)
         for micro_batch in micro_batches:
             self._samples += self.samples_fn(micro_batch)
             if self.tokens_fn is not None:
@@ -263,7 +262,7 @@ class _CountedIteration:
         self._done()
         if count.executed:
             self._flops = float(count.executed - count.recomputed), float(count.executed)
-            groups = micro_batches_of(state.batch)
+            groups = micro_batches_of(trainer, repeated=True)
             tokens_fn, samples_fn = self._throughput.tokens_fn, self._throughput.samples_fn
             tokens = 0 if tokens_fn is None else sum(map(tokens_fn, groups))
             self._units = tokens, sum(map(samples_fn, groups)), len(groups)

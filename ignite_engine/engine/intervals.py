@@ -233,8 +233,7 @@ class Intervals:
         """Count this rank's samples and tokens; the ranks exchange their numbers beside the update."""
         if not self._counts:
             return
-        state = trainer.state
-        batches = micro_batches_of(state.batch, padding=state.padding)
+        batches = micro_batches_of(trainer)
         own = [float(sum(count(batch) for batch in batches)) for count in self._counts.values()]
         if self._rows is not None:
             self._rows()  # of an iteration that was given up

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -16,12 +16,6 @@ WeightFn = Callable[[Any], float]
 
 class Group(list[Any]):
     """The micro-batches of one iteration, as the loader gave them."""
-
-
-def micro_batches_of(batch: Any, *, padding: int = 0) -> Sequence[Any]:
-    """The micro-batches of ``state.batch``, without the last ``padding``, which are repeated and weigh nothing."""
-    batches: Sequence[Any] = batch if isinstance(batch, Group) else (batch,)
-    return batches[: len(batches) - padding]
 
 
 def reducing_modules(model: nn.Module) -> list[nn.Module]:
@@ -52,6 +46,41 @@ class GroupWeights:
                 f"The weights of one update sum up to infinity, got {self.weights} here: return smaller ones."
             )
         return [weight * ranks / self.total for weight in self.weights] if self.total else None
+
+
+class Share(NamedTuple):
+    """What this rank has of an iteration's group, and what the data knows of the whole."""
+
+    micro_batches: Sequence[Any]
+    padding: int
+    """Micro-batches at the end that repeat one and weigh nothing, as this rank's data ran out before its peers'."""
+    total: int
+    """Micro-batches with weight over all data-parallel ranks; 0: as many on each."""
+    weights: GroupWeights | None
+    """What ``weight_fn`` gave, where ranks agreed on it ahead."""
+
+
+def share_of(engine: Any, batch: Any) -> Share:
+    """The group of ``batch``, which is ``state.batch``, whoever assigned it.
+
+    Where the trainer groups, a batch is a sequence of micro-batches; else it is one micro-batch.
+    """
+    state = engine.state
+    groups = getattr(engine, "accumulation_steps", None) or getattr(engine, "global_micro_batches", None)
+    grouped = isinstance(batch, Group) or (groups is not None and batch is not None)
+    weights = getattr(state, "group_weights", None)
+    return Share(
+        batch if grouped else (batch,),
+        getattr(state, "padding", 0),
+        getattr(state, "group_total", 0),
+        weights if weights is not None and weights.batch is batch else None,  # else a handler has given another batch
+    )
+
+
+def micro_batches_of(engine: Any, *, repeated: bool = False) -> Sequence[Any]:
+    """The micro-batches of ``state.batch``; those that are repeated and weigh nothing only where asked for."""
+    share = share_of(engine, engine.state.batch)
+    return share.micro_batches if repeated else share.micro_batches[: len(share.micro_batches) - share.padding]
 
 
 def gradient_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:

@@ -6,10 +6,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import accumulation_steps_for, gradient_sync
+from ignite_engine import Trainer, Update, accumulation_steps_for, every, gradient_sync
 from ignite_engine.accumulation import check_accumulates, micro_batch_scales
+from ignite_engine.step.micro_batches import micro_batches_of
+from tests.builders import Numbers, linear, mse
 
 
 @pytest.mark.parametrize(("arguments", "steps"), [((64, 8, 2), 4), ((8, 8), 1), ((96, 4, 3), 8)])
@@ -78,6 +82,27 @@ def test_only_the_last_backward_reduces(kind: str) -> None:
         raise KeyError
 
     assert seen == [False, False, True] and model.reduces
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_batch_that_a_handler_assigns_is_counted_by_what_the_trainer_groups(kind: Any, steps: int | None) -> None:
+    """Mixup and cropping assign a plain list of micro-batches; without grouping a list is one batch."""
+    model, counted = linear(), list[int]()
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse), steps)
+
+    def augment() -> None:
+        trainer.state.batch = kind(trainer.state.batch)
+
+    trainer.add_event_handler(Events.GET_BATCH_COMPLETED, augment)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: counted.append(sum(len(batch[0]) for batch in micro_batches_of(trainer)))
+    )
+    trainer.add_event_handler(every(samples=8), lambda: None)
+    data = Numbers(16)
+    state = trainer.run([(data.inputs[at : at + 4], data.targets[at : at + 4]) for at in range(0, 16, 4)])
+
+    assert counted == [4 * (steps or 1)] * (4 // (steps or 1)) and state.samples == 16
 
 
 def test_static_graph_is_refused_in_one_line() -> None:
