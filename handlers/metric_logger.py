@@ -20,7 +20,7 @@ from ignite_engine.handlers.meters import CHUNK, Meter, Running, packed, unpacke
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
 from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import plain_metric
-from ignite_engine.step.reported import GroupMean, Reported, read
+from ignite_engine.update import Update, Updates
 
 Row = Mapping[str, Any]
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class MetricLogger:
     def _add_up(self) -> None:
         rows, self._rows = self._rows, []
         for name in dict.fromkeys(name for _, row in rows for name in row):
-            values = [read(row[name]) for _, row in rows if name in row]
+            values = [row[name] for _, row in rows if name in row]
             iterations = [iteration for iteration, row in rows if name in row] if name in _WATCHED else None
             self._means.setdefault(name, Running("mean")).add(values, iterations)
 
@@ -195,11 +195,11 @@ class MetricLogger:
             return
         if self._loaded:
             self._join_loaded()
-        if row := _scalars(trainer.state.unread_output):
+        if row := _scalars(trainer.state.output, fresh=type(trainer.update) in (Update, Updates)):
             self._rows.append((trainer.state.iteration, row))
             for meter in trainer.state.meters.values():
                 if meter.of in row:
-                    meter.take(read(row[meter.of]))
+                    meter.take(row[meter.of])
             if len(self._rows) == CHUNK:
                 self._add_up()
 
@@ -237,7 +237,7 @@ def _as_columns(rows: Sequence[tuple[int, Row]]) -> list[Any]:
     columns: list[Any] = []
     for names, group in itertools.groupby(rows, key=lambda row: list(row[1])):
         iterations, values = zip(*group, strict=True)
-        columns.append([list(iterations), {name: packed([read(row[name]) for row in values]) for name in names}])
+        columns.append([list(iterations), {name: packed([row[name] for row in values]) for name in names}])
     return columns
 
 
@@ -253,25 +253,18 @@ def _as_rows(columns: Iterable[Any]) -> list[tuple[int, Row]]:
     return rows
 
 
-def _scalars(output: Any) -> Row:
-    """The numbers and tensors of one element in ``output`` by name, without graphs and larger tensors behind them."""
+def _scalars(output: Any, *, fresh: bool) -> Row:
+    """The numbers and tensors of one element in ``output`` by name, without graphs.
+
+    Args:
+        fresh: the tensors are in memory of their own; else they may be parts of larger ones, or parameters.
+    """
     row: dict[str, Any] = {}
-    is_ours = type(output) is Reported
-    if is_ours:
-        pairs: Any = dict.items(output)
-    else:
-        pairs = output.items() if isinstance(output, Mapping) else (("loss", output),)
+    pairs = output.items() if isinstance(output, Mapping) else (("loss", output),)
     for name, value in pairs:
-        if type(value) is GroupMean:
-            row[name] = value
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             if value.numel() == 1:
-                if value.requires_grad:
-                    value = value.detach()
-                # a view would keep the whole tensor until it is added up, and in checkpoints; an update of the user's
-                # may return a parameter, a buffer or the same tensor each time, whose value changes until then
-                shares = not is_ours or value.untyped_storage().nbytes() != value.itemsize
-                row[name] = value.clone() if shares else value
+                row[name] = value if fresh else value.detach().clone()
         elif isinstance(value, Number):
             row[name] = value
     return row

@@ -11,8 +11,6 @@ from typing import Any
 
 from ignite.engine import Engine, State
 
-from ignite_engine.step.reported import Reported
-
 COUNTERS = ("micro_batches", "optimizer_steps", "skipped_steps", "evaluations", "checkpoints", "windows", "read_errors")
 TOTALS = ("samples", "tokens")
 """Counted only where an interval asks for them."""
@@ -104,21 +102,6 @@ class _MetricsField:
         state.__dict__["metrics"] = values
 
 
-class _OutputField:
-    """``state.output``: a plain dict to whoever reads it, of what an Update has reported."""
-
-    def __get__(self, state: Any, owner: type) -> Any:
-        if state is None:
-            return self
-        output = state.__dict__["output"]
-        if type(output) is Reported:
-            output = state.__dict__["output"] = dict(output)
-        return output
-
-    def __set__(self, state: Any, output: Any) -> None:
-        state.__dict__["output"] = output
-
-
 class TrainingState(State):
     """Ignite's ``State`` with the counters and the outcome of a training run. Each field has one writer.
 
@@ -128,7 +111,7 @@ class TrainingState(State):
 
     metrics: Metrics = _MetricsField()  # type: ignore[assignment]  # what it holds
     """Newest value of everything measured, by name. Writers: the producers (Evaluation, MetricLogger, ...)."""
-    output: Any = _OutputField()
+    output: Any
     """What the update of the last completed iteration returned; None before the first. Writer: Trainer."""
     media: dict[str, Any]
     """Images, histograms (of ``ignite_engine.handlers``) and texts (str) by name, until the sinks have them at the next
@@ -212,11 +195,6 @@ class TrainingState(State):
     def background_done(self) -> bool:
         """On some rank background work has ended: all ranks collect theirs at this step boundary."""
         return self.boundary.collect
-
-    @property
-    def unread_output(self) -> Any:
-        """``output`` as it is, perhaps with a mean that nobody has read yet."""
-        return self.__dict__["output"]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

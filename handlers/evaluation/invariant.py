@@ -133,7 +133,10 @@ def _sum(left: Any, right: Any) -> Any:
 
 
 def _nothing(value: Any) -> Any:
-    return value if isinstance(value, bool) else value * 0
+    """What a rank without a part adds to a sum; not ``value * 0``, which is NaN where a sum is infinite."""
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value)
+    return value if isinstance(value, bool) else type(value)()
 
 
 def _on_host(sums: Sums) -> Sums:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -127,27 +126,12 @@ def _is_below(norm: float, max_norm: float, eps: float) -> bool:
 
 
 def _clip_plain(gradients: list[Tensor], max_norm: float) -> Tensor:
-    """As :func:`clip_gradients`: the norm is read at no cost, so no tensor is needed for the factor."""
+    """As :func:`clip_gradients`, whose norm is read here at no cost."""
     # as torch's get_total_norm, which first groups them by device and dtype
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    value = norm.item()
-    if not _is_below(value, max_norm, _FP32_EPS):
-        torch._foreach_mul_(gradients, clip_factor(value, max_norm))
+    if not _is_below(norm.item(), max_norm, _FP32_EPS):
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp_(max=1.0))
     return norm
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """``min(1, max_norm / (norm + 1e-6))`` to the bits of torch's arithmetic with an fp32 tensor.
-
-    In float64 each of these operations on fp32 numbers, rounded to fp32, is the fp32 operation; torch divides by
-    multiplying with the reciprocal.
-    """
-    inverse = _fp32(1.0 / _fp32(norm + _fp32(1e-6)))
-    return min(_fp32(inverse * _fp32(max_norm)), 1.0)  # this order keeps a NaN
-
-
-def _fp32(value: float) -> float:
-    return ctypes.c_float(value).value
 
 
 def check_tables(model: nn.Module) -> None:

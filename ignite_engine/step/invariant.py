@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from ignite_engine.step.gradient_buffers import GradientBuffers
 from ignite_engine.step.gradient_tree import GradientTree
 from ignite_engine.step.losses import names_of
 from ignite_engine.step.micro_batches import WeightFn, check_weight, share
+from ignite_engine.step.parameters import Parameters
 from ignite_engine.step.rank_local import check_model
 from ignite_engine.step.tree_sum import nodes_of
 
@@ -29,16 +30,17 @@ _BETWEEN_UPDATES = -1
 class RankInvariance:
     """Random numbers and sums of one update after the other.
 
-    In each :meth:`begin`; while :meth:`collecting`, for every micro-batch :meth:`before`, forward and backward,
-    :meth:`after`; then :meth:`reduce`. Its state is the seed of the model's random numbers.
+    In each :meth:`begin`, and for each pass over the group: while :meth:`collecting`, for every micro-batch
+    :meth:`before`, forward and backward, :meth:`after`; then :meth:`reduce`. Its state is the seed of the model's
+    random numbers.
 
     Args:
         model: the user's own, not wrapped for data parallelism.
-        parameters: those whose gradients are summed, each once, in the same order on every rank.
+        parameters: those whose gradients are summed, in the same order on every rank.
         device: the model's.
     """
 
-    def __init__(self, model: nn.Module, parameters: Callable[[], list[Tensor]], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, parameters: Parameters, device: torch.device) -> None:
         self._model, self._all_parameters, self._device = model, parameters, device
         self._seed: int | None = None
         self._gradient_buffers: GradientBuffers | None = None
@@ -52,7 +54,7 @@ class RankInvariance:
         Raises:
             ValueError: something in the model cannot; the same line on every rank.
         """
-        parameters = self._all_parameters()
+        parameters = self._all_parameters.all()
         check_model(self._model, parameters)
         if self._seed is None:
             self._seed = agreement.broadcast_int(torch.initial_seed() & (2**63 - 1))
@@ -97,11 +99,9 @@ class RankInvariance:
         self._leaves = [range(min(first, total), min(end, total)) for first, end in ends]
         self._own = self._leaves[agreement.rank()]
         assert len(self._own) == len(micro_batches)
-        parameters = [each for each in self._all_parameters() if each.requires_grad]
+        parameters = [each for each in self._all_parameters.all() if each.requires_grad]
         if self._gradient_buffers is None or not self._gradient_buffers.are_for(parameters):
             self._gradient_buffers, self._exchange = GradientBuffers(parameters, ranks), None
-        self._tree = GradientTree(self._gradient_buffers, is_whole=ranks == 1)
-        self._versions = [each._version for each in self._buffers.values()]
         self._scales = [1.0 / total] * len(micro_batches)
         if weight_fn is None:
             return self._scales
@@ -116,7 +116,10 @@ class RankInvariance:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """For the forwards and backwards of this rank's micro-batches."""
+        """For the forwards and backwards of this rank's micro-batches; each time a sum of its own begins."""
+        assert self._gradient_buffers is not None
+        self._tree = GradientTree(self._gradient_buffers, is_whole=agreement.world_size() == 1)
+        self._versions = [buffer._version for buffer in self._buffers.values()]
         with self._tree.collecting():
             yield
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ignite_engine.errors import NotFinite, RollBack
 from ignite_engine.ranks import agreement
-from ignite_engine.step.reported import GroupMean, read
 
 logger = logging.getLogger(__name__)
 
@@ -110,10 +109,10 @@ class FirstNonFinite:
 
     def __init__(self) -> None:
         self._start = 0
-        self._losses: list[Tensor | GroupMean] = []
+        self._losses: list[Tensor] = []
         self._first: Tensor | None = None
 
-    def add(self, iteration: int, loss: Tensor | GroupMean) -> None:
+    def add(self, iteration: int, loss: Tensor) -> None:
         if len(self._losses) >= _CHUNK or iteration != self._start + len(self._losses):
             self._fold()
             self._start = iteration
@@ -130,9 +129,11 @@ class FirstNonFinite:
 
     def _fold(self) -> None:
         """Take the first bad one of the losses so far, on their device."""
-        losses, self._losses = self._losses, []
-        if losses:
-            bad = ~torch.stack([read(loss) for loss in losses]).isfinite()
+        if not self._losses:
+            return
+        losses, self._losses = torch.stack(self._losses), []
+        if not losses.is_cpu or not math.isfinite(losses.sum().item()):  # on the CPU the sum is read at no cost
+            bad = ~losses.isfinite()
             first = torch.where(bad.any(), bad.int().argmax() + self._start, -1)
             self._first = first if self._first is None else torch.where(self._first < 0, first, self._first)
 

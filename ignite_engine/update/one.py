@@ -1,12 +1,11 @@
-"""One iteration's work: forward and backward over the micro-batches, clip, one step of every optimizer; or several."""
+"""One iteration's work: accumulate gradients over the micro-batches, clip, one step of every optimizer."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,39 +13,31 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine.errors import check_type, did_you_mean, is_number, is_whole
+from ignite_engine.errors import check_type, is_number
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
-from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
 from ignite_engine.step import out_of_memory
-from ignite_engine.step.backward import backward
-from ignite_engine.step.device import device_of, to_device
-from ignite_engine.step.gradients import check_tables, clip_gradients, gradient_norm
+from ignite_engine.step.accumulate import (
+    Accumulate,
+    ForwardBackward,
+    Plain,
+    RankInvariant,
+    WithPeers,
+    accumulate_in_memory,
+)
+from ignite_engine.step.device import device_of
+from ignite_engine.step.gradients import clip_gradients, gradient_norm
 from ignite_engine.step.invariant import RankInvariance
 from ignite_engine.step.loss_parallel import loss_parallel_context
-from ignite_engine.step.losses import LossFn, parts, scalar, unusable_result, weighted, weighted_by_name
-from ignite_engine.step.micro_batches import (
-    Group,
-    GroupWeights,
-    WeightFn,
-    check_accumulates,
-    micro_batch_scales,
-    reducing_modules,
-    without_sync,
-)
+from ignite_engine.step.losses import LossFn
+from ignite_engine.step.micro_batches import Share, WeightFn, micro_batch_scales, reducing_modules, share_of
 from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_of_first
 from ignite_engine.step.optimizer_step import needs_closure, step
-from ignite_engine.step.precision import LossScaler, Precision, autocast, check_precision, loss_scaler
+from ignite_engine.step.parameters import Parameters
+from ignite_engine.step.precision import Precision, autocast, check_precision, loss_scaler
 from ignite_engine.step.rank_local import inside_ddp
-from ignite_engine.step.reported import GroupMean, Reported, unread
-from ignite_engine.step.without_trace import without_rows, without_trace
 
 logger = logging.getLogger(__name__)
-_OF_A_MICRO_BATCH = (
-    TrainingEvents.FORWARD_STARTED,
-    TrainingEvents.FORWARD_COMPLETED,
-    TrainingEvents.BACKWARD_COMPLETED,
-)
 
 
 class Update:
@@ -85,7 +76,7 @@ class Update:
 
     ``state.output`` becomes a dict of detached device scalars: ``loss``, this rank's weighted sum, scaled so that
     its mean over ranks is the weighted mean of the whole group (on one process it is that mean); ``grad_norm``,
-    before clipping; and the extra names, averaged likewise. The mean of a group's losses is computed when it is read.
+    before clipping; and the extra names, averaged likewise.
 
     Raises:
         ValueError: an argument is out of range, DDP with ``static_graph`` is asked to accumulate, or FSDP2 shards a
@@ -124,73 +115,122 @@ class Update:
         check_type("clip_norm", clip_norm, clip_norm is None or is_number(clip_norm), "a number or None")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, or None for no clipping, got {clip_norm}.")
-        self.model = inside_ddp(model) if rank_invariant else model
-        self.optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
-        if not self.optimizers:
-            raise ValueError("optimizer must hold at least one optimizer, got an empty mapping.")
-        for name, each in self.optimizers.items():
-            check_type("an optimizer's name", name, isinstance(name, str), "a word")
-            label = f"optimizer[{name!r}]" if isinstance(optimizer, Mapping) else "optimizer"
-            is_optimizer = hasattr(each, "param_groups") and hasattr(each, "step")
-            check_type(label, each, is_optimizer, "an optimizer, or a mapping of names to several")
-            if needs_closure(each):
-                raise ValueError(
-                    f"{type(each).__name__} needs a closure that computes the loss again, which Update does not give: "
-                    "write update(engine, batch) yourself and call its step(closure) there."
-                )
-        self.loss_fn, self.weight_fn = loss_fn, weight_fn
+        model = inside_ddp(model) if rank_invariant else model
+        self.optimizers = _checked(optimizer)
+        self.weight_fn = weight_fn
         self.precision: Precision = precision if callable(precision) else check_precision(precision)
         self.clip_norm, self.log_grad_norm = clip_norm, log_grad_norm
         self.device = device_of(model)
-        self._invariance = RankInvariance(self.model, self._parameters, self.device) if rank_invariant else None
-        self._on_host = self.device.type == "cpu"
         self.scaler = loss_scaler(precision, self.device.type, grad_scaler)
         self.non_finite = None if non_finite is None else NonFinitePolicy(non_finite, max_skips)
-        self._losses = FirstNonFinite()
         self.stepping = False
         """An optimizer's step has begun and not all have ended: the weights are of no iteration."""
-        self._has_gradients = False
         self.reduce_each_micro_batch, self.loss_parallel = reduce_each_micro_batch, loss_parallel
-        self._reducing = reducing_modules(self.model)
-        self._is_fsdp = any(hasattr(each, "set_requires_gradient_sync") for each in self._reducing)
-        if self._is_fsdp:
-            check_tables(self.model)
-        self._broken_off = False
-        # one context for good: making one costs more than entering it
-        self._autocast = autocast(precision, self.device.type)
-        self._factors: dict[float, Tensor] = {}
+        self._parameters = Parameters(self.optimizers)
+        self._losses = FirstNonFinite()
+        self._has_gradients = False
         self._scales: dict[tuple[int, int, int], list[float]] = {}
+        self._invariance = RankInvariance(model, self._parameters, self.device) if rank_invariant else None
+        self._reduces = bool(reducing_modules(model))
+        # one context for good: making one costs more than entering it
+        context = None if precision == "fp32" else autocast(precision, self.device.type)
+        self._forward_backward = ForwardBackward(model, loss_fn, context, self.scaler)
+        self._accumulation = self._chosen_accumulation()
+
+    def _chosen_accumulation(self) -> Accumulate:
+        forward_backward = self._forward_backward
+        if self._invariance is not None:
+            return RankInvariant(forward_backward, self._invariance, self.scaler, self.device)
+        with_peers = WithPeers(
+            forward_backward,
+            self._parameters,
+            self.device,
+            around=loss_parallel_context if self.loss_parallel else nullcontext,
+            reduce_each_micro_batch=self.reduce_each_micro_batch,
+        )
+        if self._reduces or self.loss_parallel:
+            return with_peers
+        return Plain(forward_backward, self.device, weightless=with_peers)
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained; with ``rank_invariant`` the module inside of DDP."""
+        return self._forward_backward.model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self._forward_backward.model = model
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """May be replaced between two iterations."""
+        return self._forward_backward.loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: LossFn) -> None:
+        self._forward_backward.loss_fn = loss_fn
 
     def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
         """Do one update with ``batch``: a list of micro-batches where the engine groups them, else the loader's."""
         state: Any = engine.state
-        if not hasattr(state, "padding"):
+        if not hasattr(state, "micro_batch_limit"):
             if self.rank_invariant:
                 raise ValueError(
                     "Update(rank_invariant=True) needs Trainer(update, global_micro_batches=...), "
                     f"got a {type(engine).__name__}."
                 )
             _prepare_plain_engine(engine)
-        grouped = getattr(engine, "accumulation_steps", None) is not None
         if self.non_finite is not None:
             if self.non_finite.leaves_out(state.iteration):
                 return self._skip(engine, {"loss": torch.full((), math.nan, device=self.device)})
             self.non_finite.keep(self.model.buffers())
-        micro_batches = batch if grouped or isinstance(batch, Group) else (batch,)
-        if self._invariance is None:
-            scales = self._scales_of(batch, micro_batches, state)
-        else:
-            scales = self._begin_invariant(self._invariance, engine, micro_batches)
-        self._clear_gradients()
+        share = share_of(engine, batch)
+        micro_batches, scales = share.micro_batches, self._scales_of(engine, share)
         if scales is None:
+            self._parameters.clear_gradients()
             return self._skip(engine, {"loss": torch.zeros((), device=self.device)})
-        if self._invariance is not None:
-            return self._step(engine, self._accumulate_in_memory(engine, micro_batches, scales))
-        if not self._reducing and 0.0 in scales and any(scales):
+        if 0.0 in scales and not self._reduces and self._invariance is None and any(scales):
             # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
             micro_batches = [each for each, scale in zip(micro_batches, scales, strict=True) if scale]
             scales = [scale for scale in scales if scale]
-        return self._step(engine, self._accumulate_in_memory(engine, micro_batches, scales))
+        return self._step(engine, self.accumulate(engine, micro_batches, scales))
+
+    def accumulate(self, engine: Engine, micro_batches: Sequence[Any], scales: list[float]) -> dict[str, Tensor]:
+        """Leave the gradients of one group in ``parameter.grad``; called once in each iteration, before the step.
+
+        Override it for an update of your own: two passes in a step (SAM), noise, gradient surgery. Clipping, the step,
+        its events, what is not finite and the checkpoint stay as they are. A call of this one begins without gradients,
+        and does forward and backward of every micro-batch, with their events.
+
+        Args:
+            micro_batches: of this rank, as the loader gave them.
+            scales: the factor of each micro-batch's mean loss: summed, and averaged over ranks, these losses are the
+                weighted mean of the group.
+
+        Returns:
+            What ``state.output`` becomes: ``loss``, and others by name; detached tensors of shape ``()`` that nothing
+            writes to later.
+
+        The gradients are reduced over the ranks; in fp16 they are still multiplied by ``scaler.get_scale()``. Clone
+        those that you keep. What is drawn from torch's generators is resumed exactly; what has a state of its own
+        belongs into :meth:`stateful`.
+        """
+        self._parameters.clear_gradients()
+        limit = engine.state.micro_batch_limit  # type: ignore[attr-defined]  # the Trainer's
+        if limit is None and self.device.type in out_of_memory.NEVER_ON:
+            return self._accumulation(engine, micro_batches, scales)
+        # peers wait for this rank's reduction, and invariant bits are those of whole micro-batches
+        splits = not self._reduces and self._invariance is None
+        return accumulate_in_memory(
+            self._accumulation,
+            engine,
+            micro_batches,
+            scales,
+            model=self.model,
+            parameters=self._parameters,
+            weight_fn=self.weight_fn,
+            splits=splits,
+        )
 
     @property
     def rank_invariant(self) -> bool:
@@ -226,163 +266,46 @@ class Update:
         """A run has ended without an error: one warning if it went wrong and nobody has said so; a collective."""
         state: Any = engine.state
         if state.not_finite_at is None:
-            state.not_finite_at = warn_of_first(self._losses, self._parameters(), state.iteration)
+            state.not_finite_at = warn_of_first(self._losses, self._parameters.all(), state.iteration)
 
-    def _scales_of(self, batch: Any, micro_batches: Any, state: Any) -> list[float] | None:
-        weights: GroupWeights | None = state.group_weights
-        if weights is not None and weights.batch is batch:  # else a handler has given another one
-            return weights.scales()
-        key = len(micro_batches), state.padding, state.group_total
+    def _scales_of(self, engine: Any, share: Share) -> list[float] | None:
+        if self._invariance is not None:
+            return self._invariance.begin(
+                share.micro_batches,
+                iteration=engine.state.iteration,
+                full=engine.global_micro_batches,
+                total=share.total or len(share.micro_batches),
+                weight_fn=self.weight_fn,
+            )
+        if share.weights is not None:
+            return share.weights.scales()
+        key = len(share.micro_batches), share.padding, share.total
         scales = self._scales.get(key)
         if scales is None:
             scales = micro_batch_scales(
-                micro_batches, padding=state.padding, group_total=state.group_total, weight_fn=self.weight_fn
+                share.micro_batches, padding=share.padding, group_total=share.total, weight_fn=self.weight_fn
             )
             if self.weight_fn is None and scales is not None:
                 self._scales[key] = scales
         return scales
 
-    def _accumulate_in_memory(self, engine: Engine, micro_batches: Any, scales: list[float]) -> dict[str, Tensor]:
-        """Accumulate; where a micro-batch does not fit into the memory of one process, again with smaller ones."""
-        state: Any = engine.state
-        if self.device.type in out_of_memory.NEVER_ON and state.micro_batch_limit is None:
-            return self._accumulate(engine, micro_batches, scales)
-        before, counted = out_of_memory.Generators(self.device), state.micro_batches
-        while True:
-            pieces, shares = micro_batches, scales
-            if state.micro_batch_limit is not None and self._invariance is None:
-                pieces, shares = out_of_memory.split(micro_batches, scales, state.micro_batch_limit, self.weight_fn)
-            try:
-                return self._accumulate(engine, pieces, shares)
-            except torch.OutOfMemoryError as error:
-                batch = pieces[state.micro_batches - counted]
-                # else peers wait for this rank's reduction, or the bits are those of whole micro-batches
-                alone = agreement.world_size() == 1 and not self._reducing and self._invariance is None
-                limit = out_of_memory.halved(batch) if alone else None
-                if limit is None:
-                    raise out_of_memory.refusal(error, batch, state.iteration) from error
-                logger.warning("%s", out_of_memory.report(batch, limit, state.iteration, self.model))
-            # here the error is gone, and with it what its frames have held
-            state.micro_batch_limit, state.micro_batches = limit, counted
-            self._clear_gradients()
-            del batch, pieces
-            out_of_memory.free()
-            before.restore()
-
-    def _accumulate(self, engine: Engine, micro_batches: Any, scales: list[float]) -> dict[str, Tensor]:
-        """Forward and backward of each micro-batch; the weighted means of what they report."""
-        if self._invariance is not None:
-            return self._accumulate_invariant(self._invariance, engine, micro_batches, scales)
-        state: Any = engine.state
-        defers = self._reducing if len(scales) > 1 and not self.reduce_each_micro_batch else ()
-        for module in defers:
-            check_accumulates(module)
-        if self._broken_off:
-            raise RuntimeError(
-                "An update of this FSDP2 model raised, and FSDP2 keeps the gradients that it had by then: make the "
-                "model, its optimizer and Update again before you train on."
-            )
-        self._broken_off = self._is_fsdp
-        losses: list[Tensor] = []
-        extras: list[Mapping[str, Tensor]] = []
-        # between two steps of the optimizer each further call costs microseconds
-        listeners = [engine._event_handlers[event] for event in _OF_A_MICRO_BATCH]
-        _, _, after_backward = listeners
-        in_contexts, one_micro_batch = bool(defers) or self.loss_parallel, self._backward
-        for batch in micro_batches if self._on_host else to_device(micro_batches, self.device, state.iteration):
-            scale = scales[len(losses)]
-            if in_contexts or not scale:
-                repeated = not scale and len(losses) >= len(scales) - state.padding
-                is_last = len(losses) == len(scales) - 1
-                with (
-                    without_sync(() if is_last else defers),
-                    loss_parallel_context(self.loss_parallel),
-                    without_trace(self.model) if repeated else nullcontext(),
-                    nullcontext() if scale else without_rows(self._parameters()),
-                ):
-                    losses.append(one_micro_batch(engine, batch, scale, extras, listeners))
-            else:
-                losses.append(one_micro_batch(engine, batch, scale, extras, listeners))
-            state.micro_batches += 1
-            if after_backward:
-                engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
-        self._broken_off = False
-        output = {"loss": weighted(losses, scales)} if len(losses) == 1 else Reported(loss=GroupMean(losses, scales))
-        if extras:
-            output.update(weighted_by_name(extras, scales))
-        return output
-
-    def _begin_invariant(self, invariance: RankInvariance, engine: Any, micro_batches: Any) -> list[float] | None:
-        return invariance.begin(
-            micro_batches,
-            iteration=engine.state.iteration,
-            full=engine.global_micro_batches,
-            total=engine.state.group_total or len(micro_batches),
-            weight_fn=self.weight_fn,
-        )
-
-    def _accumulate_invariant(
-        self, invariance: RankInvariance, engine: Engine, micro_batches: Any, scales: list[float]
-    ) -> dict[str, Tensor]:
-        """As :meth:`_accumulate`; one that weighs nothing is left out."""
-        state: Any = engine.state
-        losses: list[Tensor] = []
-        extras: list[Mapping[str, Tensor]] = []
-        listeners = [engine._event_handlers[event] for event in _OF_A_MICRO_BATCH]
-        with invariance.collecting():
-            for index, batch in enumerate(to_device(micro_batches, self.device, state.iteration)):
-                if scales[index]:
-                    invariance.before(index)
-                    losses.append(self._backward(engine, batch, scales[index], extras, listeners))
-                state.micro_batches += 1
-                if engine._event_handlers.get(TrainingEvents.BACKWARD_COMPLETED):
-                    engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
-                invariance.after(index)
-        if not losses and self.scaler is not None:  # it makes its scale in its first use, which is that of its peers
-            self.scaler.scale(torch.zeros((), device=self.device))
-        return invariance.reduce(losses, extras)
-
-    def _backward(
-        self, engine: Engine, batch: Any, scale: float, extras: list[Mapping[str, Tensor]], listeners: Any
-    ) -> Tensor:
-        """Forward and backward of one micro-batch on the device; its mean loss, detached."""
-        started, completed, _ = listeners
-        if started:
-            engine.fire_event(TrainingEvents.FORWARD_STARTED)
-        with self._autocast:
-            result: Any = self.loss_fn(self.model, batch)
-        if completed:
-            engine.fire_event(TrainingEvents.FORWARD_COMPLETED)
-        try:
-            loss, extra = (result, None) if type(result) is Tensor else parts(result)
-            if loss.dim():
-                loss = loss.reshape(())
-            backward(loss, self._incoming(scale, loss))
-            if extra is not None:
-                extras.append({name: scalar(value) for name, value in extra.items()})
-            return scalar(loss)
-        except Exception as error:
-            if (unusable := unusable_result(result)) is not None:
-                raise ValueError(unusable) from error
-            raise
-
     def _step(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self._has_gradients:
-            self._check_gradients()
+            self._check_gradients(output)
         finite = self.scaler is None or self.scaler.unscale_all(self.optimizers.values())
         handlers = engine._event_handlers
         if handlers.get(TrainingEvents.OPTIMIZER_STEP_STARTED):
             engine.fire_event(TrainingEvents.OPTIMIZER_STEP_STARTED)
         norm = None
         if self.clip_norm is not None:
-            norm = output["grad_norm"] = clip_gradients(self._parameters(), self.clip_norm)
+            norm = output["grad_norm"] = clip_gradients(self._parameters.all(), self.clip_norm)
         elif self.log_grad_norm or (self.non_finite is not None and self.scaler is None):
-            norm = gradient_norm([p.grad for p in self._parameters() if p.grad is not None])
+            norm = gradient_norm([p.grad for p in self._parameters.all() if p.grad is not None])
             if self.log_grad_norm:
                 output["grad_norm"] = norm
         if self.non_finite is not None and not self._is_finite(engine, output["loss"], norm):
             return self._skip(engine, output)
-        self._losses.add(engine.state.iteration, unread(output, "loss"))
+        self._losses.add(engine.state.iteration, output["loss"])
         if finite:
             self.stepping = True
             for optimizer in self.optimizers.values():
@@ -416,8 +339,10 @@ class Update:
             engine.fire_event(TrainingEvents.OPTIMIZER_STEP_SKIPPED)
         return output
 
-    def _check_gradients(self) -> None:
+    def _check_gradients(self, output: dict[str, Tensor]) -> None:
         """At a run's first step: an optimizer of another model's parameters would train nothing, silently."""
+        if not isinstance(output, dict) or "loss" not in output:
+            raise ValueError(f"accumulate() must return a dict with 'loss', got {output!r}.")
         own = {id(parameter) for parameter in unwrap(self.model).parameters()}
         idle = []
         for name, optimizer in self.optimizers.items():
@@ -434,163 +359,26 @@ class Update:
             logger.warning("%s", message)  # it may be meant to begin later
         self._has_gradients = True
 
-    def _incoming(self, scale: float, loss: Tensor) -> Tensor:
-        """The gradient that backward starts from: that of ``scaler.scale(loss * scale)``, without its two nodes."""
-        if self.scaler is not None:
-            return self.scaler.scale(torch.ones((), device=loss.device)).to(loss.dtype) * scale
-        factor = self._factors.get(scale)
-        if factor is None or factor.dtype != loss.dtype or factor.device != loss.device:
-            if len(self._factors) > 64:
-                self._factors.clear()
-            factor = self._factors[scale] = torch.full((), scale, dtype=loss.dtype, device=loss.device)
-        return factor
 
-    def _clear_gradients(self) -> None:
-        for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-
-    def _parameters(self) -> list[Tensor]:
-        """Each parameter of the optimizers once, in their order."""
-        groups = (group for optimizer in self.optimizers.values() for group in optimizer.param_groups)
-        return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
-
-
-class Updates:
-    """The process function of a :class:`~ignite_engine.Trainer` whose iteration is several updates of one model.
-
-    Each has its own loss, optimizer, precision and clipping, and is made of the same group of micro-batches, in the
-    order of the mapping. A GAN is a module with both networks in it::
-
-        Updates({
-            "discriminator": Update(gan, discriminator_optimizer, discriminator_loss),
-            "generator": Update(gan, generator_optimizer, generator_loss),
-        }, every={"generator": 5})
-
-    Args:
-        updates: by name; all of the same model. An optimizer of one leaves the parameters of the others alone, whatever
-            gradients they get; its own are cleared before its update.
-        every: iterations from one update of that name to the next; 1 where it is not given. With 5 it is made in
-            iterations 5, 10, ...: its peers are made five times for each of it.
-
-    ``state.output`` holds what each reports, under ``<name>/``: ``generator/loss``. The events of the optimizer step
-    fire for each update, and ``optimizer_steps`` counts them all; :meth:`stepped` is the event of one. An
-    :class:`~ignite_engine.handlers.LRSchedule` steps with its own optimizer. A checkpoint holds the model once and, of
-    each update, the optimizer (``optimizer/generator``) and whatever else it saves.
-
-    Raises:
-        ValueError: they have not one model, share an optimizer, have different weights, or use ``non_finite`` or
-            ``rank_invariant``; an ``every`` is below 1 or of no update.
-    """
-
-    def __init__(self, updates: Mapping[str, Update], *, every: Mapping[str, int] | None = None) -> None:
-        if not updates:
-            raise ValueError("updates must hold at least one Update, got an empty mapping.")
-        for name, update in updates.items():
-            check_type(f"updates[{name!r}]", update, isinstance(update, Update), "an Update")
-        self.updates = dict(updates)
-        self.every = dict.fromkeys(updates, 1)
-        for name, number in (every or {}).items():
-            if name not in updates:
-                raise ValueError(f"every has {name!r}, which is no update{did_you_mean(name, updates)}")
-            if not is_whole(number) or number < 1:
-                raise ValueError(f"every[{name!r}] must be a number of iterations of at least 1, got {number!r}.")
-            self.every[name] = number
-        self.turn: str | None = None
-        """The update that is being made; None between them."""
-        first = next(iter(self.updates.values()))
-        self.model: nn.Module = first.model
-        self.weight_fn: WeightFn | None = first.weight_fn
-        self.device = first.device
-        self.optimizers: dict[str, Optimizer] = {}
-        for name, update in self.updates.items():
-            self._check(name, update)
-            for label, optimizer in update.optimizers.items():
-                if any(optimizer is other for other in self.optimizers.values()):
-                    raise ValueError(f"updates[{name!r}] has an optimizer of another one: give each its own.")
-                self.optimizers[name if label == "optimizer" else f"{label}/{name}"] = optimizer
-
-    def _check(self, name: str, update: Update) -> None:
-        if update.model is not self.model:
+def _checked(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
+    """The optimizers by name."""
+    optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
+    if not optimizers:
+        raise ValueError("optimizer must hold at least one optimizer, got an empty mapping.")
+    for name, one in optimizers.items():
+        check_type("an optimizer's name", name, isinstance(name, str), "a word")
+        label = f"optimizer[{name!r}]" if isinstance(optimizer, Mapping) else "optimizer"
+        is_optimizer = hasattr(one, "param_groups") and hasattr(one, "step")
+        check_type(label, one, is_optimizer, "an optimizer, or a mapping of names to several")
+        if needs_closure(one):
             raise ValueError(
-                f"updates[{name!r}] has a model of its own: put the networks into one module, as its attributes, and "
-                "give it to each Update."
+                f"{type(one).__name__} needs a closure that computes the loss again, which Update does not give: "
+                "write update(engine, batch) yourself and call its step(closure) there."
             )
-        if update.weight_fn is not self.weight_fn:
-            raise ValueError(f"updates[{name!r}] has another weight_fn than the first: a micro-batch has one weight.")
-        if update.non_finite is not None or update.rank_invariant:
-            setting = "rank_invariant" if update.rank_invariant else "non_finite"
-            raise ValueError(f"updates[{name!r}] uses {setting}, which is for a single Update: leave it out.")
-
-    def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
-        """Make the updates that are due in this iteration."""
-        output = Reported()
-        iteration = engine.state.iteration
-        try:
-            for name, update in self.updates.items():
-                if iteration % self.every[name] == 0:
-                    self.turn = name
-                    output.update({f"{name}/{key}": value for key, value in dict.items(update(engine, batch))})
-        finally:
-            self.turn = None
-        return output
-
-    def stepped(self, which: str | Optimizer) -> Any:
-        """The event that an update's optimizers have stepped.
-
-        Args:
-            which: the update's name, or an optimizer of it.
-
-        Raises:
-            ValueError: there is none.
-        """
-        for name, update in self.updates.items():
-            if which == name or any(which is each for each in update.optimizers.values()):
-                return TrainingEvents.OPTIMIZER_STEP_COMPLETED(event_filter=partial(self._is_turn_of, name))
-        raise ValueError(
-            f"got {which!r}, expected an update's name or its optimizer; known: {', '.join(self.updates)}."
-        )
-
-    def _is_turn_of(self, name: str, engine: Engine, count: int) -> bool:
-        return self.turn == name
-
-    @property
-    def scaler(self) -> LossScaler | None:
-        """That of the first update that has one."""
-        return next((each.scaler for each in self.updates.values() if each.scaler is not None), None)
-
-    @property
-    def stepping(self) -> bool:
-        """An optimizer's step has begun and not all have ended."""
-        return any(each.stepping for each in self.updates.values())
-
-    def stateful(self) -> Iterator[tuple[str, Any, bool]]:
-        """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
-        for turn, update in self.updates.items():
-            for name, obj, shared in update.stateful():
-                if name != "model":
-                    name = f"{name}/{turn}"
-                elif update is not next(iter(self.updates.values())):
-                    continue
-                if isinstance(obj, OptimizerState):
-                    obj.part = name
-                yield name, obj, shared
-
-    def run_starts(self) -> None:
-        """A run starts: what depends on the number of ranks is computed again."""
-        for update in self.updates.values():
-            update.run_starts()
-
-    def run_ended(self, engine: Engine) -> None:
-        """A run has ended without an error: one warning if one of them went wrong; a collective."""
-        for update in self.updates.values():
-            update.run_ended(engine)
+    return optimizers
 
 
 def _prepare_plain_engine(engine: Engine) -> None:
     if not engine.has_registered_events(TrainingEvents.BACKWARD_COMPLETED):
         engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
     engine.state.micro_batch_limit = None  # type: ignore[attr-defined]
-    engine.state.group_weights = None  # type: ignore[attr-defined]
-    engine.state.padding = engine.state.group_total = 0  # type: ignore[attr-defined]

@@ -23,7 +23,6 @@ from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing.nested import walk
 from ignite_engine.handlers import Checkpoint, LRSchedule, Meter, MetricLogger, warmup_linear
 from ignite_engine.handlers.meters import CHUNK
-from ignite_engine.step.reported import read
 from tests.builders import linear, numbers_loader, resume_and_run, trainer_of
 from tests.ranks.forkserver import on_ranks
 
@@ -224,7 +223,7 @@ def bytes_kept(logger: MetricLogger) -> int:
 
 def kept(logger: MetricLogger) -> list[Any]:
     """The values of the interval so far that are not added up yet."""
-    return [read(value) for _, row in logger._rows for value in row.values()]
+    return [value for _, row in logger._rows for value in row.values()]
 
 
 def test_update_may_return_views_and_whole_predictions_and_a_scalar_of_each_is_kept() -> None:

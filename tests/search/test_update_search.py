@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import ignite_engine.update
+import ignite_engine.update.one
 from ignite_engine import Update
+from ignite_engine.step.parameters import Parameters
 from tests.search.common import PASSED
 from tests.search.update_cases import CHOICES, Case, draw
 from tests.search.update_search import FAILED, judge, quiet, run
@@ -53,7 +54,7 @@ def test_a_case_is_a_function_of_its_number() -> None:
 
 
 def keep_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Update, "_clear_gradients", lambda self: None)
+    monkeypatch.setattr(Parameters, "clear_gradients", lambda self: None)
 
 
 def clip_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,17 +63,17 @@ def clip_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             norm = torch.nn.utils.clip_grad_norm_([parameter], max_norm)
         return norm
 
-    monkeypatch.setattr(ignite_engine.update, "clip_gradients", clip)
+    monkeypatch.setattr(ignite_engine.update.one, "clip_gradients", clip)
 
 
 def share_one_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    accumulate = Update._accumulate
+    accumulate = Update.accumulate
 
     def shared(self: Update, *arguments: Any) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return accumulate(self, *arguments)
 
-    monkeypatch.setattr(Update, "_accumulate", shared)
+    monkeypatch.setattr(Update, "accumulate", shared)
 
 
 def step_on_overflow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ignite_engine.step.gradients import clip_factor, clip_gradients, gradient_norm
+from ignite_engine.step.gradients import clip_gradients, gradient_norm
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
 
@@ -105,22 +104,27 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_plain_gradients_are_clipped_without_a_tensor_for_the_factor(max_norm: float) -> None:
+def test_plain_gradients_are_multiplied_only_where_they_are_clipped(max_norm: float) -> None:
     made = parameters([torch.float32] * 4)
     with Operations() as operations:
         clip_gradients(made, max_norm)
 
+    factor = ["aten.add", "aten.reciprocal", "aten.mul", "aten.clamp_", "aten._foreach_mul_"]
     norm = ["aten._foreach_norm", "aten.stack", "aten.linalg_vector_norm", "aten._local_scalar_dense"]
-    assert operations.names == [*norm, *(["aten._foreach_mul_"] if max_norm < 1 else [])]
+    assert operations.names == [*norm, *(factor if max_norm < 1 else [])]
 
 
 @pytest.mark.parametrize("max_norm", [1e-30, 1e-3, 0.3, 1.0, 7.7])
-def test_factor_has_the_bits_of_torchs(max_norm: float) -> None:
+def test_clipped_gradients_have_the_bits_of_torchs_at_any_norm(max_norm: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    norms = torch.randn(500, generator=generator).abs() * 10 ** torch.empty(500).uniform_(-6, 30, generator=generator)
-    for norm in (*norms, torch.tensor(max_norm), torch.tensor(3e38), torch.tensor(float("inf"))):
-        assert clip_factor(norm.item(), max_norm) == torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
-    assert math.isnan(clip_factor(math.nan, max_norm))
+    for scale in 10 ** torch.empty(200).uniform_(-6, 30, generator=generator):
+        ours, theirs = parameters([torch.float32] * 2), parameters([torch.float32] * 2)
+        for parameter in (*ours, *theirs):
+            parameter.grad = parameter.grad * scale  # type: ignore[operator]  # it has one
+        clip_gradients(ours, max_norm)
+        nn.utils.clip_grad_norm_(theirs, max_norm)
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]  # they have one
 
 
 def test_what_is_below_the_limit_is_not_written_to() -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, Update
@@ -115,10 +116,66 @@ def test_counts_are_averaged_too() -> None:
 
 
 def test_what_is_a_scalar_of_its_own_is_not_copied() -> None:
-    value = torch.ones((), requires_grad=True)
+    value = torch.ones((), requires_grad=True) * 2
 
     assert scalar(value).data_ptr() == value.data_ptr() and not scalar(value).requires_grad
     assert scalar(torch.ones(2)[1]).item() == 1.0
+
+
+class Tempered(nn.Module):
+    """CLIP's logit scale, and a buffer of one element that each forward writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.seen += 1
+        return self.logit_scale * batch.mean()
+
+
+REPORTED = {
+    "detached parameter": lambda model: {"value": model.logit_scale.detach()},
+    "data of a parameter": lambda model: {"value": model.logit_scale.data},
+    "parameter": lambda model: {"value": model.logit_scale},
+    "view of a parameter": lambda model: {"value": model.logit_scale.view(1)},
+    "buffer": lambda model: {"value": model.seen},
+    "view of a buffer": lambda model: {"value": model.seen[0]},
+    "alias in numpy": lambda model: {"value": torch.from_numpy(model.seen.numpy())},
+}
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("name", REPORTED)
+def test_a_reported_value_keeps_its_number_when_the_model_changes(name: str, steps: int | None) -> None:
+    model, outputs, at_once = Tempered(), list[Tensor](), list[float]()
+
+    def loss_fn(model: Any, batch: Tensor) -> Any:
+        loss, values = model(batch), REPORTED[name](model)
+        at_once.append(values["value"].item())
+        return loss, values
+
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_fn), steps)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output["value"]))
+    trainer.run([torch.ones(2)] * 6, max_epochs=1)
+
+    groups = [at_once[start : start + (steps or 1)] for start in range(0, 6, steps or 1)]
+    assert [output.item() for output in outputs] == [sum(group) / len(group) for group in groups]
+    assert len({output.item() for output in outputs}) == len(outputs)
+
+
+def test_a_loss_that_is_a_parameter_keeps_its_number() -> None:
+    model, outputs = Tempered(), list[Any]()
+
+    def loss_fn(model: Any, batch: Tensor) -> Any:
+        return {"scale": model.logit_scale}
+
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_fn))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output))
+    trainer.run([torch.ones(2)] * 3, max_epochs=1)
+
+    assert [(each["loss"].item(), each["loss/scale"].item()) for each in outputs] == [(1, 1), (0.5, 0.5), (0, 0)]
 
 
 def test_weighted_sums_leave_out_what_weighs_nothing() -> None:

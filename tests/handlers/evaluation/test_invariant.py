@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import ignite.metrics as ignite_metrics
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.handlers import Evaluation
-from ignite_engine.handlers.evaluation.invariant import SUMMED, dealing_of, unsummed
+from ignite_engine.handlers.evaluation.invariant import SUMMED, _nothing, dealing_of, unsummed
 from tests.builders import Numbers, linear, mse
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -63,6 +64,15 @@ def test_each_metric_is_what_ignite_computes(kind: type[Metric], limit: int | No
     torch.testing.assert_close(
         torch.as_tensor(found).double(), torch.as_tensor(expected).double(), rtol=0, atol=3e-7
     )  # Entropy's in fp32
+
+
+@pytest.mark.parametrize("value", [torch.tensor([math.inf, 1.0]), torch.tensor(math.nan), math.inf, 3])
+def test_ranks_without_a_part_add_zero_to_a_sum_that_is_infinite(value: Any) -> None:
+    """``value * 0`` is NaN: one process would report inf, and two NaN."""
+    nothing = _nothing(value)
+
+    assert type(nothing) is type(value) and torch.as_tensor(nothing).shape == torch.as_tensor(value).shape
+    assert not torch.as_tensor(nothing).any()
 
 
 def test_metric_that_is_used_twice_is_summed_once() -> None:

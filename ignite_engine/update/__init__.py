@@ -1,0 +1,6 @@
+"""One iteration's work: one optimizer step, or several in turn."""
+
+from ignite_engine.update.in_turn import Updates
+from ignite_engine.update.one import Update
+
+__all__ = ["Update", "Updates"]
