@@ -1,0 +1,153 @@
+"""An update of one's own through ``Update.accumulate``: the bits of the loop written by hand, and exact resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+
+from examples import sam
+from examples.sam import RHO, SharpnessAwareUpdate
+from ignite_engine import Trainer, TrainingEvents, Update, loader
+from ignite_engine.checkpointing import CheckpointStore
+from ignite_engine.handlers import Checkpoint
+from tests.builders import Numbers, linear, mse, one, weights
+from tests.examples.test_by_feature import logged
+
+EPOCHS, BATCH, STEPS = 3, 4, 2
+
+
+def by_hand(model: nn.Module, batches: list[Any], *, precision: str, clip_norm: float) -> Tensor:
+    """As in the paper: climb by the norm of the group's gradient, and step from the weights with the gradient there."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parameters = list(model.parameters())
+
+    def gradients(group: list[Any]) -> None:
+        optimizer.zero_grad()
+        for batch in group:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+                loss = mse(model, batch)
+            (loss / len(group)).backward()
+
+    for _ in range(EPOCHS):
+        for start in range(0, len(batches), STEPS):
+            group = batches[start : start + STEPS]
+            gradients(group)
+            held = [parameter.detach().clone() for parameter in parameters]
+            norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()  # type: ignore[union-attr]
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.add_(parameter.grad * (RHO / (norm + 1e-12)))  # type: ignore[operator]  # it has one
+            gradients(group)
+            with torch.no_grad():
+                for parameter, value in zip(parameters, held, strict=True):
+                    parameter.copy_(value)
+            nn.utils.clip_grad_norm_(parameters, clip_norm)
+            optimizer.step()
+    return one(model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_have_the_bits_of_the_loop_written_by_hand(precision: str) -> None:
+    data = Numbers(20)
+    batches = [(data.inputs[at : at + BATCH], data.targets[at : at + BATCH]) for at in range(0, 20, BATCH)]
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    update = SharpnessAwareUpdate(model, optimizer, mse, precision=precision, clip_norm=0.5)
+    state = Trainer(update, STEPS).run(batches, max_epochs=EPOCHS)
+
+    assert torch.equal(one(model), by_hand(linear(), batches, precision=precision, clip_norm=0.5))
+    assert state.output["loss/nearby"] > state.output["loss"] and state.optimizer_steps == 3 * EPOCHS
+
+
+def test_stopped_and_resumed_run_of_the_example_has_the_bits_of_the_whole_one(tmp_path: Path) -> None:
+    whole = sam.main(str(tmp_path / "whole"), epochs=3)
+    sam.main(str(tmp_path / "cut"), epochs=2)
+    resumed = sam.main(str(tmp_path / "cut"), epochs=3)
+
+    assert resumed.state.start.value == "resumed" and torch.equal(weights(resumed), weights(whole))
+    assert logged(tmp_path / "whole") == logged(tmp_path / "cut")
+    assert all(row["loss/nearby"] > row["loss"] for row in logged(tmp_path / "whole"))
+
+
+def test_weights_are_put_back_where_the_second_pass_raises() -> None:
+    model, calls = linear(), list[int]()
+
+    def failing(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError("second pass")
+        return mse(model, batch)
+
+    data = Numbers(8)
+    update = SharpnessAwareUpdate(model, torch.optim.SGD(model.parameters(), lr=0.1), failing)
+    batches = [(data.inputs[:4], data.targets[:4]), (data.inputs[4:], data.targets[4:])]
+    with pytest.raises(KeyError, match="second pass"):
+        Trainer(update, 2).run(batches)
+
+    assert torch.equal(one(model), one(linear()))
+
+
+def test_two_passes_are_the_same_with_rank_invariant_sums() -> None:
+    ends = []
+    for options in ({"rank_invariant": True}, {}):
+        model = linear(dtype=torch.float64)
+        update = SharpnessAwareUpdate(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, **options)
+        trainer = Trainer(update, **({"global_micro_batches": 2} if options else {"accumulation_steps": 2}))
+        trainer.run(loader(Numbers(16, dtype=torch.float64), 4), max_epochs=2)
+        ends.append(one(model))
+
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-12, atol=1e-14)
+    assert not torch.equal(ends[0], one(linear(dtype=torch.float64)))
+
+
+class NoisyUpdate(Update):
+    """Noise on the gradients (Neelakantan et al. 2015, arXiv 1511.06807)."""
+
+    def accumulate(self, engine: Engine, micro_batches: Sequence[Any], scales: list[float]) -> dict[str, Tensor]:
+        output = super().accumulate(engine, micro_batches, scales)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad += 0.01 * torch.randn_like(parameter.grad)
+        return output
+
+
+def noisy(directory: Path, update_class: type[Update] = NoisyUpdate, *, stop_at: int = 0) -> Trainer:
+    torch.manual_seed(3)
+    model = linear(dropout=True)
+    trainer = Trainer(update_class(model, torch.optim.SGD(model.parameters(), lr=0.1), mse), accumulation_steps=2)
+    checkpoint = Checkpoint(directory, strict=True)
+    checkpoint.attach(trainer, Events.EPOCH_COMPLETED)
+    checkpoint.resume()
+    if stop_at:
+        on_step = TrainingEvents.OPTIMIZER_STEP_COMPLETED(once=stop_at)
+        trainer.add_event_handler(on_step, lambda: trainer.request_stop("test"))
+    trainer.run(loader(Numbers(24), 4, shuffle=True, seed=1), max_epochs=3)
+    return trainer
+
+
+def test_gradient_noise_is_resumed_exactly(tmp_path: Path) -> None:
+    whole = noisy(tmp_path / "whole")
+    noisy(tmp_path / "cut", stop_at=4)
+    assert CheckpointStore(tmp_path / "cut").checkpoints()[-1].iteration == 4
+    resumed = noisy(tmp_path / "cut")
+
+    assert torch.equal(weights(resumed), weights(whole))
+    assert not torch.equal(weights(noisy(tmp_path / "plain", Update)), weights(whole))
+
+
+def test_what_accumulate_returns_has_a_loss() -> None:
+    class Silent(Update):
+        def accumulate(self, engine: Engine, micro_batches: Sequence[Any], scales: list[float]) -> dict[str, Tensor]:
+            super().accumulate(engine, micro_batches, scales)
+            return {}
+
+    model, data = linear(), Numbers(4)
+    update = Silent(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)
+    with pytest.raises(ValueError, match=r"accumulate\(\) must return a dict with 'loss', got \{\}"):
+        Trainer(update).run([(data.inputs, data.targets)])
