@@ -122,9 +122,10 @@ def _stateless_order(data: Any) -> Any:
     if order is None or isinstance(getattr(data, "dataset", None), IterableDataset):
         return None
     stateful = True
-    while (inner := getattr(order, "sampler", None)) is not None:  # of a batch sampler
-        stateful = stateful and _has_state(order)
-        order = inner
+    for _ in range(8):  # some objects answer every attribute
+        if (inner := getattr(order, "sampler", None)) is None:
+            break
+        stateful, order = stateful and _has_state(order), inner  # of a batch sampler
     fixed = type(order) is SequentialSampler or isinstance(order, DistributedSampler)
     return None if fixed or (stateful and _has_state(order)) else order
 
