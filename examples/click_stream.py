@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from ignite_engine import Arrays, Files, Task, Windows, hash_ids
+from ignite_engine import Task, Windows
+from ignite_engine.data import Arrays, Files
+from ignite_engine.sparse import hash_ids
 
 IDS = (10, 20, 50, 100, 300, 1000)  # different ids of each sparse feature; their frequencies fall as 1 / rank
 DENSE = 4  # dense features

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
-from ignite_engine import Parallel, Trainer, Update, load_weights, loader, use_mesh
+from ignite_engine import Parallel, Trainer, Update, load_weights, loader
 from ignite_engine.handlers import Checkpoint, GracefulStop, MetricLogger
+from ignite_engine.ranks import use_mesh
 
 BATCH_SIZE = 64  # of all ranks together
 

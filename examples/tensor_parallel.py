@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import TensorDataset
 
-from ignite_engine import Parallel, Trainer, Update, data_rank, data_size, loader, use_mesh
+from ignite_engine import Parallel, Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint, GracefulStop, MetricLogger
+from ignite_engine.ranks import data_rank, data_size, use_mesh
 
 BATCH_SIZE = 64  # of all ranks together
 TENSOR = 2  # ranks that share a layer

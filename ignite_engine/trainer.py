@@ -205,9 +205,6 @@ class Trainer(Engine):
         registry = self.registry
         return reasons + [reason for each in filters for reason in each.reasons(registry.capture, registry.kinds)]
 
-    exactness = reproducibility
-    """The name of :meth:`reproducibility` in earlier versions."""
-
     def request_stop(self, reason: str, signal: int | None = None) -> None:
         """Ask for a stop at the next step boundary on which all ranks agree; safe in a signal handler.
 
@@ -225,7 +222,19 @@ class Trainer(Engine):
         """
         if self.state.status == "running":
             self.state.reason = reason
-        self.terminate()
+        super().terminate()
+
+    def terminate(self, skip_completed: bool = False) -> None:
+        """End the run as Ignite does: at once, without the rest of the epoch.
+
+        On several ranks, where perhaps not all of them call it, all end at the next step boundary at which they vote:
+        that of the epoch's end, or one within about 0.25 s.
+        """
+        if self.requests.single_process or self.state.status != "running":
+            super().terminate(skip_completed)
+        else:
+            option = "skip_completed" if skip_completed else True
+            self.requests.request_end(f"terminate() on rank {agreement.rank()}", option)
 
     def request_save(self) -> None:
         """Ask for a checkpoint at the next step boundary on which all ranks agree; safe in a signal handler."""

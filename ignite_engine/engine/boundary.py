@@ -9,7 +9,7 @@ from ignite.engine import Engine
 
 from ignite_engine.engine import bus
 from ignite_engine.engine.progress import Progress
-from ignite_engine.engine.stop_requests import BACKGROUND_DONE, SAVE, STOP, StopRequests
+from ignite_engine.engine.stop_requests import BACKGROUND_DONE, END, SAVE, STOP, StopRequests
 from ignite_engine.events import TrainingEvents
 from ignite_engine.state import Boundary, TrainingState
 
@@ -59,10 +59,12 @@ class StepBoundary:
         Where what was published ends the epoch, the rest is left to the boundary at its end.
         """
         state, engine = self._state, self._engine
-        agreed = self._agree(now=last)
+        # all ranks end an epoch together: where one has called terminate(), here is where they learn of it
+        agreed = self._agree(now=last or not within_epoch)
         stopping = bool(agreed & STOP)
         if stopping:
             terminate(engine)
+        last = last or bool(agreed & END)
         save, collect = bool(agreed & SAVE), bool(agreed & BACKGROUND_DONE)
         state.boundary = Boundary(last=last or stopping, stopping=stopping, save=save, collect=collect)
         self.publish()
@@ -100,7 +102,15 @@ class StepBoundary:
         agreed = requests.agree(state.iteration, now=now)
         if agreed & STOP and requests.stop is not None:
             state.status, state.reason = "interrupted", requests.stop[0]
+        elif agreed & END and requests.end is not None and state.status == "running":
+            state.reason, self._engine.should_terminate = requests.end
         return agreed
+
+    def agree_to_end(self) -> None:
+        """After STARTED: all ranks learn of a rank on which a handler has called ``terminate()``."""
+        if not self._requests.single_process:
+            self._requests.request_again(self._agree(now=True))
+            self._requests.first_vote_after(self._state.iteration)
 
     def check(self) -> None:
         """Do what a handler has asked for by ``terminate()`` or ``terminate_epoch()``.

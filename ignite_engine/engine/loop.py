@@ -99,6 +99,7 @@ class Loop:
         self.requests.first_vote_after(state.iteration)
         self._fire(Events.STARTED)
         self.registry.check_all_claimed()
+        self.boundary.agree_to_end()
         self._warn_unused_window_handlers()
         self.resume.restore_metrics()
         within = self._within_epoch()

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from ignite_engine.ranks import agreement
 
-STOP, SAVE, BACKGROUND_DONE, TICK = 1, 2, 4, 8
+STOP, SAVE, BACKGROUND_DONE, TICK, END = 1, 2, 4, 8, 16
 
 
 class StopRequests:
-    """Requests to stop, to save, and to collect background work.
+    """Requests to stop, to end, to save, and to collect background work.
 
     Flags are only ever assigned: a signal handler or another thread may do it between any two instructions.
     """
@@ -22,6 +22,8 @@ class StopRequests:
         """This rank has requested something since the last vote."""
         self.stop: tuple[str, int | None] | None = None
         """Reason and signal of the requested stop; after the vote those of the first rank that requested one."""
+        self.end: tuple[str, bool | str] | None = None
+        """Reason of ``terminate()`` and Ignite's option of it; after the vote those of the first rank that called it."""
         self.waiting_for_data = False
         """The main thread is inside the loader's ``next``: the one place where a signal may raise StopRequested."""
         self.checks: list[Callable[[], None]] = []
@@ -34,7 +36,7 @@ class StopRequests:
     def reset(self) -> None:
         """A run begins: drop what an earlier one was asked for."""
         self.single_process = agreement.world_size() == 1
-        self.stop, self.pending = None, False
+        self.stop, self.end, self.pending = None, None, False
         self._save = self._background_done = False
         self._due, self._ticks = [], []
 
@@ -45,6 +47,12 @@ class StopRequests:
     def request_stop(self, reason: str, signal: int | None) -> None:
         if self.stop is None:
             self.stop = (reason, signal)
+        self.pending = True
+
+    def request_end(self, reason: str, option: bool | str) -> None:
+        """``terminate()`` was called on this rank, perhaps on no other."""
+        if self.end is None:
+            self.end = (reason, option)
         self.pending = True
 
     def stops_waiting(self) -> bool:
@@ -92,11 +100,13 @@ class StopRequests:
             return 0  # at each boundary with a handler of RESUME_POINT, such as Checkpoint's
         wanted = (
             (STOP if self.stop else 0) | (SAVE if self._save else 0) | (BACKGROUND_DONE if self._background_done else 0)
-        ) | (TICK if self._due else 0)
+        ) | ((TICK if self._due else 0) | (END if self.end else 0))
         agreed = self._vote.poll(iteration, wanted, now=now)
         if agreed & STOP:
             reasons = agreement.gather_objects(self.stop)
             self.stop = next(reason for reason in reasons if reason is not None)
+        if agreed & END:
+            self.end = next(end for end in agreement.gather_objects(self.end) if end is not None)
         if agreed & SAVE:
             self._save = False
         if agreed & BACKGROUND_DONE:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ignite_engine import RowwiseAdagrad
 from ignite_engine.config import Config, ConfigError, ConfigWarning, config_from_dict, load_config
+from ignite_engine.sparse import RowwiseAdagrad
 
 MINIMAL = "task: tasks.py:build\nrun:\n  max_iterations: 10\n"
 

@@ -19,8 +19,8 @@ from ignite.metrics import Average
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
-from ignite_engine.data import WindowStream
+from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
+from ignite_engine.data import Files, WindowStream
 from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StopFile, WallClockLimit
 from tests.builders import Numbers, events_of, linear, mse, trainer_of, weights
 

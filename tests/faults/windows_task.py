@@ -16,7 +16,8 @@ import torch
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import Arrays, Files, Task, Trainer, TrainingEvents, Windows
+from ignite_engine import Task, Trainer, TrainingEvents, Windows
+from ignite_engine.data import Arrays, Files
 
 
 def write(folder: Path, *numbers: int) -> None:

@@ -13,9 +13,10 @@ from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine import IdRows, RowwiseAdagrad, Trainer, TrainingEvents, Update, Windows, hash_ids
+from ignite_engine import Trainer, TrainingEvents, Update, Windows
 from ignite_engine.handlers import Checkpoint, IdAdmission
 from ignite_engine.ranks import agreement
+from ignite_engine.sparse import IdRows, RowwiseAdagrad, hash_ids
 from tests.builders import on_two_ranks
 
 ROWS, SHARED = 9, 2

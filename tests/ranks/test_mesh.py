@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ignite_engine import Trainer, create_evaluator, data_rank, data_size, loader, use_mesh
+from ignite_engine import Trainer, create_evaluator, loader
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.shares import source_of
 from ignite_engine.handlers import Throughput
+from ignite_engine.ranks import data_rank, data_size, use_mesh
 from ignite_engine.step.micro_batches import micro_batch_scales
 from tests.builders import Numbers
 from tests.ranks.forkserver import on_ranks

@@ -14,7 +14,8 @@ from ignite.engine import Engine, Events
 from ignite.metrics import Average
 from torch.utils.data import DataLoader
 
-from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows, loader
+from ignite_engine import Trainer, TrainingEvents, Update, Windows, loader
+from ignite_engine.data import Files
 from ignite_engine.handlers import Checkpoint, Evaluation
 from ignite_engine.ranks import agreement
 from tests.builders import Numbers, linear, mse, one

@@ -22,7 +22,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from ignite_engine import Trainer, Update, data_size, loader, use_mesh
+from ignite_engine import Trainer, Update, loader
+from ignite_engine.ranks import data_size, use_mesh
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
 from ignite_engine.step.precision import LossScaler
 from tests.collectives import Collectives

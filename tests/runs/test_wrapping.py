@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine import Task, data_rank, seed_everything
+from ignite_engine import Task, seed_everything
 from ignite_engine.config import Config, ConfigError, ConfigWarning, config_from_dict
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, data_rank
 from ignite_engine.runs import recipe
 from ignite_engine.runs.wrapping import _renewed, declare_mesh, wrap
 from tests.builders import Numbers, linear, mse

@@ -253,7 +253,7 @@ class Program:
     # -- what is written down ------------------------------------------------------------------------------------
 
     def _started(self, trainer: Trainer) -> None:
-        report = getattr(trainer, "reproducibility", None) or trainer.exactness
+        report = trainer.reproducibility
         if reasons := report():
             self.journal.note(f"announced {'; '.join(reasons)}")
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ignite_engine import Files, Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
+from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
+from ignite_engine.data import Files
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation, MetricLogger
 from tests.builders import Numbers, linear, mse, weights
 from tests.search.common import PASSED, Failure, Result, case_seeds

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_engine import IdRows, hash_ids, rng
+from ignite_engine import rng
+from ignite_engine.sparse import IdRows, hash_ids
 
 
 @pytest.mark.parametrize("salt", [0, 3, -1])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ignite_engine import RowwiseAdagrad
+from ignite_engine.sparse import RowwiseAdagrad
 from ignite_engine.states.model_and_optimizer import OptimizerState
 
 ROWS, WIDTH = 50, 3

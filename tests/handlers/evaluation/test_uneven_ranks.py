@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
 
-from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, use_mesh
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
 from ignite_engine.handlers import Evaluation
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, use_mesh
 from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.distributed

@@ -1,0 +1,69 @@
+"""Whatever ends one rank ends all of them, at the same iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.handlers import TerminateOnNan
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Trainer, Update, loader
+from tests.builders import Numbers, linear, mse, on_two_ranks
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+
+
+def ending(prepare: Callable[[Trainer, int], object], rank: int) -> list[Any]:
+    """Iteration, epoch, status and reason of a run under DDP, of 3 epochs of 40 iterations."""
+    model = DistributedDataParallel(linear())
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), 0.01), mse))
+    prepare(trainer, rank)
+    state = trainer.run(loader(Numbers(80)), max_epochs=3)
+    return [state.iteration, state.epoch, state.status, state.reason]
+
+
+def terminates(event: Any) -> Callable[[Trainer, int], object]:
+    def prepare(trainer: Trainer, rank: int) -> None:
+        if rank == 1:
+            trainer.add_event_handler(event, lambda: trainer.terminate())
+
+    return prepare
+
+
+def terminates_on_nan(trainer: Trainer, rank: int) -> None:
+    handler = TerminateOnNan(output_transform=lambda output: float("nan") if rank == 1 else 0.0)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=7), handler)
+
+
+CASES: dict[str, Callable[[Trainer, int], object]] = {
+    "start": terminates(Events.STARTED),
+    "epoch started": terminates(Events.EPOCH_STARTED(once=2)),
+    "fetching": terminates(Events.GET_BATCH_STARTED(once=5)),
+    "iteration": terminates(Events.ITERATION_COMPLETED(once=5)),
+    "epoch completed": terminates(Events.EPOCH_COMPLETED(once=2)),
+    "not a number": terminates_on_nan,
+}
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    def cases(rank: int) -> dict[str, Any]:
+        return {name: ending(prepare, rank) for name, prepare in CASES.items()}
+
+    return on_two_ranks(cases, tmp_path_factory.mktemp("ranks") / "store")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_terminate_on_one_rank_ends_all_at_the_same_iteration(name: str, endings: dict[str, list[Any]]) -> None:
+    first, second = endings[name]
+
+    assert first == second and first[2:] == ["completed", "terminate() on rank 1"] and first[0] < 120
+
+
+def test_terminate_at_the_start_or_at_the_end_of_an_epoch_ends_there(endings: dict[str, list[Any]]) -> None:
+    assert endings["start"][0][:2] == [0, 0] and endings["epoch completed"][0][:2] == [80, 2]
