@@ -13,7 +13,7 @@ from ignite.engine import Engine, Events
 
 from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.handlers.host_memory import MIB, Limit, memory_groups, peak_mib, rss_mib, tightest_limit
+from ignite_engine.handlers.host_memory import MIB, Limit, Limits, memory_groups, peak_mib, rss_mib
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.agreement import gather_floats
 from ignite_engine.step.out_of_memory import shapes_of
@@ -69,9 +69,11 @@ class MemoryLogger:
         self.directory = None if directory is None else Path(directory)
         self.warn_below = warn_below
         self._by_phase: dict[str, float] = {}
-        self._handles: list[Any] = []
+        self._entries: dict[Any, tuple[int, Any]] = {}
+        """Of the phases: the entry of the trainer's list of handlers, and where in the list it was."""
+        self._listens = False
         self._sampled = 0
-        self._groups: list[Path] | None = None
+        self._limits: Limits | None = None
         self._warned = self._watches = False
 
     def attach(self, trainer: Engine, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
@@ -118,15 +120,15 @@ class MemoryLogger:
 
     def _end(self, trainer: Any) -> None:
         self._watches = False
-        self._ignore()
+        self._ignore(trainer)
         error = sys.exception()
         if isinstance(error, torch.OutOfMemoryError):
             self._explain(trainer, error)
 
     def _limit(self) -> Limit:
-        if self._groups is None:
-            self._groups = memory_groups()
-        return tightest_limit(self._groups)
+        if self._limits is None:
+            self._limits = Limits(memory_groups())
+        return self._limits.tightest()
 
     def _listen(self, trainer: Any) -> None:
         """Ask for what is in use in the phases of the next iteration, and whether the run ends out of memory."""
@@ -135,9 +137,20 @@ class MemoryLogger:
             self._watches = True
         self._by_phase.clear()
         self._sampled = trainer.state.iteration + 1
-        if not self._handles:
-            phases = (self._after_forward, self._after_backward, self._after_optimizer)
-            self._handles = [trainer.add_event_handler(*pair) for pair in zip(PHASES.values(), phases, strict=True)]
+        if self._listens:
+            return
+        self._listens, lists = True, trainer._event_handlers
+        if not self._entries:
+            for event, handler in zip(
+                PHASES.values(), (self._after_forward, self._after_backward, self._after_optimizer), strict=True
+            ):
+                trainer.add_event_handler(event, handler)
+                index = next(at for at, entry in enumerate(lists[event]) if entry[0] == handler)
+                self._entries[event] = index, lists[event][index]
+            return
+        # at each log point: to attach and remove them anew costs 40 times as much
+        for event, (index, entry) in self._entries.items():
+            lists[event] = [*lists[event][:index], entry, *lists[event][index:]]
 
     def _after_forward(self, trainer: Engine) -> None:
         self._note("after_forward_mib", trainer)
@@ -150,16 +163,22 @@ class MemoryLogger:
 
     def _note(self, name: str, trainer: Engine) -> None:
         if trainer.state.iteration > self._sampled:
-            self._ignore()
+            self._ignore(trainer)
             return
         device = _device(trainer)
         in_use = torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else rss_mib()
         self._by_phase[name] = max(in_use, self._by_phase.get(name, 0.0))
 
-    def _ignore(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def _ignore(self, trainer: Engine) -> None:
+        if not self._listens:
+            return
+        self._listens, lists = False, trainer._event_handlers
+        for event, (index, entry) in self._entries.items():
+            if entry in lists[event]:  # else somebody has removed it
+                index = lists[event].index(entry)
+            self._entries[event] = index, entry
+            # a new list: the event may be firing now, over the old one
+            lists[event] = [*lists[event][:index], *lists[event][index + 1 :]]
 
     def _explain(self, trainer: Any, error: torch.OutOfMemoryError) -> None:
         device, iteration = _device(trainer), trainer.state.iteration

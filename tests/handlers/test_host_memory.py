@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ignite_engine.handlers.host_memory import MIB, memory_groups, peak_mib, rss_mib, tightest_limit
+from ignite_engine.handlers.host_memory import MIB, Limits, memory_groups, peak_mib, rss_mib
 
 GIB = 1024
 
@@ -38,7 +38,7 @@ def test_version_2_takes_the_tightest_of_a_group_and_those_above_it(tmp_path: Pa
     version_2(root / "pod" / "container" / "rank", limit=str(100 * MIB), used=4 * MIB)
     groups = memory_groups(of_process(tmp_path, "0::/pod/container/rank\n"), root)
     assert groups == [root / "pod" / "container" / "rank", root / "pod"]  # the others have no limit
-    limit = tightest_limit(groups)
+    limit = Limits(groups).tightest()
     assert (limit.limit_mib, limit.headroom_mib) == (8, 3)  # pages of files that are not in use can be taken
     assert limit.of == f"the control group {root / 'pod'}"
 
@@ -50,7 +50,7 @@ def test_version_1_has_a_folder_for_memory(tmp_path: Path) -> None:
     lines = "5:devices:/\n4:cpu,memory:/job\n0::/elsewhere\n"
     groups = memory_groups(of_process(tmp_path, lines), root)
     assert groups == [root / "memory" / "job"]
-    assert (tightest_limit(groups).limit_mib, tightest_limit(groups).headroom_mib) == (16, 3)
+    assert (Limits(groups).tightest().limit_mib, Limits(groups).tightest().headroom_mib) == (16, 3)
 
 
 def test_within_a_container_its_own_group_is_the_top(tmp_path: Path) -> None:
@@ -58,13 +58,13 @@ def test_within_a_container_its_own_group_is_the_top(tmp_path: Path) -> None:
     version_2(root, limit=str(4 * MIB), used=5 * MIB)
     groups = memory_groups(of_process(tmp_path, "0::/kubepods/not-mounted-here\n"), root)
     assert groups == [root]
-    assert tightest_limit(groups).headroom_mib == 0  # more than the limit for a moment
+    assert Limits(groups).tightest().headroom_mib == 0  # more than the limit for a moment
 
 
 @pytest.mark.parametrize("text", [None, "", "no colons\n", "1:name=systemd:/user.slice\n", "0::/../../etc\n"])
 def test_without_groups_the_machine_is_the_limit(text: str | None, tmp_path: Path) -> None:
     process = tmp_path / "missing" if text is None else of_process(tmp_path, text)
-    limit = tightest_limit(memory_groups(process, tmp_path / "sys"))
+    limit = Limits(memory_groups(process, tmp_path / "sys")).tightest()
     assert limit.of == "this machine"
     assert limit.limit_mib == psutil.virtual_memory().total / MIB
     assert 0 < limit.headroom_mib < limit.limit_mib
@@ -74,9 +74,9 @@ def test_without_groups_the_machine_is_the_limit(text: str | None, tmp_path: Pat
 def test_a_group_that_cannot_be_read_is_none(broken: str, tmp_path: Path) -> None:
     version_2(tmp_path / "group", limit=str(4 * MIB), used=3 * MIB)
     (tmp_path / "group" / broken).write_text("not a number")
-    assert tightest_limit([tmp_path / "group", tmp_path / "gone"]).of == "this machine"
+    assert Limits([tmp_path / "group", tmp_path / "gone"]).tightest().of == "this machine"
 
 
 def test_this_process_is_measured_wherever_it_runs() -> None:
     assert 0 < rss_mib() <= peak_mib() + 1
-    assert tightest_limit(memory_groups()).headroom_mib > 0
+    assert Limits(memory_groups()).tightest().headroom_mib > 0
