@@ -24,6 +24,8 @@ MODULES = (
     "ignite_engine.data",
     "ignite_engine.events",
     "ignite_engine.handlers",
+    "ignite_engine.ranks",
+    "ignite_engine.sparse",
     "ignite_engine.trainer",
     "ignite_engine.update",
 )
@@ -48,7 +50,8 @@ def surfaces() -> list[str]:
 def _names(module: ModuleType) -> Iterator[str]:
     """``__all__``, or else the classes and functions that are defined in it; the members of its enums."""
     listed = getattr(module, "__all__", None)
-    for name, value in sorted(vars(module).items()):
+    for name in sorted(set(vars(module)) | set(listed or ())):
+        value = getattr(module, name)  # some are imported when they are asked for
         home = str(getattr(value, "__module__", ""))
         defined = home == module.__name__ or home.startswith(f"{module.__name__}.")
         is_code = inspect.isclass(value) or inspect.isroutine(value)
