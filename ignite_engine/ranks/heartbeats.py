@@ -1,14 +1,16 @@
 """The connections of all ranks to rank 0, over which each says that it lives, and hears which rank has failed.
 
-Messages are JSON objects, one a line, so nothing that a peer sends is executed. A rank sends ``beat`` (what it does),
-``run`` (a run begins), ``failed`` (it raises), ``lost`` (a collective of it broke) and ``left`` (its function has
-ended). The hub sends ``hub`` (it lives, and what rank 0 does), ``failure`` and ``left``, and at its end ``closed``: how
-rank 0 has left, and its code.
+A connection begins with a line ``TOKEN RANK``, which is compared, not parsed: without it nothing else is read, and the
+hub goes on whatever anybody sends. Messages are JSON objects, one a line, so nothing of them is executed. A rank sends
+``beat`` (what it does), ``run`` (a run begins), ``failed`` (it raises), ``lost`` (a collective of it broke) and
+``left`` (its function has ended). The hub sends ``hub`` (it lives, and what rank 0 does), ``failure`` and ``left``, and at its
+end ``closed``: how rank 0 has left, and its code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import secrets
@@ -29,6 +31,9 @@ SILENT_S = 2.0
 _SEND_TIMEOUT_S = 5.0
 _CLOSE_S = 1.0
 _LIMIT = 2**20
+_GREETING_LIMIT = 64
+_GREETING_S = 5.0
+_STRANGERS = 64
 
 ENDED = "ended without a word: it was killed, ran out of memory, or crashed in native code"
 SILENT = "gave no sign of life for {:.1f} s: it is stopped, or its machine or the link to it is down"
@@ -95,26 +100,50 @@ class Link:
         """The messages that have arrived; waits for more bytes.
 
         Raises:
-            EOFError: the other end is gone.
+            EOFError: the other end is gone, or has sent what is no message.
         """
+        *lines, self._unread = (self._unread + self._received(65536)).split(b"\n")
+        if len(self._unread) > _LIMIT:
+            raise EOFError
         try:
-            data = self.socket.recv(65536)
+            messages = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError) as error:
+            raise EOFError from error
+        if not all(isinstance(message, dict) for message in messages):
+            raise EOFError
+        return messages
+
+    def receive_greeting(self) -> bytes | None:
+        """The first line, without its end; None while it is not complete.
+
+        Raises:
+            EOFError: the other end is gone, or the line is longer than a greeting.
+        """
+        line, end, rest = (self._unread + self._received(_GREETING_LIMIT)).partition(b"\n")
+        if len(line) > _GREETING_LIMIT:
+            raise EOFError
+        self._unread = rest if end else line
+        return line if end else None
+
+    def _received(self, size: int) -> bytes:
+        """Up to ``size`` bytes; none where none came in time."""
+        try:
+            data = self.socket.recv(size)
         except TimeoutError:
-            return []
+            return b""
         except OSError as error:
             raise EOFError from error
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        if not data or len(self._unread) > _LIMIT:
+        if not data:
             raise EOFError
-        return [json.loads(line) for line in lines]
+        return data
 
-    def greet(self, **message: Any) -> None:
-        """Send the first message, and wait for the answer.
+    def greet(self, token: str, rank: int) -> None:
+        """Send the first line, and wait for the answer.
 
         Raises:
             OSError: there is none.
         """
-        self.send(**message)
+        self.socket.sendall(_greeting(token, rank))
         answer, _, self._unread = self.socket.recv(65536).partition(b"\n")
         if not answer:
             raise ConnectionError("the connection was not accepted")
@@ -128,12 +157,16 @@ class Link:
         self.socket.close()
 
 
+def _greeting(token: str, rank: int) -> bytes:
+    return f"{token} {rank}\n".encode()
+
+
 def connect(address: tuple[str, int], token: str, rank: int) -> Link:
     """Raises:
     OSError: the hub cannot be reached.
     """
     link = Link(socket.create_connection(address, timeout=_SEND_TIMEOUT_S))
-    link.greet(rank=rank, token=token)
+    link.greet(token, rank)
     return link
 
 
@@ -174,10 +207,12 @@ class Hub:
     def __init__(self, world_size: int, timeout_s: float, *, local: bool) -> None:
         self.timeout_s = timeout_s
         self.token = secrets.token_hex(16)
-        self._server = socket.create_server(("127.0.0.1" if local else "", 0), backlog=world_size)
+        self._server = socket.create_server(("127.0.0.1" if local else "", 0), backlog=world_size + _STRANGERS)
         _sockets.add(self._server)
         self.port = int(self._server.getsockname()[1])
         self._ranks = {rank: _Rank() for rank in range(world_size)}
+        self._greetings = {_greeting(self.token, rank).rstrip(): rank for rank in range(world_size)}
+        self._strangers: dict[Link, float] = {}
         self._beat_s = BEAT_S * max(1.0, world_size / 100)
         self._failure: Failure | None = None
         self._lost_s = 0.0
@@ -203,6 +238,8 @@ class Hub:
                 else:
                     self._read(*key.data)
             now = time.monotonic()
+            for link in [link for link, since in self._strangers.items() if now - since > _GREETING_S]:
+                self._drop(link)
             # while this process itself was stopped, by Ctrl-Z say, nobody was silent
             elapsed, before = min(now - before, self._beat_s), now
             since_tick += elapsed
@@ -220,45 +257,51 @@ class Hub:
                 self._tell(hub=self._ranks[0].last_heartbeat())
         self._selector.close()
         self._server.close()
-        for each in self._ranks.values():
-            if each.link is not None:
-                each.link.close()
+        for link in [*self._strangers, *(rank.link for rank in self._ranks.values())]:
+            if link is not None:
+                link.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             link = Link(self._server.accept()[0])
             self._selector.register(link.socket, selectors.EVENT_READ, (link, None))
+            self._strangers[link] = time.monotonic()
 
     def _read(self, link: Link, rank: int | None) -> None:
         try:
-            messages = link.receive()
-            if messages and rank is None:
-                rank = self._introduced(link, messages.pop(0))
-        except (EOFError, ValueError):
-            self._selector.unregister(link.socket)
-            link.close()
+            if rank is None:
+                self._introduce(link)
+            else:
+                for message in link.receive():
+                    self._hear(rank, message)
+        except Exception:  # whatever one connection brings, the others are served
+            self._drop(link)
             if rank is not None:
                 self._ended(rank)
-            return
-        for message in messages:
-            if rank is not None:
-                self._hear(rank, message)
 
-    def _introduced(self, link: Link, message: Message) -> int:
-        """The rank that has connected.
+    def _introduce(self, link: Link) -> None:
+        """Take a connection as that of the rank that it greets for.
 
         Raises:
-            ValueError: it is a stranger.
+            EOFError: it is a stranger's, or one of a rank that is connected.
         """
-        if not isinstance(message, dict) or message.get("token") != self.token:
-            raise ValueError
-        rank = int(message["rank"])
+        greeting = link.receive_greeting()
+        if greeting is None:
+            return
+        rank = next((rank for own, rank in self._greetings.items() if hmac.compare_digest(own, greeting)), None)
+        if rank is None or self._ranks[rank].link is not None:
+            raise EOFError
+        del self._strangers[link]
         self._ranks[rank].link = link
         self._selector.modify(link.socket, selectors.EVENT_READ, (link, rank))
         link.send()
         if self._failure is not None:
             link.send(failure=asdict(self._failure))
-        return rank
+
+    def _drop(self, link: Link) -> None:
+        self._strangers.pop(link, None)
+        self._selector.unregister(link.socket)
+        link.close()
 
     def _tell(self, **message: Any) -> None:
         for each in self._ranks.values():

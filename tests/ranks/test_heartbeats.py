@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ignite_engine.ranks import heartbeats
 from ignite_engine.ranks.heartbeats import Failure, Hub, Link, connect
 
 
@@ -177,7 +179,7 @@ def test_time_in_which_rank_0_is_stopped_itself_does_not_count() -> None:
     os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("sent", [b'{"rank": 1, "token": "guessed"}', b"[1]", b"GET / HTTP/1.1", b'{"rank": 9}'])
+@pytest.mark.parametrize("sent", [b"guessed 1", b"[1]", b"GET / HTTP/1.1", b'{"rank": 9}'])
 def test_stranger_is_not_heard(ranks: Ranks, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", ranks.hub.port)) as stranger:
         stranger.sendall(sent + b'\n{"failed": {"line": "no", "ranks": [1]}}\n')
@@ -187,6 +189,77 @@ def test_stranger_is_not_heard(ranks: Ranks, sent: bytes) -> None:
     failure = Failure("rank 2 failed", (2,), kind="raised")
     ranks.links[2].send(failed=asdict(failure))
     assert ranks.failure() == failure
+
+
+def strange_bytes(number: int, token: str, generator: random.Random) -> bytes:
+    """What a stranger sends: crafted to be parsed, to be long, to be almost a greeting; or anything."""
+    crafted = [
+        b"[" * 100_000 + b"\n",
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b"\n" * 1000,
+        b"9" * 10_000 + b"\n",
+        b'{"rank": 9, "token": "' + token.encode() + b'"}\n',
+        f"{token} 3\n".encode(),
+        f"{token} -1\n".encode(),
+        f"{token}\n".encode(),
+        f"{token[:-1]} 1\n".encode(),
+        f" {token} 1\n".encode(),
+        f"{token} 1\r\n".encode(),
+        f"{token} 1\n".encode(),  # of a rank that is connected
+        "\ud800".encode("utf-16", "surrogatepass"),
+        b"",
+    ]
+    return crafted[number] if number < len(crafted) else generator.randbytes(generator.randrange(200))
+
+
+def test_whatever_strangers_send_the_ranks_are_heard(ranks: Ranks) -> None:
+    generator = random.Random(0)
+    for number in range(10_000):
+        sent = strange_bytes(number, ranks.hub.token, generator)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", ranks.hub.port), timeout=20) as stranger,
+        ):
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.recv(1)  # until it is refused
+
+    failure = Failure("rank 2 failed", (2,), kind="raised")
+    ranks.links[2].send(failed=asdict(failure))
+    assert ranks.failure() == failure
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"[" * 100_000,
+        b"[1]",
+        b'"beat"',
+        b"\xff\xfe",
+        b'{"beat": 3}',
+        b'{"left": "no code"}',
+        b'{"failed": 1}',
+        b'{"failed": {"rank": 1}}',
+        b'{"run": "x"}',
+    ],
+)
+def test_rank_that_sends_what_is_no_message_does_not_end_the_hub(ranks: Ranks, sent: bytes) -> None:
+    failure = Failure("rank 0 failed", (0,), kind="raised")
+    ranks.links[0].send(failed=asdict(failure))
+    assert ranks.failure() == failure
+    ranks.links[1].socket.sendall(sent + b"\n")
+    later = Failure("rank 2 failed", (2,), run=1, kind="raised")
+    ranks.links[2].send(failed=asdict(later))
+
+    assert ranks.failure(silent=1) == later
+
+
+def test_stranger_that_says_nothing_is_not_waited_for(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "_GREETING_S", 0.1)
+    with socket.create_connection(("127.0.0.1", ranks.hub.port), timeout=20) as stranger:
+        stranger.sendall(b"half a gree")
+        assert stranger.recv(100) == b""
 
 
 def test_forked_worker_does_not_keep_a_connection_open(ranks: Ranks) -> None:
