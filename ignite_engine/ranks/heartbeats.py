@@ -3,8 +3,8 @@
 A connection begins with a line ``TOKEN RANK``, which is compared, not parsed: without it nothing else is read, and the
 hub goes on whatever anybody sends. Messages are JSON objects, one a line, so nothing of them is executed. A rank sends
 ``beat`` (what it does), ``run`` (a run begins), ``failed`` (it raises), ``lost`` (a collective of it broke) and
-``left`` (its function has ended). The hub sends ``hub`` (it lives, and what rank 0 does), ``failure`` and ``left``, and at its
-end ``closed``: how rank 0 has left, and its code.
+``left`` (its function has ended). The hub sends ``hub`` (it lives, and what rank 0 does), ``failure`` and ``left``, and
+at its end ``closed``: how rank 0 has left, and its code.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -43,6 +44,7 @@ _FORCED_RANKS_MAY_END_S = 5.0
 _PEERS_OF_A_FAILURE_MAY_END_S = 5.0
 _TERMINATED_RANKS_MAY_END_S = 30.0
 _AGENT_MAY_ANSWER_S = 3.0
+_POLL_S = 0.02
 
 
 class Parallel(IgniteParallel):
@@ -192,9 +194,40 @@ def _store(options: dict[str, Any]) -> Any:
             _check_agent_lives()
         store = _stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, **options)
         # torch's own rendezvous keeps the keys of all groups in one place: a rank could meet one of them that is dead
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return _stores.PrefixStore(f"attempt_{attempt}/meeting_{next(_meetings)}", store)
+        store = _stores.PrefixStore(f"meeting_{next(_meetings)}", store)
+        return _part_of_this_attempt(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     return None if {"RANK", "WORLD_SIZE", "SLURM_JOB_ID"} & os.environ.keys() else _stores.HashStore()
+
+
+def _part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
+    """The part of a store that ranks of torchrun's earlier attempts do not know.
+
+    Each of torchrun's agents counts restarts for itself, so the count is no name for an attempt. Rank 0 draws a name. A
+    rank asks for it under a name of its own, new in each attempt, so that it is not answered by a rank 0 that is dead.
+
+    Raises:
+        LaunchError: a rank has not asked within the store's timeout; rank 0 names it.
+    """
+    name = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"question_{rank}", name)
+        attempt = store.get(f"answer_{name}").decode()
+        store.set(f"{attempt}/rank_{rank}", "")
+        return _stores.PrefixStore(attempt, store)
+    missing, deadline = list(range(1, world_size)), time.monotonic() + store.timeout.total_seconds()
+    while missing:
+        for other_rank in missing:
+            if store.check([f"question_{other_rank}"]):  # it may be that of a dead rank: another one will follow
+                store.set(f"answer_{store.get(f'question_{other_rank}').decode()}", name)
+        missing = [other_rank for other_rank in missing if not store.check([f"{name}/rank_{other_rank}"])]
+        if missing and time.monotonic() >= deadline:
+            ranks = ", ".join(map(str, missing))
+            raise LaunchError(
+                f"The ranks cannot meet: of {world_size} ranks these did not come within "
+                f"{store.timeout.total_seconds():g} s: {ranks}. See why in their logs."
+            )
+        time.sleep(_POLL_S if missing else 0.0)
+    return _stores.PrefixStore(name, store)
 
 
 def _check_agent_lives() -> None:

@@ -432,6 +432,76 @@ def rank_pids(folder: Path) -> dict[int, int]:
     return found if len(found) == 2 and all(found.values()) else {}
 
 
+RESTARTED = """
+import os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from ignite_engine import Parallel
+
+def main(local_rank, folder):
+    dist.all_reduce(torch.ones(1))
+    failed = Path(folder) / "failed"
+    if dist.get_rank() == 1 and not failed.exists():
+        failed.touch()
+        os._exit(3)
+    everyone = torch.ones(1)
+    dist.all_reduce(everyone)
+    count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (Path(folder) / f"met_{dist.get_rank()}").write_text(f"{everyone.item():g} {count}")
+
+if __name__ == "__main__":
+    with Parallel(backend="gloo", timeout=60) as parallel:
+        parallel.run(main, sys.argv[1])
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.faults
+@pytest.mark.slow
+def test_ranks_of_two_agents_meet_again_after_a_restart(tmp_path: Path) -> None:
+    """A c10d rendezvous: only the agent of the rank that failed counts a restart."""
+    (tmp_path / "script.py").write_text(RESTARTED)
+    rendezvous = f"--rdzv-backend c10d --rdzv-id two --rdzv-endpoint 127.0.0.1:{free_port()} --local-addr 127.0.0.1"
+    agent = (
+        f"-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --max-restarts 1 --monitor-interval 0.1 {rendezvous}"
+    )
+    command = [sys.executable, *agent.split(), str(tmp_path / "script.py"), str(tmp_path)]
+    outputs = [(tmp_path / f"agent_{number}.txt").open("w+") for number in range(2)]
+    agents = [subprocess.Popen(command, env=environment(), stdout=file, stderr=file) for file in outputs]
+    codes = [process.wait(timeout=120) for process in agents]
+
+    assert (tmp_path / "failed").exists()
+    assert codes == [0, 0], [Path(file.name).read_text() for file in outputs]
+    assert sorted((tmp_path / f"met_{rank}").read_text() for rank in range(2)) == ["2 0", "2 1"]
+
+
+def test_rank_does_not_meet_those_of_an_attempt_that_is_over() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not exported
+    store.set("question_1", "of a dead rank")
+    store.set("answer_of a dead rank", "an attempt that is over")
+    found: dict[int, Any] = {}
+
+    def meet(rank: int) -> None:
+        found[rank] = launch._part_of_this_attempt(store, rank, 3)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)  # rank 0 first: it finds the old question
+    for thread in threads:
+        thread.join(20)
+
+    found[0].set("here", "yes")
+    assert found[1].get("here") == found[2].get("here") == b"yes"
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(LaunchError, match=r"of 3 ranks these did not come within 0.1 s: 1, 2"):
+        launch._part_of_this_attempt(store, 0, 3)
+
+
 @pytest.mark.distributed
 @pytest.mark.faults
 @pytest.mark.slow
