@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.faults.fork_server import Child, ForkServer
 
 HERE = Path(__file__).parent
 CONFIG: dict[str, Any] = {
@@ -49,20 +50,39 @@ def write_config_like(base: Mapping[str, Any], folder: Path, sections: Mapping[s
     return path
 
 
-def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
-    """``train`` in a session of its own, so that a signal to its group is a terminal's Ctrl-C."""
-    command = [sys.executable, "-m", "ignite_engine", "train", str(config), *arguments]
-    output = (config.parent / "output.txt").open("a")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command,
-        stdout=output,
-        stderr=output,
-        text=True,
-        start_new_session=True,
-        env=environment,
-        cwd=HERE.parent.parent,
-    )
+class Run:
+    """A command that a fork server started, with what tests use of a ``Popen``."""
+
+    def __init__(self, child: Child) -> None:
+        self.pid, self._child = child.pid, child
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.poll()
+
+    def poll(self) -> int | None:
+        return self._child.poll()
+
+    def wait(self, timeout: float = 120.0) -> int:
+        return self._child.wait(timeout)
+
+
+_last_child: dict[ForkServer, Child] = {}
+"""Of each server of this process; one child at a time runs on each."""
+
+
+def start(config: Path, *arguments: str) -> Run:
+    """``train`` in a session of its own, so that a signal to its group is a terminal's Ctrl-C.
+
+    It is forked from a process that has imported torch and the engine: the same command, seconds earlier.
+    """
+    server = next((server for server, child in _last_child.items() if child.poll() is not None), None)
+    if server is None:
+        server = ForkServer(["ignite_engine.cli", "ignite_engine.runs.recipe"])
+        atexit.register(server.close)
+    output = config.parent / "output.txt"
+    _last_child[server] = server.start("ignite_engine.cli:main", ["train", str(config), *arguments], output=output)
+    return Run(_last_child[server])
 
 
 def train(config: Path, *arguments: str) -> None:
@@ -71,7 +91,7 @@ def train(config: Path, *arguments: str) -> None:
     assert process.wait(timeout=120) == 0, (config.parent / "output.txt").read_text()
 
 
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 60.0) -> Any:
+def wait_until(condition: Callable[[], Any], process: Run, timeout_s: float = 60.0) -> Any:
     """Poll until ``condition()`` is true; the process must be alive all the while."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -81,7 +101,7 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], tim
     return found
 
 
-def interrupt(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[int, float]:
+def interrupt(process: Run, number: int = signal.SIGINT) -> tuple[int, float]:
     """Signal the whole group as a terminal does; exit code and seconds until the process was gone."""
     began = time.monotonic()
     os.killpg(process.pid, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,14 @@ def matrix(tmp_path_factory: pytest.TempPathFactory, servers: Servers) -> Matrix
     return Matrix(tmp_path_factory.mktemp("matrix"), servers)
 
 
+def in_matrix(case: Case) -> Any:
+    """Slow where the workers of its loader import torch; the campaign has them all."""
+    marks = [pytest.mark.slow] if case.workers in ("spawn", "forkserver") else []
+    return pytest.param(case, id=case.key.replace(" | ", "-").replace(" ", "-"), marks=marks)
+
+
 @pytest.mark.faults
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.replace(" | ", "-").replace(" ", "-"))
+@pytest.mark.parametrize("case", map(in_matrix, CASES))
 def test_stopped_and_resumed_run_ends_with_the_bits_of_the_whole_one(matrix: Matrix, case: Case) -> None:
     matrix.run(case)
 

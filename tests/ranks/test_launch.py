@@ -76,11 +76,12 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 @pytest.mark.parametrize(
     ("number", "to_group", "importing"),
     [
-        (signal.SIGINT, True, False),
-        (signal.SIGINT, False, False),
+        # slow: section `rank instants` of the campaign has them, also while ranks start
+        pytest.param(signal.SIGINT, True, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, False, False, marks=pytest.mark.slow),
         (signal.SIGTERM, False, False),
         (signal.SIGINT, True, True),
-        (signal.SIGTERM, True, True),
+        pytest.param(signal.SIGTERM, True, True, marks=pytest.mark.slow),
     ],
 )
 def test_signal_before_ranks_train_is_their_exit_code(
@@ -389,7 +390,16 @@ def test_ranks_whose_launcher_was_killed_before_their_first_line_end(tmp_path: P
 
 @pytest.mark.distributed
 @pytest.mark.faults
-@pytest.mark.parametrize("how", ["late copy", "second signal", "killed parent", "killed rank"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "late copy",
+        "second signal",
+        # slow: section `rank instants` of the campaign has them
+        pytest.param("killed parent", marks=pytest.mark.slow),
+        pytest.param("killed rank", marks=pytest.mark.slow),
+    ],
+)
 def test_parent_and_its_ranks_while_they_train(tmp_path: Path, how: str) -> None:
     """A forwarded signal that comes late is no second one; without their parent ranks save and end."""
     slow = {"late copy": 0.6, "second signal": 6.0}.get(how, 0.1)  # for each of four micro-batches
