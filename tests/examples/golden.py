@@ -1,0 +1,84 @@
+"""The first losses of the shipped configs, bit for bit: ``python -m tests.examples.golden`` writes ``configs/golden/``.
+
+The bits are those of one thread, one torch and one family of processors, so the files name them. Written anew, a file
+keeps the losses of other environments only if those of this one are as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+GOLDEN = CONFIGS / "golden"
+ITERATIONS = 50
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "byte_gpt": ("task_options.validation_windows=32",),
+    "click_stream": ("run.max_epochs=null", "task_options.samples=20000"),
+    "digits": ("run.max_epochs=null",),
+    "nanogpt_cpu": (),
+}
+QUIET = [f"logging.{name}=false" for name in ("console", "progress", "memory", "throughput", "clearml", "report")]
+
+
+def environment() -> str:
+    """What the bits of a run depend on beside the code; the corpora are the source of Python's standard library."""
+    fields = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    processor = f"{fields.get('vendor_id', platform.machine())} family {fields.get('cpu family', 'unknown')}"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    python = f"Python {platform.python_version()}, NumPy {version('numpy')}"
+    return f"torch {torch.__version__}, {python}, {processor} with {instructions}"
+
+
+def losses(name: str, folder: Path) -> dict[str, Any]:
+    """Train a config for some iterations: its losses, and the digest of its weights at the end."""
+    command = [sys.executable, "-m", "ignite_engine", "train", str(CONFIGS / f"{name}.yaml")]
+    command += [f"run.directory={folder}", f"run.max_iterations={ITERATIONS}", "run.threads=1", "logging.every=1"]
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    done = subprocess.run(
+        [*command, *QUIET, *OPTIONS[name]],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} ended with code {done.returncode}: {done.stderr[-2000:]}")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    weights = json.loads((folder / "summary.json").read_text())["weights_sha256"]
+    return {"weights_sha256": weights, "losses": [row["loss"] for row in rows if "loss" in row]}
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """What is kept of a config, by environment."""
+    path = GOLDEN / f"{name}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def main() -> None:
+    GOLDEN.mkdir(exist_ok=True)
+    for name in OPTIONS:
+        with tempfile.TemporaryDirectory() as folder:
+            now = losses(name, Path(folder) / "run")
+        before, key = recorded(name), environment()
+        others = before if before.get(key, now) == now else {}
+        (GOLDEN / f"{name}.json").write_text(json.dumps({**others, key: now}, indent=1) + "\n")
+        print(f"{name}: {'as before' if before.get(key) == now else 'written'}, for {key}")
+
+
+if __name__ == "__main__":
+    main()
