@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.gan import GAN, discriminator_loss, generator_loss, make_trainer, ring
 from ignite_engine import Trainer, TrainingEvents, Update, Updates, loader, seed_everything
 from ignite_engine.checkpointing.digests import digests
+from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger, warmup_linear
 from ignite_engine.states.model_and_optimizer import unwrap
 from tests.builders import on_two_ranks, one
@@ -95,6 +97,27 @@ def trained(folder: Path | None, stop: int | None = None, precision: str = "fp16
     parts = {name: digests(part.state_dict()) for name, part in trainer.registry.objects.items()}
     parts["trainer"].pop("checkpoints")  # that of the stop is one more
     return trainer, {name: part for name, part in parts.items() if name != "checkpoint"}
+
+
+@pytest.mark.parametrize("turn", ["discriminator", "generator"])
+def test_optimizer_of_another_kind_is_left_out_by_its_own_name(tmp_path: Path, turn: str) -> None:
+    def run(kind: type[torch.optim.Optimizer], ignore: Sequence[str] = ()) -> Trainer:
+        gan = networks()
+        own = optimizers(gan)
+        own[turn] = kind(getattr(gan, turn).parameters(), lr=1e-2)  # type: ignore[call-arg]
+        losses = {"discriminator": discriminator_loss, "generator": generator_loss}
+        trainer = Trainer(Updates({name: Update(gan, own[name], losses[name]) for name in own}))
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer, Events.COMPLETED)
+        checkpoint.resume(ignore=ignore)
+        trainer.run(loader(DATA, 5), max_iters=2 + bool(ignore))
+        return trainer
+
+    run(torch.optim.Adam)
+    with pytest.raises(StateMismatch, match=rf"optimizer/{turn}") as error:
+        run(torch.optim.RMSprop)
+    (named,) = set(re.findall(r"optimizer/\w+", str(error.value)))
+    assert run(torch.optim.RMSprop, [named]).state.iteration == 3
 
 
 @pytest.mark.parametrize("stop", [1, 2, 4, 5])

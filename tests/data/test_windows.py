@@ -240,6 +240,49 @@ def test_resumed_run_goes_on_in_the_same_window_to_the_same_bits(tmp_path: Path,
         assert (resumed.reproducibility() == []) == (kind != "iterable")
 
 
+def samples_of(folder: Path | None, stop_at: Any = None, **options: Any) -> list[tuple[int, Any, list[float]]]:
+    """Epoch, window and samples of each iteration over four windows; stopped, or resumed where there is a save."""
+    seen: list[tuple[int, Any, list[float]]] = []
+    trainer = Trainer(lambda engine, batch: None)
+    state = trainer.state
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: seen.append((state.epoch, state.windows, state.batch[0].flatten().tolist()))
+    )
+    if folder is not None:
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100))
+        checkpoint.resume()
+    if stop_at is not None:
+        trainer.add_event_handler(stop_at, lambda: trainer.request_stop("here"))
+    trainer.run(Windows([8, 8, 8, 8], open_numbers, **options), max_epochs=2)
+    return seen
+
+
+STOPS = [
+    *(Events.ITERATION_COMPLETED(once=at) for at in (1, 4, 5, 7, 8, 9, 12)),
+    *(TrainingEvents.WINDOW_COMPLETED(once=at) for at in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("stop_at", STOPS, ids=lambda event: f"{event.name}")
+def test_resumed_epoch_of_two_windows_has_only_the_rest_of_the_two(tmp_path: Path, stop_at: Any) -> None:
+    whole = samples_of(None, per_epoch=2)
+    before = samples_of(tmp_path, stop_at, per_epoch=2)
+
+    assert [epoch for epoch, _, _ in whole] == [1] * 8 + [2] * 8
+    assert before + samples_of(tmp_path, per_epoch=2) == whole and len(before) < len(whole)
+
+
+@pytest.mark.parametrize("stop_at", STOPS, ids=lambda event: f"{event.name}")
+def test_windows_after_a_resume_are_in_the_order_of_the_whole_run(tmp_path: Path, stop_at: Any) -> None:
+    """Each window is shuffled by its number: that of the next one is saved, where none is open, too."""
+    whole = samples_of(None)
+    orders = [whole[first : first + 4] for first in range(0, 16, 4)]
+
+    assert len({str([samples for _, _, samples in order]) for order in orders}) == 4
+    assert samples_of(tmp_path, stop_at) + samples_of(tmp_path) == whole
+
+
 def test_checkpoint_of_each_nth_window_resumes_with_the_next(tmp_path: Path) -> None:
     class Killed(Exception):
         pass

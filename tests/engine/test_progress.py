@@ -121,6 +121,17 @@ def test_changed_accumulation_counts_from_the_next_pass_on_and_is_resumed_exactl
     assert "new curve" not in caplog.text  # the schedule keeps the length with which the run began
 
 
+@pytest.mark.parametrize("event", [Events.EPOCH_STARTED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
+def test_changed_accumulation_leaves_the_pass_that_is_read_as_it_is(event: Any) -> None:
+    trainer, sizes = trainer_of(accumulation_steps=2), list[int]()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: sizes.append(len(trainer.state.batch)))
+    place = event(once=1 if event is Events.EPOCH_STARTED else 2)
+    trainer.add_event_handler(place, lambda: setattr(trainer, "accumulation_steps", 4))
+    trainer.run(numbers_loader(8, 1), max_epochs=2)
+
+    assert sizes == [2] * 4 + [4] * 2
+
+
 def test_schedule_over_a_longer_run_follows_it_also_where_the_accumulation_has_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

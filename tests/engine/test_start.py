@@ -107,6 +107,32 @@ def test_terminated_run_is_reset_to_the_next_epoch_as_in_ignite() -> None:
     assert starts == [Start.FRESH, Start.RESET]
 
 
+@pytest.mark.parametrize(("at", "of_pass"), [(2, 1), (4, 1), (5, 2), (8, 2)])
+def test_pass_after_a_terminated_one_is_the_next_in_the_order(at: int, of_pass: int) -> None:
+    """Four shuffled batches in a pass: the run that is terminated at ``at`` continues with an untouched pass."""
+
+    def orders(trainer: Trainer) -> list[list[float]]:
+        seen: list[list[float]] = []
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.batch[0].flatten().tolist())
+        )
+        return seen
+
+    whole = Trainer(lambda engine, batch: None)
+    expected = orders(whole)
+    whole.run(numbers_loader(8, shuffle=True), max_epochs=4)
+    trainer = Trainer(lambda engine, batch: None)
+    seen = orders(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at), trainer.terminate)
+    data = numbers_loader(8, shuffle=True)
+    trainer.run(data, max_epochs=4)
+    assert seen == expected[:at]
+    trainer.run(data, max_epochs=4)
+
+    assert seen[at : at + 4] == expected[4 * of_pass : 4 * of_pass + 4]
+    assert expected[:4] != expected[4:8] != expected[8:12]
+
+
 def test_counters_set_by_hand_reset_the_data() -> None:
     trainer, batches, starts = noting()
     trainer.load_state_dict({"iteration": 4, "max_epochs": 2, "epoch_length": 3})

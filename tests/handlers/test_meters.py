@@ -13,7 +13,7 @@ from ignite.engine import Events
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Meter, MetricLogger, Stopwatch
 from ignite_engine.handlers.meters import Running
-from tests.builders import on_two_ranks, resume_and_run, trainer_of
+from tests.builders import numbers_loader, on_two_ranks, resume_and_run, trainer_of
 from tests.collectives import Collectives
 from tests.handlers.test_metric_logger import reads_counted
 from tests.handlers.test_sinks import lines
@@ -164,3 +164,22 @@ def test_on_two_ranks_all_meters_and_means_are_one_collective(tmp_path: Path) ->
     assert answers["collectives"] == [[{"all_gather": 1}]] * 2
     expected = {"loss": 0.0, "a": 7.0, "sum of a": 42.0, "mean of a": 7.0, "max of a": 13.0, "min of a": 1.0}
     assert answers["metrics"] == [expected | {"given": 2.0}] * 2
+
+
+def test_a_run_that_starts_over_has_nothing_of_the_one_before() -> None:
+    """Which ended within an interval of the log."""
+    trainer, seen = trainer_of(), list[dict[str, float]]()
+    meter = trainer.state.meters["given"] = Meter("sum")
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: meter.update(1.0))
+    trainer.add_event_handler(
+        TrainingEvents.METRICS_READY, lambda: seen.append({"given": trainer.state.metrics["given"]})
+    )
+    broken = trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(numbers_loader(8), max_epochs=1)
+    assert seen == [{"given": 2.0}] and meter.count == 1
+    broken.remove()
+    trainer.run(numbers_loader(8), max_epochs=1)
+
+    assert seen[1:] == [{"given": 2.0}] * 2

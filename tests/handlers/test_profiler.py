@@ -64,6 +64,16 @@ def test_windows_hold_the_iterations_of_the_schedule_and_training_does_not_notic
     assert torch.equal(weights(trainer), weights(bare))
 
 
+def test_one_run_has_as_many_windows_as_were_asked_for(tmp_path: Path) -> None:
+    """Of 24 iterations windows of 1 + 1 + 2 are asked for twice; there is time for six."""
+    trainer = trainer_of()
+    Profiler(tmp_path, wait=1, warmup=1, active=2, repeat=2).attach(trainer)
+    trainer.run(numbers_loader(24), max_epochs=2)
+
+    names = ["rank_0_iterations_3_to_4", "rank_0_iterations_7_to_8"]
+    assert files(tmp_path) == sorted(f"{name}{ending}" for name in names for ending in (".json.gz", ".txt"))
+
+
 def test_operators_are_logged_and_reach_the_sinks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = trainer_of()
     Profiler(tmp_path, wait=0, warmup=0, active=1).attach(trainer)

@@ -42,6 +42,16 @@ def test_what_was_logged_is_on_the_page(tmp_path: Path) -> None:
     assert "data-views" not in page.text.partition("<script")[0], "one point in time needs no slider"
 
 
+def test_name_of_a_media_is_text_on_the_page(tmp_path: Path) -> None:
+    def put(trainer: Any) -> None:
+        trainer.state.media["a<script>alert(1)<b>&amp;"] = "text"
+
+    page = Page(write_report(run_with(tmp_path / "run", put)))
+
+    assert "a<script>alert(1)<b>&amp;" in page.words["h3"]
+    assert "a<script>" not in page.text
+
+
 def test_of_many_points_in_time_some_are_shown_the_last_one_first(tmp_path: Path) -> None:
     def put(trainer: Any) -> None:
         trainer.state.media["note"] = f"after {trainer.state.iteration}"
