@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from ignite.engine import Engine, Events
@@ -52,6 +52,9 @@ class Throughput:
     - ``time/handlers_ms``: between iterations, without evaluations: handlers, saves and sinks; and of it
       ``time/sink/<name>_ms``, what each sink of this rank took to write. Means per iteration, too.
 
+    Beside a :class:`~ignite_engine.handlers.StepTimes` on a CPU it reads that one's clock and leaves the times of
+    ``time/`` that both have to it; an iteration is then without the handlers that run within it.
+
     One collective at the event, none between. No state is saved.
     """
 
@@ -72,21 +75,15 @@ class Throughput:
         self.flops_fn = flops if callable(flops) else None
         self.peak_flops = peak_flops
         self._counted = _CountedIteration(self) if flops is True else None
-        self._reset()
-        self._started: float | None = None
-        self._batch_ready = self._step_started = self._since = self._evaluation_started = 0.0
+        self._own_clock = _IterationClock()
+        self._clock: _IterationClock | _StepTimesClock = self._own_clock
+        self._since = 0.0
         self._sinks_before: dict[str, float] = {}
+        self._forget_counts()
 
     def attach(self, trainer: Engine, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
-        trainer.add_event_handler(Events.STARTED, self._forget_iteration)
-        trainer.add_event_handler(Events.GET_BATCH_STARTED, self._start_wait)
-        trainer.add_event_handler(Events.GET_BATCH_COMPLETED, self._end_wait)
-        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._start_step)
-        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, self._end_step)
-        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_SKIPPED, self._end_step)
-        # whichever is first: an evaluation runs before the other handlers of ITERATION_COMPLETED
-        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
-        trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, self._end_evaluation)
+        trainer.add_event_handler(Events.STARTED, self._start)
+        self._own_clock.attach(trainer)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._end_iteration)
         if self._counted is not None:
             self._counted.attach(trainer)
@@ -94,13 +91,13 @@ class Throughput:
 
     def __call__(self, trainer: Engine) -> None:
         now, of_sinks = perf_counter(), getattr(trainer.state, "sink_seconds", {})
-        outside_s = now - self._since - self._total_s - self._evaluation_s
-        sums = (self._steps, self._total_s, self._wait_s, self._compute_s, self._step_s, self._samples, self._tokens)
+        times = self._clock.take()
+        outside_s = now - self._since - times.total_s - times.evaluation_s
         flops = self._flops_and_peak(trainer) if self._counts_flops else ()
-        everyone = gather_floats([float(value) for value in (*sums, outside_s, *flops)])
+        sums = (*times[:5], self._samples, self._tokens, outside_s, *flops)
+        everyone = gather_floats([float(value) for value in sums])
         rows = by_data_rank(everyone)
-        own_steps = self._steps
-        self._reset()
+        self._forget_counts()
         self._since = now
         steps, total, wait, compute, step, samples, tokens, outside, *of_flops = (sum(column) for column in zip(*rows))
         slowest = max(row[1] for row in rows)
@@ -118,14 +115,16 @@ class Throughput:
             rates = {"tflops_per_s": useful / 1e12, "mfu": useful / peak, "hfu": executed / peak}
             metrics.update({f"throughput/{name}": rate / slowest for name, rate in rates.items() if rate == rate})
         metrics["throughput/data_wait_share"] = wait / total
-        metrics["time/step_ms"] = 1e3 * total / steps
-        metrics["time/data_wait_ms"] = 1e3 * wait / steps
         if compute:
             metrics["time/forward_backward_ms"] = 1e3 * compute / steps
-            metrics["time/optimizer_ms"] = 1e3 * step / steps
-        metrics["time/handlers_ms"] = 1e3 * outside / steps
+        if self._clock is self._own_clock:
+            metrics["time/step_ms"] = 1e3 * total / steps
+            metrics["time/data_wait_ms"] = 1e3 * wait / steps
+            if compute:
+                metrics["time/optimizer_ms"] = 1e3 * step / steps
+            metrics["time/handlers_ms"] = 1e3 * outside / steps
         for name, seconds in of_sinks.items():
-            metrics[f"time/sink/{name}_ms"] = 1e3 * (seconds - self._sinks_before.get(name, 0.0)) / (own_steps or 1)
+            metrics[f"time/sink/{name}_ms"] = 1e3 * (seconds - self._sinks_before.get(name, 0.0)) / (times.steps or 1)
         self._sinks_before = dict(of_sinks)
 
     @property
@@ -139,46 +138,27 @@ class Throughput:
             useful, executed = self._counted.of(self._tokens, self._samples, self._micro_batches)
         return useful, executed, self.peak_flops or _peak(trainer)[0] or math.nan
 
-    def _reset(self) -> None:
-        self._steps = self._samples = self._tokens = self._micro_batches = 0
+    def _forget_counts(self) -> None:
+        self._samples = self._tokens = self._micro_batches = 0
         self._flops = 0.0
-        self._total_s = self._wait_s = self._compute_s = self._step_s = self._evaluation_s = 0.0
 
-    def _forget_iteration(self, trainer: Engine) -> None:
-        self._started, self._since = None, perf_counter()
-
-    def _start_evaluation(self, trainer: Engine) -> None:
-        self._end_iteration(trainer)
-        self._evaluation_started = perf_counter()
-
-    def _end_evaluation(self, trainer: Engine) -> None:
-        self._evaluation_s += perf_counter() - self._evaluation_started
-
-    def _start_wait(self, trainer: Engine) -> None:
-        if self._started is None:  # fired again when an exhausted loader is restarted: still the same wait
-            self._started = perf_counter()
-
-    def _end_wait(self, trainer: Engine) -> None:
-        self._batch_ready = perf_counter()
-        if self._started is not None:
-            self._wait_s += self._batch_ready - self._started
-
-    def _start_step(self, trainer: Engine) -> None:
-        self._step_started = perf_counter()
-        self._compute_s += self._step_started - self._batch_ready
-
-    def _end_step(self, trainer: Engine) -> None:
-        if self._step_started:
-            self._batch_ready = perf_counter()  # for another update in the same iteration
-            self._step_s += self._batch_ready - self._step_started
-            self._step_started = 0.0
+    def _start(self, trainer: Engine) -> None:
+        """Read the clock of a StepTimes if one is attached, else one of its own."""
+        listeners = (handler for handler, _, _ in trainer._event_handlers[Events.STARTED])
+        clocks = (getattr(getattr(handler, "__self__", None), "host_clock", None) for handler in listeners)
+        clock = next((clock for clock in clocks if clock is not None), None)
+        self._since = perf_counter()
+        if clock is None:
+            self._clock = self._own_clock
+            self._own_clock.attach(trainer)
+        else:
+            self._own_clock.detach()
+            self._clock = _StepTimesClock(clock)
+            self._forget_counts()
 
     def _end_iteration(self, trainer: Engine) -> None:
-        if self._started is None:
-            return
-        self._total_s += perf_counter() - self._started
-        self._started = None
-        self._steps += 1
+        if self._clock is self._own_clock:
+            self._own_clock.end_iteration()
         micro_batches = micro_batches_of(trainer)
         for micro_batch in micro_batches:
             self._samples += self.samples_fn(micro_batch)
@@ -187,6 +167,114 @@ class Throughput:
             if self.flops_fn is not None:
                 self._flops += self.flops_fn(micro_batch)
         self._micro_batches += len(micro_batches)
+
+
+class _Times(NamedTuple):
+    """Iterations since they were last taken, and their seconds."""
+
+    steps: int
+    total_s: float
+    wait_s: float
+    compute_s: float
+    step_s: float
+    evaluation_s: float
+
+
+class _IterationClock:
+    """Host times of iterations, from GET_BATCH_STARTED to ITERATION_COMPLETED or an evaluation that starts there."""
+
+    phase = Phase.MEASURE
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._started: float | None = None
+        self._batch_ready = self._step_started = self._evaluation_started = 0.0
+        self._reset()
+
+    def attach(self, trainer: Engine) -> None:
+        self._started = None
+        if self._handles:
+            return
+        handlers = {
+            Events.GET_BATCH_STARTED: self._start_wait,
+            Events.GET_BATCH_COMPLETED: self._end_wait,
+            TrainingEvents.OPTIMIZER_STEP_STARTED: self._start_step,
+            TrainingEvents.OPTIMIZER_STEP_COMPLETED: self._end_step,
+            TrainingEvents.OPTIMIZER_STEP_SKIPPED: self._end_step,
+            # whichever is first: an evaluation runs before the other handlers of ITERATION_COMPLETED
+            TrainingEvents.EVALUATION_STARTED: self._start_evaluation,
+            TrainingEvents.EVALUATION_COMPLETED: self._end_evaluation,
+        }
+        self._handles = [trainer.add_event_handler(event, handler) for event, handler in handlers.items()]
+
+    def detach(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def take(self) -> _Times:
+        """The times since the last call."""
+        times = _Times(self._steps, self._total_s, self._wait_s, self._compute_s, self._step_s, self._evaluation_s)
+        self._reset()
+        return times
+
+    def _reset(self) -> None:
+        self._steps = 0
+        self._total_s = self._wait_s = self._compute_s = self._step_s = self._evaluation_s = 0.0
+
+    def _start_evaluation(self) -> None:
+        self.end_iteration()
+        self._evaluation_started = perf_counter()
+
+    def _end_evaluation(self) -> None:
+        self._evaluation_s += perf_counter() - self._evaluation_started
+
+    def _start_wait(self) -> None:
+        if self._started is None:  # fired again when an exhausted loader is restarted: still the same wait
+            self._started = perf_counter()
+
+    def _end_wait(self) -> None:
+        self._batch_ready = perf_counter()
+        if self._started is not None:
+            self._wait_s += self._batch_ready - self._started
+
+    def _start_step(self) -> None:
+        self._step_started = perf_counter()
+        self._compute_s += self._step_started - self._batch_ready
+
+    def _end_step(self) -> None:
+        if self._step_started:
+            self._batch_ready = perf_counter()  # for another update in the same iteration
+            self._step_s += self._batch_ready - self._step_started
+            self._step_started = 0.0
+
+    def end_iteration(self) -> None:
+        if self._started is not None:
+            self._total_s += perf_counter() - self._started
+            self._started = None
+            self._steps += 1
+
+
+class _StepTimesClock:
+    """The iterations as a StepTimes measures them.
+
+    Args:
+        clock: its host clock: ``steps``, and ``seconds`` by part.
+    """
+
+    def __init__(self, clock: Any) -> None:
+        self._clock = clock
+        self._before = self._read()
+
+    def take(self) -> _Times:
+        """The times since the last call."""
+        before, self._before = self._before, self._read()
+        return _Times(*(now - then for now, then in zip(self._before, before)))  # type: ignore[arg-type]  # int first
+
+    def _read(self) -> _Times:
+        seconds = self._clock.seconds
+        compute = seconds["copy"] + seconds["forward"] + seconds["backward"] + seconds["reduction"]
+        total = seconds["data_wait"] + compute + seconds["optimizer"] + seconds["update"]
+        return _Times(self._clock.steps, total, seconds["data_wait"], compute, seconds["optimizer"], 0.0)
 
 
 def _samples(batch: Any) -> int:

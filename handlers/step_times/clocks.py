@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,10 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 STEP = ("data_wait", "copy", "forward", "backward", "reduction", "optimizer", "update")
-"""The parts of a step; ``update`` is that of an update function of one's own, which says nothing of its parts."""
+"""The parts of a step; ``update``: total time of a custom update function."""
 
 BETWEEN = ("evaluation", "checkpoint", "logging", "handlers")
-"""The parts of the time between steps; handlers that run within one are among ``handlers``, too."""
+"""The parts of the time between steps; ``handlers`` includes the handlers that run within a step."""
 
 PARTS = (*STEP, *BETWEEN, "startup")
 
@@ -47,12 +48,22 @@ class Durations:
         return 0.0
 
 
+@dataclass
+class Longest:
+    """The longest step without its wait for data, its number, and the longest time of handlers from step to step."""
+
+    step_s: float = 0.0
+    step: int = 0
+    handlers_s: float = 0.0
+
+
 class Clock(Protocol):
     """Seconds by the parts of PARTS; each mark says what the time since the mark before it was."""
 
     seconds: dict[str, float]
     steps: int
     durations: Durations
+    longest: Longest
 
     def mark(self, part: str) -> None: ...
 
@@ -72,7 +83,8 @@ class HostClock:
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.steps, self.durations = 0, Durations()
-        self._last, self._before = perf_counter(), 0.0
+        self.longest = Longest()
+        self._last, self._before = perf_counter(), (0.0, 0.0, 0.0)
 
     def mark(self, part: str) -> None:
         now = perf_counter()
@@ -81,12 +93,17 @@ class HostClock:
 
     def end_step(self, part: str) -> None:
         self.mark(part)
-        own = self.seconds
-        total = (
-            own["data_wait"] + own["copy"] + own["forward"] + own["backward"] + own["reduction"] + own["optimizer"]
-        ) + own["update"]
-        self.durations.add(total - self._before)
-        self._before, self.steps = total, self.steps + 1
+        own, longest = self.seconds, self.longest
+        wait, handlers = own["data_wait"], own["handlers"]
+        worked = (own["copy"] + own["forward"] + own["backward"] + own["reduction"] + own["optimizer"]) + own["update"]
+        wait_before, handlers_before, worked_before = self._before
+        self._before, self.steps = (wait, handlers, worked), self.steps + 1
+        step = worked - worked_before
+        self.durations.add(wait - wait_before + step)
+        if step > longest.step_s and self.steps > 2:  # the first two compile and warm up
+            longest.step_s, longest.step = step, self.steps
+        if handlers - handlers_before > longest.handlers_s:
+            longest.handlers_s = handlers - handlers_before
 
     def read(self) -> None:
         pass
@@ -111,6 +128,7 @@ class DeviceClock:
     def __init__(self, make_event: Callable[[], Any] | None = None, device: torch.device | None = None) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.steps, self.durations = 0, Durations()
+        self.longest = Longest()  # of a device it is not measured
         self._make = make_event or _timing_event
         self._device = device
         self._free: list[Any] = []
@@ -173,5 +191,5 @@ def _timing_event() -> Any:
 
 
 def own_time(parts: Sequence[float]) -> float:
-    """Of a step's parts by STEP, what a rank has spent on its own, not waiting for its peers."""
+    """The time of a step, given by its parts (STEP), without waiting for other ranks."""
     return sum(parts) - parts[STEP.index("reduction")]

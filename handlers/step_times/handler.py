@@ -7,7 +7,8 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter, time
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from ignite.engine import Events
 from ignite.engine.events import RemovableEventHandle
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Update, Updates
 from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP, Clock, DeviceClock, HostClock, own_time
@@ -79,7 +82,7 @@ class StepTimes:
         self._written = dict.fromkeys((*STEP, *BETWEEN), 0.0)
         self._steps_written = self._caught_up = self._completed = 0
         self._ranks: list[dict[str, float]] = []
-        self._saves = self._evaluations = 0
+        self._saves_in_background = False
         self._next_beat = 0.0
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
@@ -103,7 +106,6 @@ class StepTimes:
         on(own.METRICS_READY, self._logging_ends)
         on(event, self)
         on(Events.COMPLETED, self._write_rest)
-        on(Events.COMPLETED, self._end_after_a_pause)
 
     def __call__(self, trainer: Trainer) -> None:
         """Write the interval's means into ``state.metrics``; a collective."""
@@ -138,6 +140,11 @@ class StepTimes:
                     sums[part] += row[3 + index]
 
     @property
+    def host_clock(self) -> HostClock | None:
+        """The clock that measures this run, for handlers that need its times; None on CUDA."""
+        return self._clock if isinstance(self._clock, HostClock) else None
+
+    @property
     def ledger(self) -> Ledger | None:
         """Where the time of the run went over all its starts, as far as it is written; None without a directory."""
         return None if self.directory is None else read_ledger(self.directory.goodput)
@@ -145,6 +152,10 @@ class StepTimes:
     # -- a run ----------------------------------------------------------------------------------------------------
 
     def _start(self, trainer: Trainer) -> None:
+        if self._paused and trainer.state.start is Start.CONTINUED:
+            self._paused = False
+            trainer.call_at_end(self._end)
+            return
         if self._paused:  # the run has gone back to a checkpoint
             self._close()
         if self._began is None:
@@ -160,10 +171,16 @@ class StepTimes:
         self._clock.seconds["startup"] = perf_counter() - self._began
         self._after_backward = "reduction" if getattr(update, "rank_invariant", False) else "optimizer"
         self._hook = self._last_gradient(model)
-        self._first, self._checkpoints = state.iteration, state.checkpoints
-        self._saves_before, self._evaluations_before = state.checkpoints, state.evaluations
-        self._sinks_before = dict(state.sink_seconds)
-        self._stalled, self._retries = _stalled_s(), self._cuda_retries()
+        self._checkpoints = state.checkpoints
+        self._before = _Before(
+            state.iteration,
+            state.checkpoints,
+            state.evaluations,
+            dict(state.sink_seconds),
+            _stalled_s(),
+            _crowded_s(),
+            self._cuda_retries(),
+        )
         hosts = agreement.gather_objects(socket.gethostname()) if agreement.world_size() > 1 else [""]
         self._local_ranks = hosts.count(hosts[agreement.rank()])
         self._wall = time() - (perf_counter() - self._began)
@@ -234,35 +251,37 @@ class StepTimes:
             self._file = None
         self._began, self._paused = None, False
 
-    def _end_after_a_pause(self, trainer: Trainer) -> None:
-        """On COMPLETED: what is called at the end of a run was called when it was paused."""
-        if self._paused:
-            self._end(trainer)
-
     def _write_rest(self, trainer: Trainer) -> None:
         """The last, perhaps shorter interval of a completed run."""
         if trainer.state.status == "completed":
             self(trainer)
 
     def _figures(self, trainer: Trainer) -> Figures:
-        state, clock, ledger = trainer.state, self._clock, self.ledger
+        state, clock, ledger, before = trainer.state, self._clock, self.ledger, self._before
         workers = getattr(state.dataloader, "num_workers", None)
         return Figures(
             clock.steps,
             {part: clock.seconds[part] for part in (*STEP, *BETWEEN)},
             p50_ms=1e3 * clock.durations.quantile(0.5),
             ranks=self._ranks,
-            evaluations=state.evaluations - self._evaluations_before,
-            saves=state.checkpoints - self._saves_before,
-            sinks={name: each - self._sinks_before.get(name, 0.0) for name, each in state.sink_seconds.items()},
+            evaluations=state.evaluations - before.evaluations,
+            saves=state.checkpoints - before.checkpoints,
+            sinks={name: seconds - before.sinks.get(name, 0.0) for name, seconds in state.sink_seconds.items()},
             device=self._device.type,
             threads=torch.get_num_threads(),
             local_ranks=self._local_ranks,
             cores=_cores(),
             workers=workers if isinstance(workers, int) else None,
-            stalled_s=_stalled_s() - self._stalled,
+            in_memory=_is_in_memory(getattr(state.dataloader, "dataset", state.dataloader)),
+            background=self._saves_in_background,
+            handlers=_handlers_of_the_user(trainer),
+            longest_handlers_s=clock.longest.handlers_s,
+            longest_step_s=clock.longest.step_s,
+            longest_step_at=before.iteration + clock.longest.step,
+            stalled_s=_stalled_s() - before.stalled_s,
+            crowded_s=_crowded_s() - before.crowded_s,
             swapped_mib=_swapped_mib(),
-            retries=self._cuda_retries() - self._retries,
+            retries=self._cuda_retries() - before.retries,
             caught_up=self._caught_up / max(clock.steps, 1),
             wasted_s=0.0 if ledger is None else ledger.seconds["wasted"],
             wall_s=0.0 if ledger is None else ledger.wall_s,
@@ -285,9 +304,9 @@ class StepTimes:
         line = {
             "began": self._wall,
             "elapsed": now - began,
-            "first": self._first,
+            "first": self._before.iteration,
             # the state's is that of the checkpoint to which a run has gone back
-            "iteration": max(self._trainer.state.iteration, self._first + self._completed),
+            "iteration": max(self._trainer.state.iteration, self._before.iteration + self._completed),
             "status": "running",
             **{part: seconds[part] for part in ("startup", "data_wait", "evaluation", "checkpoint")},
             "handlers": seconds["handlers"] + seconds["logging"],
@@ -378,6 +397,7 @@ class StepTimes:
         state = trainer.state
         saved = state.checkpoints != self._checkpoints  # it is counted when a save begins
         self._clock.mark("checkpoint" if saved or state.background_done or state.last else self._rest)
+        self._saves_in_background |= state.background_done
         if saved and self._file is not None:
             self._beat()
             self._file.next_line()
@@ -416,11 +436,47 @@ class StepTimes:
         _step_may_start,
         _logging_ends,
         _boundary_ends,
-        _end_after_a_pause,
     ):
         _each.phase = Phase.LAST
     del _each
     phase = Phase.LOG
+
+
+@dataclass(frozen=True)
+class _Before:
+    """Totals at the start of the run."""
+
+    iteration: int
+    checkpoints: int
+    evaluations: int
+    sinks: Mapping[str, float]
+    stalled_s: float
+    crowded_s: float
+    retries: int
+
+
+def _handlers_of_the_user(trainer: Trainer) -> list[str]:
+    """Names of handlers that are not of this package."""
+    found = []
+    for listeners in trainer._event_handlers.values():
+        for handler, _, _ in listeners:
+            handler = getattr(handler, "handler", handler)  # behind a filter
+            owner = getattr(handler, "__self__", handler)
+            module = getattr(owner, "__module__", None) or type(owner).__module__
+            if not str(module).startswith("ignite_engine."):
+                found.append(str(getattr(handler, "__qualname__", type(handler).__name__)))
+    return list(dict.fromkeys(found))
+
+
+def _is_in_memory(data: Any) -> bool:
+    return isinstance(data, TensorDataset | Tensor | list | tuple)
+
+
+def _crowded_s() -> float:
+    """Seconds in which this thread was ready to run and had no core; 0 where the kernel does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    return 0.0
 
 
 def _cores() -> int:

@@ -16,7 +16,7 @@ from torch import nn
 from ignite_engine import Trainer, Update
 from ignite_engine.engine.bus import handlers_of
 from ignite_engine.events import TrainingEvents
-from ignite_engine.handlers import Evaluation
+from ignite_engine.handlers import Evaluation, StepTimes
 from ignite_engine.handlers.throughput import Throughput
 from tests.ranks.forkserver import on_ranks
 
@@ -215,3 +215,29 @@ def test_time_between_iterations_is_that_of_handlers_without_evaluations(monkeyp
     # the handler of a log point's own iteration runs after it
     assert [each["time/handlers_ms"] for each in seen] == [5_000.0, 10_000.0, 10_000.0]
     assert [each["time/step_ms"] for each in seen] == [1_000.0] * 3
+
+
+def test_beside_step_times_one_clock_measures_and_each_value_is_written_once() -> None:
+    trainer, written = slow_trainer(), list[str]()
+    steps = StepTimes()
+    steps.attach(trainer, Events.EPOCH_COMPLETED)
+    Throughput(count_tokens).attach(trainer, Events.EPOCH_COMPLETED)
+    before = type(trainer.state.metrics).__setitem__
+
+    class Counted(type(trainer.state.metrics)):  # type: ignore[misc]  # a class that is known at run time
+        def __setitem__(self, key: str, value: Any) -> None:
+            written.append(key)
+            before(self, key, value)
+
+    trainer.state.metrics = Counted()
+    trainer.run(SlowData(4), max_epochs=1)
+    metrics, clock = trainer.state.metrics, steps.host_clock
+
+    assert clock is not None and len(written) == len(set(written)) and "time/step_ms" in written
+    assert metrics["throughput/steps_per_s"] == pytest.approx(1e3 / metrics["time/step_ms"])
+    assert metrics["throughput/data_wait_share"] == pytest.approx(
+        metrics["time/data_wait_ms"] / metrics["time/step_ms"]
+    )
+    assert metrics["throughput/samples_per_s"] == pytest.approx(14 / 4 * metrics["throughput/steps_per_s"])
+    for event in (Events.GET_BATCH_COMPLETED, TrainingEvents.OPTIMIZER_STEP_COMPLETED):
+        assert [handler.__self__ for handler, _, _ in handlers_of(trainer, event)] == [steps]  # type: ignore[attr-defined]

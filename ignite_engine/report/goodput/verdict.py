@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from ignite_engine.errors import shortened
+
 SHORTEST_S = 5.0
 """A shorter run is not judged: its first iterations, which warm up, weigh too much."""
 FEWEST_STEPS = 20
@@ -21,6 +23,8 @@ FEWEST_SAVES = 3
 """Fewer, the one at the end among them, cannot be made rarer."""
 EVALUATING = 0.4
 """Share of evaluation: one each epoch of a set of a fifth of the data takes less, as it needs no backward."""
+FEWEST_EVALUATIONS = 2
+"""Fewer cannot be made rarer."""
 HANDLERS = 0.1
 """Share of logging and other handlers, which ought to take next to nothing."""
 LEAST_HANDLERS_MS = 0.5
@@ -37,6 +41,10 @@ RETRIES = 0.05
 """Allocations for each step that succeeded only after the CUDA cache was freed, which waits for the device."""
 THREADS = 1.5
 """Threads that compute for each core: at more they wait for each other within each operation."""
+CROWDED = 0.25
+"""Share of the time in which the training thread was ready to run and had no core."""
+ONE_STEP = 0.2
+"""Share of the time of one step, after the first two, which compile and warm up."""
 TINY_MS = 0.5
 """A step on a CPU: below it calling operations and fetching single samples takes most of the time."""
 CAUGHT_UP = 0.8
@@ -49,7 +57,7 @@ class Figures:
 
     Attributes:
         steps: iterations.
-        seconds: of this process by part: those of ``handlers/clocks.py``, without the start-up.
+        seconds: of this process by part, as :class:`~ignite_engine.handlers.StepTimes` measures them.
         p50_ms: the median step.
         ranks: seconds by part of each rank, at the same number of steps; empty on one process.
         evaluations, saves: how many there were.
@@ -59,7 +67,12 @@ class Figures:
         local_ranks: processes that train on this machine.
         cores: that they may use.
         workers: of the loader; None: it has no such setting.
+        in_memory: the loader's data set is tensors or a list.
         background: saves are written in the background.
+        handlers: names of the user's own handlers; None: not known.
+        longest_handlers_s: the longest time of handlers within one iteration.
+        longest_step_s, longest_step_at: the longest step without its wait for data, and its iteration.
+        crowded_s: in which the training thread was ready to run and had no core.
         stalled_s: the kernel's pressure-stall time of memory.
         swapped_mib: of this process, now.
         retries: of CUDA's allocator.
@@ -79,7 +92,13 @@ class Figures:
     local_ranks: int = 1
     cores: int = 1
     workers: int | None = None
+    in_memory: bool = False
     background: bool = False
+    handlers: Sequence[str] | None = None
+    longest_handlers_s: float = 0.0
+    longest_step_s: float = 0.0
+    longest_step_at: int = 0
+    crowded_s: float = 0.0
     stalled_s: float = 0.0
     swapped_mib: float = 0.0
     retries: int = 0
@@ -123,9 +142,9 @@ def verdict(figures: Figures) -> Verdict | None:
     """The cause that has cost most; None: nothing is wrong, or too little was measured."""
     if figures.steps < FEWEST_STEPS or figures.total_s < SHORTEST_S:
         return None
-    found = [each for rule in _RULES if (each := rule(figures)) is not None]
+    verdicts = [found for rule in _RULES if (found := rule(figures)) is not None]
     # what slows everything else cannot be told as a share, and is the cause of the other shares
-    return max(found, key=lambda each: each.share, default=None)
+    return max(verdicts, key=lambda found: found.share, default=None)
 
 
 def _threads(figures: Figures) -> Verdict | None:
@@ -163,13 +182,40 @@ def _memory(figures: Figures) -> Verdict | None:
     return None
 
 
+def _crowded(figures: Figures) -> Verdict | None:
+    share = figures.crowded_s / figures.total_s
+    if share <= CROWDED:
+        return None
+    workers = ", use fewer loader workers" if (figures.workers or 0) > 1 else ""
+    fewer = f", or set run.threads below {figures.threads}" if figures.threads > 1 else ""
+    return Verdict(
+        "busy cores",
+        f"the training thread was ready {_percent(share)} of the time and had no core to run on",
+        f"stop other work on this machine{workers}{fewer}",
+        math.inf,
+    )
+
+
+def _one_step(figures: Figures) -> Verdict | None:
+    share = figures.longest_step_s / figures.total_s
+    if share <= ONE_STEP:
+        return None
+    return Verdict(
+        "one iteration",
+        f"iteration {figures.longest_step_at:,} took {figures.longest_step_s:.3g} s, {_percent(share)} of the time, "
+        f"where half of the steps take less than {figures.p50_ms:.3g} ms",
+        "if it was compiled again there, give batches of one shape (data.drop_last), or compile with dynamic=True",
+        share,
+    )
+
+
 def _slow_rank(figures: Figures) -> Verdict | None:
     if len(figures.ranks) < 2:
         return None
     own = [sum(seconds for part, seconds in rank.items() if part != "reduction") for rank in figures.ranks]
     slowest = max(range(len(own)), key=own.__getitem__)
     others = [rank for number, rank in enumerate(figures.ranks) if number != slowest]
-    usual = median(each for number, each in enumerate(own) if number != slowest)
+    usual = median(seconds for number, seconds in enumerate(own) if number != slowest)
     excess = own[slowest] - usual
     share = excess / figures.total_s
     if share <= SLOW_RANK:
@@ -196,7 +242,12 @@ def _data(figures: Figures) -> Verdict | None:
         return None
     evidence = f"{_percent(share)} of the time, {_ms(figures, 'data_wait')} an iteration, was spent waiting for it"
     room = max(figures.cores // figures.local_ranks, 1)
-    if figures.workers is None:
+    if figures.in_memory:  # to hand a batch over takes a worker longer than to make it
+        evidence += ", and it is in memory"
+        remedy = (
+            "give its data set a __getitems__(indices) that returns a whole batch, or use larger batches; not workers"
+        )
+    elif figures.workers is None:
         remedy = "make the loader faster, or give one with num_workers"
     elif figures.workers < room:
         more = max(min(room, max(2 * figures.workers, 2)), 1)
@@ -225,7 +276,7 @@ def _saving(figures: Figures) -> Verdict | None:
 
 def _evaluating(figures: Figures) -> Verdict | None:
     share = figures.share("evaluation")
-    if share <= EVALUATING or not figures.evaluations:
+    if share <= EVALUATING or figures.evaluations < FEWEST_EVALUATIONS:
         return None
     interval = max(figures.steps / figures.evaluations, 1)
     rarer = _rounded(interval * share / (1 - share) / 0.1)
@@ -240,14 +291,18 @@ def _evaluating(figures: Figures) -> Verdict | None:
 
 def _handlers(figures: Figures) -> Verdict | None:
     share = figures.share("handlers", "logging")
-    if share <= HANDLERS or figures.each_ms("handlers", "logging") < LEAST_HANDLERS_MS:
+    often = share - figures.longest_handlers_s / figures.total_s  # what took long once cannot be made rarer
+    if often <= HANDLERS or figures.each_ms("handlers", "logging") < LEAST_HANDLERS_MS:
         return None
     evidence = f"they took {_percent(share)} of the time, {_ms(figures, 'handlers', 'logging')} an iteration"
     sink = max(figures.sinks, key=lambda name: figures.sinks[name], default="")
     if sink and figures.sinks[sink] > figures.total_s * share / 2:
         remedy = "set logging.every to a larger interval, or leave that sink out"
         return Verdict("logging", f"{evidence}, most of it in the sink {sink!r}", remedy, share)
-    remedy = "attach them to rarer events, such as Events.ITERATION_COMPLETED(every=100)"
+    if figures.handlers is not None and not figures.handlers:
+        return None  # the engine and handlers of ours: nobody can attach them to rarer events
+    named = f" ({shortened(figures.handlers, 3)})" if figures.handlers else ""
+    remedy = f"attach them{named} to rarer events, such as Events.ITERATION_COMPLETED(every=100)"
     return Verdict("handlers", evidence, remedy, share)
 
 
@@ -286,12 +341,14 @@ PART_NAMES = {
 _RULES: tuple[Callable[[Figures], Verdict | None], ...] = (
     _threads,
     _memory,
+    _crowded,
     _slow_rank,
     _data,
     _saving,
     _evaluating,
     _handlers,
     _wasted,
+    _one_step,
     _overhead,
 )
 

@@ -31,6 +31,18 @@ def ranks(*forward: float) -> list[dict[str, float]]:
         (figures({"data_wait": 50.0}, workers=0), "data", "with num_workers=0; set data.num_workers=2"),
         (figures({"data_wait": 50.0}, workers=8), "data", "do less work for each sample"),
         (figures({"data_wait": 50.0}, workers=None), "data", "make the loader faster"),
+        (
+            figures({"data_wait": 50.0}, workers=0, in_memory=True),
+            "data",
+            "__getitems__(indices) that returns a whole batch",
+        ),
+        (figures({"handlers": 20.0}, handlers=["mine"]), "handlers", "attach them (mine) to rarer events"),
+        (figures(crowded_s=60.0), "busy cores", "was ready 60 % of the time and had no core to run on"),
+        (
+            figures(longest_step_s=40.0, longest_step_at=512),
+            "one iteration",
+            "iteration 512 took 40 s, 40 %",
+        ),
         (figures({"checkpoint": 30.0}, saves=100), "saving", "set checkpoint.every=200, or checkpoint.background=true"),
         (figures({"checkpoint": 30.0}, background=True), "saving", "one about every 200 iterations"),
         (figures({"evaluation": 120.0}, evaluations=100), "evaluation", "evaluation.limit"),
@@ -63,6 +75,10 @@ def test_cause_evidence_and_remedy(given: Figures, cause: str, said: str) -> Non
         figures({"checkpoint": 50.0}, saves=2),
         figures({"data_wait": 50.0, "handlers": 30.0}, steps=200_000),  # of steps that are short themselves
         figures({"evaluation": 40.0}),
+        figures({"evaluation": 120.0}, evaluations=1),
+        figures({"handlers": 20.0}, handlers=[]),
+        figures({"handlers": 20.0}, handlers=["mine"], longest_handlers_s=19.0),
+        figures(crowded_s=10.0, longest_step_s=5.0),
         figures(ranks=ranks(35.0, 36.0)),
         figures(device="cuda", caught_up=0.3, threads=64),
         figures(wasted_s=50.0, wall_s=1000.0),
@@ -73,6 +89,13 @@ def test_cause_evidence_and_remedy(given: Figures, cause: str, said: str) -> Non
 )
 def test_silent_where_nothing_is_wrong_or_too_little_was_measured(given: Figures) -> None:
     assert verdict(given) is None
+
+
+def test_workers_and_saves_in_the_background_are_not_advised_where_they_are_there_or_slower() -> None:
+    in_memory = verdict(figures({"data_wait": 50.0}, workers=0, in_memory=True))
+    background = verdict(figures({"checkpoint": 30.0}, background=True))
+    assert in_memory is not None and "num_workers" not in in_memory.remedy
+    assert background is not None and "background" not in background.remedy
 
 
 def test_what_costs_most_is_named() -> None:
