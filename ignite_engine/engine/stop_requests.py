@@ -23,7 +23,7 @@ class StopRequests:
         self.stop: tuple[str, int | None] | None = None
         """Reason and signal of the requested stop; after the vote those of the first rank that requested one."""
         self.end: tuple[str, bool | str] | None = None
-        """Reason of ``terminate()`` and Ignite's option of it; after the vote those of the first rank that called it."""
+        """Reason and option of ``terminate()``; after the vote those of the first rank that called it."""
         self.waiting_for_data = False
         """The main thread is inside the loader's ``next``: the one place where a signal may raise StopRequested."""
         self.checks: list[Callable[[], None]] = []

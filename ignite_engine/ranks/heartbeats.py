@@ -238,8 +238,8 @@ class Hub:
                 else:
                     self._read(*key.data)
             now = time.monotonic()
-            for link in [link for link, since in self._strangers.items() if now - since > _GREETING_S]:
-                self._drop(link)
+            for stranger in [link for link, since in self._strangers.items() if now - since > _GREETING_S]:
+                self._drop(stranger)
             # while this process itself was stopped, by Ctrl-Z say, nobody was silent
             elapsed, before = min(now - before, self._beat_s), now
             since_tick += elapsed

@@ -312,3 +312,32 @@ def test_other_settings_on_a_rank_are_refused_on_all(
     with pytest.raises(ValueError, match=f"^{said}: every rank must train with the same settings.$"):
         trainer.run(numbers_loader(), max_epochs=1)
     assert trainer.state.iteration == 0
+
+
+@pytest.mark.parametrize("refused", [{"epoch_length": 0}, {"max_epochs": 1}, {"max_iters": 9}, "empty data"])
+def test_refused_run_changes_nothing_of_the_run_before(refused: Any) -> None:
+    """A handler has changed the accumulation; the run that continues after a refused call has the changed one."""
+
+    def trained(refuse: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        trainer, sizes = Trainer(lambda engine, batch: sizes.append(len(batch)), accumulation_steps=1), list[int]()
+        counters = []
+
+        def change() -> None:
+            trainer.accumulation_steps = 4
+
+        trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), change)
+        trainer.run(numbers_loader(8, 1), max_epochs=2)
+        if refuse:
+            before = trainer.progress.position
+            data = [] if refused == "empty data" else numbers_loader(8, 1)
+            arguments = {"max_epochs": 2} if refused == "empty data" else refused
+            with pytest.raises(ValueError, match=r"."):
+                trainer.run(data, **arguments)
+            assert trainer.progress.position == before
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda: counters.append((trainer.state.iteration, trainer.state.epoch))
+        )
+        trainer.run(numbers_loader(8, 1), max_epochs=3)
+        return sizes, counters
+
+    assert trained(refuse=True) == trained(refuse=False) and trained(refuse=True)[0] == [1] * 8 + [4] * 4
