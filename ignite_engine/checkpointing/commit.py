@@ -24,10 +24,7 @@ from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.manifest import (
-    FORMAT_VERSION,
     MANIFEST_NAME,
-    SHARDED_VERSION,
-    UNSHARDED_VERSION,
     Facts,
     Manifest,
     current_versions,
@@ -42,10 +39,6 @@ from ignite_engine.checkpointing.shards import Shards, missing_numbers, split
 from ignite_engine.errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
-WRITERS = 4
-"""Of a large state, where none are asked for: the same files on every machine."""
-LARGE_STATE_BYTES = 1 << 26
-"""In tensors that have files of their own; a smaller state is one file, as threads and more fsyncs gain it nothing."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ class Commit:
         iteration: updates done.
         ranks: who saves together.
         failure: makes the error's text of the causes.
-        writers: threads of a rank that write at once, and files of large tensors; None: 4 for a large state, else 1.
+        writers: threads of a rank that write at once, and files of large tensors; None: 1.
     """
 
     def __init__(
@@ -148,14 +141,10 @@ class Commit:
                 mine, own, pieces = split(shared, local)
             missing = missing_numbers({**mine, **own} if rank == 0 else {}, pieces, self._tables.rows)
             tables = self._tables.rows
-            without, rows = take_out(mine) if rank == 0 and self._writers != 1 else (mine, {})
-            writers = self._writers or _default_writers(_bytes(rows) + _bytes(tables))
-            if writers == 1:
-                without, rows = mine, {}
-            # also for one writer: who loads the last of a chain reads all of it
-            table_files = max(writers, _default_writers(_bytes(tables)))
+            writers = self._writers or 1
+            without, rows = take_out(mine) if rank == 0 and writers > 1 else (mine, {})
             contents: dict[str, Mapping[str, Any]] = {
-                **_in_files(tables, table_files, names.tables_file),
+                **_in_files(tables, writers, names.tables_file),
                 **_in_files(rows, writers, names.rows_file),
                 names.SHARED_FILE: without if rank == 0 else {},
                 names.rank_file(rank): own,
@@ -224,9 +213,6 @@ class Commit:
         earlier = names.scan(self._directory)[0]
         same = [each.manifest for each in earlier if each.iteration == self._iteration]
         files = {name: record for each in self._written for name, record in each.files.items()}
-        has_rows = bool(self._tables.needs) or any(
-            names.ROWS_FILE.fullmatch(name) or names.TABLES_FILE.fullmatch(name) for name in files
-        )
         known = {
             "iteration": self._iteration,
             "epoch": epoch,
@@ -243,21 +229,12 @@ class Commit:
             "environment": environment_values(self._ranks.world_size),
             "sharding": sharding,
             "needs": dict(self._tables.needs),
-            "format_version": FORMAT_VERSION if has_rows else SHARDED_VERSION if sharding else UNSHARDED_VERSION,
         }
         return Manifest(**{**self._facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts
 
 
 def _in_files(rows: RowsOfParts, files: int, name: Callable[[int], str]) -> dict[str, RowsOfParts]:
     return {name(number): share for number, share in enumerate(shared_out(rows, files))}
-
-
-def _default_writers(size: int) -> int:
-    return WRITERS if size >= LARGE_STATE_BYTES else 1
-
-
-def _bytes(rows: RowsOfParts) -> int:
-    return sum(values.nbytes for pieces in rows.values() for _, values in pieces.values())
 
 
 def _incomplete(written: list[_Written]) -> list[str]:

@@ -16,13 +16,11 @@ from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
 
-from ignite_engine.checkpointing.filesystem import FileRecord, open_regular
+from ignite_engine.checkpointing.filesystem import HASHES, FileRecord, open_regular
 from ignite_engine.errors import CheckpointError, one_line
 
-FORMAT_VERSION = 4  # 3: no files of rows; 2: no sharded tensors; 1: no kinds, and `exactness` for `reproducibility`
-SHARDED_VERSION = 3
-UNSHARDED_VERSION = 2
-OLDEST_READABLE_VERSION = 1
+FORMAT_VERSION = 5
+OLDEST_READABLE_VERSION = 5
 MANIFEST_NAME = "manifest.json"
 _NEEDED_FILE = re.compile(r"iteration_\d{8,}(\.\d+)?/tables_\d+\.pt")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -90,8 +88,7 @@ class Manifest:
     needs: dict[str, FileRecord] = field(default_factory=dict)
     """Files of the checkpoints beside it that hold the other rows of its tables, such as
     ``iteration_00000100/tables_0.pt``, the oldest first; empty: it is whole."""
-    format_version: int = UNSHARDED_VERSION
-    """What a release must know to read it: the lowest version that has what is in this checkpoint."""
+    format_version: int = FORMAT_VERSION
 
     @property
     def needed(self) -> list[str]:
@@ -156,8 +153,6 @@ def _check_version(path: Path, version: object) -> None:
 def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     hints = _type_hints(Manifest)
     try:
-        if content["format_version"] == 1:
-            content = {**content, "reproducibility": content.get("exactness", [])}
         values = {name: value for name, value in content.items() if name in hints}
         values["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
         values["needs"] = {name: FileRecord(**record) for name, record in content.get("needs", {}).items()}
@@ -178,6 +173,12 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     for name in manifest.needs:
         if not _NEEDED_FILE.fullmatch(name):
             raise CheckpointError(f"{path} is damaged: {name!r} is not a file of rows in a checkpoint beside it.")
+    for record in chain(manifest.files.values(), manifest.needs.values()):
+        if record.algorithm not in HASHES:
+            raise CheckpointError(
+                f"{path} names the hash {record.algorithm!r}, this release knows {', '.join(HASHES)}: "
+                "update ignite_engine."
+            )
     for name in chain(*manifest.parts.values(), manifest.left_out, manifest.kinds):
         if not name.isprintable():  # each is a part of messages of one line
             raise CheckpointError(f"{path} is damaged: {name!r} is not the name of a part.")

@@ -128,12 +128,8 @@ def followed(checkpoints: Sequence[CheckpointInfo]) -> tuple[str, str] | None:
 
 
 def rule_of(manifest: Manifest) -> tuple[str, str] | None:
-    """Metric and mode by which the run kept its best; of format version 1 its config says it."""
-    if manifest.best is not None:
-        return manifest.best["metric"], manifest.best["mode"]
-    section = (manifest.config or {}).get("checkpoint")
-    metric, mode = (section.get("best"), section.get("mode")) if isinstance(section, dict) else (None, None)
-    return (metric, mode) if isinstance(metric, str) and mode in ("min", "max") else None
+    """Metric and mode by which the run kept its best; None: by none."""
+    return None if manifest.best is None else (manifest.best["metric"], manifest.best["mode"])
 
 
 def _is_named_as_one(path: Path) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ignite_engine.checkpointing.filesystem import FileRecord, hash_file, open_regular, write_file
+from ignite_engine.checkpointing.hashed_read import read_hashed, unpickled
 from ignite_engine.checkpointing.nested import TooDeep, rebuilt, walk
 from ignite_engine.checkpointing.shards import is_sharded, local_piece
 from ignite_engine.errors import CheckpointError, one_line
@@ -116,7 +117,7 @@ def write_parts(path: Path, parts: Mapping[str, Any]) -> FileRecord:
 
 
 def _save_without_crc(content: dict[str, Any], file: IO[bytes]) -> None:
-    """Without the CRC that torch computes of each tensor and never reads: it takes as long as the SHA-256 we keep."""
+    """Without the CRC that torch computes of each tensor and never reads: it takes longer than our hash."""
 
     def save() -> None:
         torch.serialization.set_crc32_options(False)
@@ -179,12 +180,35 @@ def read_parts(path: Path, record: FileRecord, *, verified: bool = False, mmap: 
     """
     try:
         with open_regular(path) as file:
-            if not verified and (problem := compare(path.name, hash_file(file), record)):
+            if verified or mmap:
+                problem = None if verified else compare(path.name, hash_file(file, record.algorithm), record)
+                parts: dict[str, Any] | None = None
+            else:
+                problem, parts = read_verified(path, file, record)
+            if problem:
                 raise CheckpointError(f"{path.parent} is damaged: {problem}.")
             file.seek(0)
-            return load_plain(path, file, mmap)
+            return load_plain(path, file, mmap) if parts is None else parts
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
+
+
+def read_verified(
+    path: Path, file: IO[bytes], record: FileRecord
+) -> tuple[str, None] | tuple[None, dict[str, Any] | None]:
+    """Read an open file once, to verify it and to load it.
+
+    Returns:
+        What is wrong with it, as the rest of a sentence, or None; and its parts, None if they have to be loaded apart.
+
+    Raises:
+        CheckpointError: it is what was written, but not plain data.
+        OSError: it cannot be read.
+    """
+    found, memories = read_hashed(file, record.algorithm)
+    if problem := compare(path.name, found, record):
+        return problem, None
+    return None, unpickled(lambda location: load_plain(path, None, True, location), memories) if memories else None
 
 
 def plain_data_problem(path: Path) -> str | None:
@@ -200,15 +224,26 @@ def compare(name: str, found: FileRecord, expected: FileRecord) -> str | None:
     """In words, how a file differs from its record; None if it does not."""
     if found.bytes != expected.bytes:
         return f"{name} has {found.bytes} bytes, the manifest says {expected.bytes}"
-    if found.sha256 != expected.sha256:
-        return f"{name} has changed: SHA-256 {found.sha256[:12]}, the manifest says {expected.sha256[:12]}"
+    if found.hash != expected.hash:
+        digest, said = (record.hash.partition(":")[2][:12] for record in (found, expected))
+        return f"{name} has changed: {expected.algorithm.upper()} {digest}, the manifest says {said}"
     return None
 
 
-def load_plain(path: Path, file: IO[bytes] | None, mmap: bool) -> dict[str, Any]:
+def load_plain(path: Path, file: IO[bytes] | None, mmap: bool, map_location: Any = "cpu") -> dict[str, Any]:
+    """A file of ``torch.save`` with a mapping of plain data.
+
+    Args:
+        file: it, open; not used with ``mmap``.
+        map_location: see ``torch.load``.
+
+    Raises:
+        CheckpointError: one line; it holds something else, of which nothing was executed.
+        OSError: it cannot be read.
+    """
     source: Any = path if mmap or file is None else file
     try:
-        loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        loaded = torch.load(source, map_location=map_location, weights_only=True, mmap=mmap)
     except OSError:
         raise
     except Exception as error:  # torch raises pickle, zip and runtime errors of many types here

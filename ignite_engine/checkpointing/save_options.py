@@ -60,8 +60,7 @@ class SaveOptions:
         when_busy: what a save that is due does while the previous one is still being written; ``wait`` or ``skip``
             (never a best one, one that was requested, or the last).
         writers: files that a rank hashes and writes at once, each in a thread. With more than one, tensors of 1 MiB and
-            more that the ranks share are in so many files of their own. None: 4 where these are 64 MiB and more, else
-            1, on every machine.
+            more that the ranks share are in so many files of their own. None: 1.
         on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
             one process only. A resume from there is not bit for bit, so ``strict`` excludes it.
         strict: refuse to start, or to resume, what cannot be resumed bit for bit.

@@ -90,7 +90,7 @@ class CheckpointStore:
             shards: what ``split`` took out of the parts, if that was done before (for a copy, say).
             tables: what :class:`ChangedRows` took out of ``shared``, after ``split``.
             writers: files that each rank writes at once; rank 0 writes tensors of 1 MiB and more into that many. None:
-                4 where these are 64 MiB and more, else 1.
+                1.
             facts: of the manifest: ``metrics`` (numbers to choose the best by), ``config`` (JSON data), ``labels``,
                 ``parent`` (the checkpoint that the run was resumed from), ``left_out`` (names inside parts that were
                 left out of them, by part) and ``kinds`` (what each part is), of which rank 0's count;
@@ -124,11 +124,12 @@ class CheckpointStore:
         """
         return names.scan(self.directory)[0]
 
-    def latest(self, *, healthy_only: bool = False) -> Newest:
+    def latest(self, *, healthy_only: bool = False, keep: bool = False) -> Newest:
         """The newest valid checkpoint; every file of it is read and verified. Not collective: ask on one rank.
 
         Args:
             healthy_only: skip those with non-finite weights.
+            keep: hold what rank 0 loads of it in memory, for the :meth:`load` that follows: it is read once.
 
         Returns:
             It, or None if there is none; and the newer ones with the reason why each was skipped, which is also
@@ -138,7 +139,8 @@ class CheckpointStore:
         skipped: list[tuple[Path, str]] = []
         found = None
         for checkpoint in reversed(readable):
-            reason = "; ".join(self._verification.problems(checkpoint.path))
+            wanted = (names.SHARED_FILE, names.rank_file(0)) if keep else ()
+            reason = "; ".join(self._verification.problems(checkpoint.path, wanted))
             if not reason and healthy_only and not checkpoint.manifest.healthy:
                 reason = "its weights are not finite"
             if not reason:
@@ -194,8 +196,11 @@ class CheckpointStore:
             if record is None or (name == names.SHARED_FILE and not shared):
                 loaded.append({})
                 continue
-            verified = self._verification.is_sound(path / name, record)
-            loaded.append(read_parts(path / name, record, verified=verified, mmap=mmap))
+            parts = None if mmap else self._verification.take_parts(path / name, record)
+            if parts is None:
+                verified = self._verification.is_sound(path / name, record)
+                parts = read_parts(path / name, record, verified=verified, mmap=mmap)
+            loaded.append(parts)
 
         def problem(name: str) -> str | None:
             return self._verification.problem_in(path, manifest, name)

@@ -7,10 +7,6 @@ error of one line, and to touch a mapping is the end of the process.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import struct
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -22,11 +18,9 @@ from torch import Tensor
 
 from ignite_engine.checkpointing.digests import tensor_bytes
 from ignite_engine.checkpointing.filesystem import open_regular
+from ignite_engine.checkpointing.hashed_read import members_of, read_into
 from ignite_engine.checkpointing.nested import Path, walk
 from ignite_engine.checkpointing.part_file import load_plain
-
-_LOCAL_HEADER_BYTES = 30
-"""Of a member of a zip file, up to its name; the last four are the lengths of the name and of what follows it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class Stored:
         Raises:
             OSError: with the path.
         """
-        _read(self._file, into, self._offset + begin)
+        read_into(self._file, into, self._offset + begin)
 
 
 def stored_rows(path: FilePath, files: contextlib.ExitStack) -> Iterator[tuple[str, Path, Stored]]:
@@ -73,7 +67,7 @@ def stored_rows(path: FilePath, files: contextlib.ExitStack) -> Iterator[tuple[s
         for place, (numbers, rows) in pieces.items():
             if isinstance(numbers, Tensor):
                 at, numbers = offset(numbers), torch.empty_like(numbers)
-                _read(file, tensor_bytes(numbers).numpy(), at)
+                read_into(file, tensor_bytes(numbers).numpy(), at)
             yield part, place, Stored(numbers, rows.dtype, rows.shape, file, offset(rows))
 
 
@@ -84,33 +78,8 @@ def _address_of(parts: Any, file: IO[bytes]) -> int:
     """
     memories = [value.untyped_storage() for _, value in walk(parts) if isinstance(value, Tensor) and value.nbytes]
     addresses = sorted({(each.data_ptr(), each.nbytes()) for each in memories})
-    try:
-        members = [each for each in zipfile.ZipFile(file).infolist() if "/data/" in each.filename and each.file_size]
-    except zipfile.BadZipFile as error:
-        raise ValueError("it is not a zip file") from error
-    offsets = sorted((_data_offset(file, each), each.file_size) for each in members)
+    offsets = sorted(member for member in members_of(file).values() if member.bytes)
     bases = {address - offset for (address, _), (offset, _) in zip(addresses, offsets, strict=True)}
     if len(bases) > 1 or [size for _, size in addresses] != [size for _, size in offsets]:
         raise ValueError("the tensors are not those of the zip file")
     return next(iter(bases), 0)
-
-
-def _data_offset(file: IO[bytes], member: zipfile.ZipInfo) -> int:
-    header = os.pread(file.fileno(), _LOCAL_HEADER_BYTES, member.header_offset)
-    try:
-        name, extra = struct.unpack("<HH", header[-4:])
-    except struct.error as error:
-        raise ValueError("a member of the zip file has no header") from error
-    return member.header_offset + len(header) + int(name) + int(extra)
-
-
-def _read(file: IO[bytes], into: np.ndarray[Any, Any], offset: int) -> None:
-    left = into.data
-    while len(left):
-        try:
-            count = os.preadv(file.fileno(), [left], offset)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, file.name) from error
-        if count == 0:
-            raise OSError(errno.EIO, "It has become shorter while it was read", file.name)
-        left, offset = left[count:], offset + count

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from pathlib import Path
+from typing import Any
 
 from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, open_regular, signature
 from ignite_engine.checkpointing.layout import ROWS_FILE, SHARDS_FILE, SHARED_FILE, TABLES_FILE
 from ignite_engine.checkpointing.manifest import Manifest, read_manifest
-from ignite_engine.checkpointing.part_file import compare, load_plain, plain_data_problem
+from ignite_engine.checkpointing.part_file import compare, load_plain, plain_data_problem, read_verified
 from ignite_engine.checkpointing.rows import RowFiles, file_of, in_threads
 from ignite_engine.checkpointing.shard_files import ShardFiles
 from ignite_engine.errors import CheckpointError, one_line
@@ -25,16 +27,29 @@ class Verification:
 
     def __init__(self) -> None:
         self._found: dict[Path, dict[str, _Found]] = {}
+        self._parts: dict[tuple[Path, FileRecord], tuple[Signature, dict[str, Any]]] = {}
 
-    def problems(self, checkpoint: Path) -> list[str]:
-        """All that is wrong with a checkpoint, everything read again; empty if it is valid."""
+    def problems(self, checkpoint: Path, keep: Container[str] = ()) -> list[str]:
+        """All that is wrong with a checkpoint, everything read again; empty if it is valid.
+
+        Args:
+            keep: names of files whose parts are kept for :meth:`take_parts`.
+        """
+        self._parts.clear()
         try:
             manifest = read_manifest(checkpoint)
         except CheckpointError as error:
             return [str(error)]
-        read = in_threads(lambda name: self._read(checkpoint / name, manifest.files[name]), manifest.files)
+        read = in_threads(
+            lambda name: self._read(checkpoint / name, manifest.files[name], name in keep), manifest.files
+        )
         read += in_threads(lambda name: self.problem_in(checkpoint, manifest, name), manifest.needs)
         return list(dict.fromkeys(filter(None, read))) or self._missing_pieces(checkpoint, manifest)
+
+    def take_parts(self, path: Path, record: FileRecord) -> dict[str, Any] | None:
+        """What was kept of a file when it was verified, once; None: nothing, or it has changed since."""
+        status, parts = self._parts.pop((path, record), (None, None))
+        return parts if status is not None and status == signature(path) else None
 
     def problem(self, path: Path, record: FileRecord) -> str | None:
         """What is wrong with a file; one verified before and unchanged since is not read again."""
@@ -107,7 +122,7 @@ class Verification:
                 return found
         return None
 
-    def _read(self, path: Path, record: FileRecord) -> str | None:
+    def _read(self, path: Path, record: FileRecord, keep: bool = False) -> str | None:
         read_at, status = (
             time.time_ns(),
             signature(path),
@@ -116,7 +131,14 @@ class Verification:
             return f"{path.name} is missing"
         try:
             with open_regular(path) as file:
-                problem = compare(path.name, hash_file(file), record) or plain_data_problem(path)
+                if keep:
+                    problem, parts = read_verified(path, file, record)
+                    if parts is not None:
+                        self._parts[path, record] = status, parts
+                else:
+                    problem = compare(path.name, hash_file(file, record.algorithm), record) or plain_data_problem(path)
+        except CheckpointError as error:  # not plain data
+            problem = one_line(error).rstrip(".")
         except OSError as error:
             return f"{path.name} cannot be read: {one_line(error)}"
         self._found.setdefault(path.parent, {})[path.name] = (status, record, problem)

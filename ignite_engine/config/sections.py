@@ -316,7 +316,7 @@ class CheckpointSection(Section):
     save_at_end: bool = True  # also where the run completes
     background: bool = False  # written while training continues; holds a second copy of the state in host memory
     when_busy: Literal["wait", "skip"] = "wait"  # a save that is due while one is being written in the background
-    writers: Count | None = None  # files that a rank hashes and writes at once; default: 4 for 64 MiB and more, else 1
+    writers: Count | None = None  # files that a rank hashes and writes at once; default: 1
     on_exception: bool = False  # also when the update or a handler raises; one process only
     strict: bool = False  # refuse to start, or to resume, what cannot be resumed bit for bit
     labels: list[str] | None = None  # labels of every checkpoint

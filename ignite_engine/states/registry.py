@@ -197,11 +197,11 @@ class Registry:
             CheckpointError, NotExact, StateMismatch, ValueError: one line.
         """
         rank = agreement.rank()
-        newest = agreement.on_rank_0(lambda: store.latest(healthy_only=healthy_only).checkpoint)
+        sharding = self._sharding()
+        newest = agreement.on_rank_0(lambda: store.latest(healthy_only=healthy_only, keep=not sharding).checkpoint)
         if newest is None:
             return None
         path = newest.path
-        sharding = self._sharding()
         options = {"mmap": bool(sharding), "whole": False}  # what is not of this rank's shards is not read
 
         def load() -> Loaded:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention, changed_rows, commit
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention, changed_rows
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.part_file import read_parts, write_parts
 from ignite_engine.checkpointing.shards import Shards
@@ -60,12 +60,9 @@ def test_only_the_rows_that_changed_are_written(tmp_path: Path) -> None:
     assert len(places) == 1  # the same rows of all three are numbered once
 
 
-def test_a_large_base_is_in_several_files_that_are_verified_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commit, "LARGE_STATE_BYTES", 8000)  # of 8800
+def test_a_base_is_in_several_files_where_several_writers_are_asked_for(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
-    base = CheckpointStore(tmp_path).load(saving.save(3)).manifest
+    base = CheckpointStore(tmp_path).load(saving.save(3, writers=4)).manifest
     path = saving.save(4)
     assert [name for name in base.files if name != "shared.pt"] == [f"tables_{number}.pt" for number in range(4)]
     assert list(CheckpointStore(tmp_path).load(path).manifest.files) == ["tables_0.pt", "shared.pt"] and holds(path, 4)
@@ -386,7 +383,7 @@ def test_another_base_of_the_same_name_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "own" / "iteration_00000003")
     shutil.copytree(other, tmp_path / "own" / "iteration_00000003")
     (problem,) = CheckpointStore(tmp_path / "own").verify(path)
-    assert problem.startswith("it needs iteration_00000003, of which tables_0.pt has changed: SHA-256 ")
+    assert problem.startswith("it needs iteration_00000003, of which tables_0.pt has changed: BLAKE3 ")
 
 
 def test_a_base_that_is_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
@@ -416,7 +413,7 @@ def test_needs_lead_nowhere_else(tmp_path: Path, name: str) -> None:
     saving = Saving(tmp_path)
     saving.save(3)
     path = saving.save(4)
-    forge(path, lambda content: content.__setitem__("needs", {name: {"bytes": 1, "sha256": ""}}))
+    forge(path, lambda content: content.__setitem__("needs", {name: {"bytes": 1, "hash": ""}}))
     (problem,) = saving.store.verify(path)
     assert "is not a file of rows in a checkpoint beside it" in problem and "\n" not in problem
 

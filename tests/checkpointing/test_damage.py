@@ -35,7 +35,7 @@ def flip_a_byte(checkpoint: Path) -> str:
     data = bytearray((checkpoint / "shared.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (checkpoint / "shared.pt").write_bytes(data)
-    return r"shared\.pt has changed: SHA-256 \w+, the manifest says \w+"
+    return r"shared\.pt has changed: BLAKE3 \w+, the manifest says \w+"
 
 
 def remove_a_file(checkpoint: Path) -> str:
@@ -70,12 +70,12 @@ def rewrite_manifest(checkpoint: Path, drop: str = "", **changes: Any) -> None:
 
 def make_it_newer(checkpoint: Path) -> str:
     rewrite_manifest(checkpoint, format_version=99)
-    return "has format version 99, this release reads up to 4: update ignite_engine"
+    return "has format version 99, this release reads up to 5: update ignite_engine"
 
 
 def make_it_older(checkpoint: Path) -> str:
     rewrite_manifest(checkpoint, format_version=0)
-    return "has format version 0, this release reads from 1: load it with the release that wrote it"
+    return "has format version 0, this release reads from 5: load it with the release that wrote it"
 
 
 def drop_the_version(checkpoint: Path) -> str:
@@ -89,7 +89,7 @@ def drop_a_field(checkpoint: Path) -> str:
 
 
 def lead_outside(checkpoint: Path) -> str:
-    rewrite_manifest(checkpoint, files={"../iteration_00000100/shared.pt": {"bytes": 1, "sha256": ""}})
+    rewrite_manifest(checkpoint, files={"../iteration_00000100/shared.pt": {"bytes": 1, "hash": ""}})
     return "'../iteration_00000100/shared.pt' is not the name of a file beside it"
 
 

@@ -32,7 +32,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-RECORD = {"bytes": 3, "sha256": "0" * 64}
+RECORD = {"bytes": 3, "hash": "blake3:" + "0" * 64}
 WRONG_TYPES: dict[str, list[Any]] = {
     "iteration": ["7", None, 1.5, True, -1, [7]],
     "epoch": [None, "1", -1],
@@ -41,7 +41,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "world_size": [None, "2"],
     "config": [[], 7, "text"],
     "versions": [None, {"torch": 2}],
-    "files": [None, [], {"shared.pt": None}, {"shared.pt": {"bytes": "3", "sha256": 1}}, {"shared.pt": {}}],
+    "files": [None, [], {"shared.pt": None}, {"shared.pt": {"bytes": "3", "hash": "blake3:"}}, {"shared.pt": {}}],
     "parts": [None, [], {"shared.pt": "model"}, {"shared.pt": [1]}],
     "created_at": [None, 7],
     "reproducibility": [None, "reason", [1]],

@@ -84,9 +84,9 @@ def test_strides_come_back(tmp_path: Path, tensor: torch.Tensor) -> None:
 def test_a_file_that_differs_from_its_record_is_not_loaded(tmp_path: Path) -> None:
     record = write_parts(tmp_path / "x.pt", {"a": 1})
     with pytest.raises(CheckpointError, match=r"x\.pt has changed"):
-        read_parts(tmp_path / "x.pt", FileRecord(record.bytes, "0" * 64))
+        read_parts(tmp_path / "x.pt", FileRecord(record.bytes, "blake3:" + "0" * 64))
     with pytest.raises(CheckpointError, match=r"x\.pt has \d+ bytes, the manifest says 1"):
-        read_parts(tmp_path / "x.pt", FileRecord(1, record.sha256))
+        read_parts(tmp_path / "x.pt", FileRecord(1, record.hash))
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         read_parts(tmp_path / "y.pt", record)
     assert plain_data_problem(tmp_path / "x.pt") is None

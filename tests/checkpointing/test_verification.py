@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ from ignite_engine.checkpointing import (
     CheckpointError,
     CheckpointStore,
     LoadPlan,
-    commit,
     part_file,
     read_manifest,
     read_source,
     verification,
 )
-from ignite_engine.checkpointing.filesystem import FileRecord, hash_file
+from ignite_engine.checkpointing.filesystem import hash_file
+from ignite_engine.checkpointing.hashed_read import read_hashed
 from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.handlers import Checkpoint
 from tests.builders import mse, numbers_loader
@@ -69,30 +70,33 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were hashed to verify them, wherever."""
     names: list[str] = []
 
-    def counting(file: IO[bytes]) -> FileRecord:
-        names.append(Path(file.name).name)
-        return hash_file(file)
+    def counting(hashing: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(file: IO[bytes], algorithm: str) -> Any:
+            names.append(Path(file.name).name)
+            return hashing(file, algorithm)
+
+        return counted
 
     for module in (verification, part_file):
-        monkeypatch.setattr(module, "hash_file", counting)
+        monkeypatch.setattr(module, "hash_file", counting(hash_file))
+    monkeypatch.setattr(part_file, "read_hashed", counting(read_hashed))
     monkeypatch.setattr(verification, "_SETTLED_NS", 0)
     return names
 
 
 @pytest.mark.parametrize("large", [False, True])
 def test_who_chooses_a_checkpoint_and_who_loads_it_hash_each_file_once(
-    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch, large: bool
+    tmp_path: Path, hashed: list[str], large: bool
 ) -> None:
     def trainer_with(name: str) -> tuple[Trainer, Checkpoint]:
         width = 1 << 17 if large else 1
         model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))
         trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9), mse))
-        checkpoint = Checkpoint(tmp_path / name, best="loss")
+        checkpoint = Checkpoint(tmp_path / name, best="loss", writers=4 if large else None)
         checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(loss=1.0))
         return trainer, checkpoint
 
-    monkeypatch.setattr(commit, "LARGE_STATE_BYTES", 1 << 20)
     trainer, checkpoint = trainer_with("run")
     trainer.run(numbers_loader(), max_iters=1)
     files = sorted(read_manifest(checkpoint.store.checkpoints()[-1].path).files)

@@ -133,7 +133,7 @@ def test_verify_names_the_damaged_file_and_ends_with_1(run: Path, say: Say) -> N
     code, lines = say("verify", run / "checkpoints")
 
     assert code == 1 and lines[::2] == expected[::2]
-    assert re.fullmatch(r"iteration_00000008  damaged: rank_0\.pt has changed: SHA-256 .*", lines[1])
+    assert re.fullmatch(r"iteration_00000008  damaged: rank_0\.pt has changed: BLAKE3 .*", lines[1])
     assert say("verify", run / "checkpoints" / "iteration_00000004") == (0, expected[:1])
     (run / "checkpoints" / "iteration_00000004" / "manifest.json").unlink()
     code, lines = say("verify", run / "checkpoints" / "iteration_00000004")
@@ -358,12 +358,9 @@ def test_as_a_program(run: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith("error: nowhere does not exist")
 
 
-@pytest.mark.parametrize("known_by", ["manifest", "config"])
-def test_prune_knows_whether_a_large_score_is_better(tmp_path: Path, say: Say, known_by: str) -> None:
-    """That a run keeps its largest is in each manifest, and in the config of a recipe's run."""
+def test_prune_knows_whether_a_large_score_is_better(tmp_path: Path, say: Say) -> None:
+    """That a run keeps its largest is in each manifest."""
     facts: Any = {"best": {"metric": "val/loss", "mode": "max"}}
-    if known_by == "config":
-        facts = {"config": {"checkpoint": {"best": "val/loss", "mode": "max"}}}
     store = CheckpointStore(tmp_path / "checkpoints")
     for iteration, score in ((4, 0.5), (8, 0.9), (12, 0.7)):
         store.save({"model": {}}, {}, iteration=iteration, epoch=1, metrics={"val/loss": score}, **facts)

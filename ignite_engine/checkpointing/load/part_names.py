@@ -1,7 +1,7 @@
 """What is inside a part, by name: a model's tensors, an optimizer's state of each parameter, the weights of an average.
 
 Three forms of state have names in them; every other part is taken as a whole. What a part is, its ``kind``, is said
-when it is registered and kept in the manifest; checkpoints of format version 1 do not say it, and it is guessed.
+when it is registered and kept in the manifest; without one it is guessed from the state.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Found:
 
     path: Path
     digest: str
-    """SHA-256 of what is in it; labels and metrics do not count."""
+    """A hash of what is in it; labels and metrics do not count."""
     iteration: int | None = None
     """Of the run that saved it; None of a file of weights, as all that follows."""
     sequence: int | None = None
@@ -255,14 +255,14 @@ def _is_later(found: Found, than: Found | None) -> bool:
 
 
 def _digest(manifest: Manifest) -> str:
-    files = sorted((name, record.sha256) for name, record in manifest.files.items())
+    files = sorted((name, record.hash) for name, record in manifest.files.items())
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 def _hash(path: Path) -> str:
     try:
         with open_regular(path.resolve()) as file:
-            return hash_file(file).sha256
+            return hash_file(file).hash
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
 
