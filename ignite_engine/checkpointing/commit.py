@@ -139,7 +139,8 @@ class Commit:
                 for parts in (shared, local):
                     refuse_what_cannot_be_loaded(parts)
                 mine, own, pieces = split(shared, local)
-            missing = missing_numbers({**mine, **own} if rank == 0 else {}, pieces, self._tables.rows)
+            parts = {**mine, **own} if rank == 0 else {}
+            missing = missing_numbers(parts, pieces, self._tables.rows) if pieces.layout else {}
             tables = self._tables.rows
             writers = self._writers or 1
             without, rows = take_out(mine) if rank == 0 and writers > 1 else (mine, {})

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache
 from importlib import metadata
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
@@ -197,18 +198,24 @@ def _all_fit(values: Sequence[Any], hint: Any) -> bool:
         return True
     kind, inside = get_origin(hint), get_args(hint)
     if kind in (dict, list):
-        if any(type(value) is not kind for value in values):
+        if set(map(type, values)) - {kind}:
             return False
+        content = list(chain(*values))  # of mappings the keys
         if kind is list:
-            return _all_fit(list(chain(*values)), inside[0])
-        content = list(chain(*(value.values() for value in values)))
-        return _all_fit(list(chain(*values)), str) and _all_fit(content, inside[1])
+            return _all_fit(content, inside[0])
+        return set(map(type, content)) <= {str} and _all_fit(list(chain(*map(dict.values, values))), inside[1])
+    if inside and all(map(_is_plain_type, inside)):
+        return set(map(type, values)) <= set(inside)
     if inside:
         return all(any(_all_fit([value], option) for option in inside) for value in values)
     if is_dataclass(hint) and isinstance(hint, type):
         names = _type_hints(hint).items()
-        return all(_all_fit([getattr(value, name) for value in values], inner) for name, inner in names)
+        return all(_all_fit(list(map(attrgetter(name), values)), inner) for name, inner in names)
     return set(map(type, values)) <= {hint}
+
+
+def _is_plain_type(hint: Any) -> bool:
+    return isinstance(hint, type) and get_origin(hint) is None
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ class TooDeep(ValueError):
     """A state is nested more than ``MAX_DEPTH`` deep; one that contains itself always is."""
 
 
-def walk(state: Any, whole: Callable[[Any], bool] = lambda value: False) -> Iterator[tuple[Path, Any]]:
+def walk(state: Any, whole: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
     """Each leaf with its path, in order; an empty container has none.
 
     Args:
@@ -31,21 +31,28 @@ def walk(state: Any, whole: Callable[[Any], bool] = lambda value: False) -> Iter
     Raises:
         TooDeep: also of a state that contains itself.
     """
-    return _walk(state, whole, ())
+    inside = children(state)
+    if inside is None or (whole is not None and whole(state)):
+        return [((), state)]
+    leaves: list[tuple[Path, Any]] = []
+    _collect(inside, whole, (), leaves)
+    return leaves
 
 
-def _walk(value: Any, whole: Callable[[Any], bool], path: Path) -> Iterator[tuple[Path, Any]]:
-    inside = children(value)
-    if inside is None or whole(value):
-        yield path, value
-        return
+def _collect(
+    inside: Iterable[tuple[Any, Any]],
+    whole: Callable[[Any], bool] | None,
+    path: Path,
+    leaves: list[tuple[Path, Any]],
+) -> None:
+    """Append the leaves of a container to a list: a generator for each container would cost ten times as much."""
     if len(path) >= MAX_DEPTH:
         raise TooDeep(f"{dotted(path[:3])}... is nested more than {MAX_DEPTH} deep, or contains itself")
     for key, child in inside:
-        if type(child) in _LEAVES:  # most of them: a generator for each would cost ten times as much
-            yield (*path, key), child
+        if type(child) in _LEAVES or (within := children(child)) is None or (whole is not None and whole(child)):
+            leaves.append(((*path, key), child))
         else:
-            yield from _walk(child, whole, (*path, key))
+            _collect(within, whole, (*path, key), leaves)
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]] | None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ignite_engine.checkpointing.filesystem import FileRecord, hash_file, open_regular, write_file
-from ignite_engine.checkpointing.hashed_read import read_hashed, unpickled
+from ignite_engine.checkpointing.filesystem import PIECE_BYTES, FileRecord, hash_file, open_regular, write_file
+from ignite_engine.checkpointing.hashed_read import Memory, read_hashed, unpickled
 from ignite_engine.checkpointing.nested import TooDeep, rebuilt, walk
 from ignite_engine.checkpointing.shards import is_sharded, local_piece
 from ignite_engine.errors import CheckpointError, one_line
@@ -58,7 +58,10 @@ def refuse_what_cannot_be_loaded(parts: Mapping[str, Any]) -> None:
 
 def _is_foreign_container(value: Any) -> bool:
     kind = type(value)
-    return not (kind in _SEQUENCES or (kind in _MAPPINGS and all(map(_is_key, value))))
+    return not (
+        kind in _SEQUENCES
+        or (kind in _MAPPINGS and (_LEAF_TYPES.issuperset(map(type, value)) or all(map(_is_key, value))))
+    )
 
 
 def _is_key(key: Any) -> bool:
@@ -110,8 +113,7 @@ def _is_finite(value: Tensor) -> bool:
 
 def write_parts(path: Path, parts: Mapping[str, Any]) -> FileRecord:
     """Write named parts to a new file, fsynced; the hash is taken while writing."""
-    content = _compact(dict(parts))
-    size = sum(value.nbytes for _, value in walk(content) if _has_memory(value))
+    content, size = _compact(dict(parts))
     save = torch.save if size < _SMALLEST_WITHOUT_CRC or not _CONFIG_IS_OF_THE_CONTEXT else _save_without_crc
     return write_file(path, lambda file: save(content, file))
 
@@ -126,18 +128,22 @@ def _save_without_crc(content: dict[str, Any], file: IO[bytes]) -> None:
     contextvars.copy_context().run(save)  # the option goes with the context: no other thread ever sees it
 
 
-def _compact(parts: dict[str, Any]) -> dict[str, Any]:
-    """The parts with copies in the place of views into a memory that they do not fill together.
+def _compact(parts: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The parts with copies in the place of views into a memory that they do not fill together, and their bytes.
 
     ``torch.save`` writes the whole memory of a view. Tensors that fill their memory stay as they are, so that those
     that share it share it again when they are loaded.
     """
     used: dict[int, dict[tuple[Any, ...], int]] = {}
-    tensors = [value for _, value in walk(parts) if _has_memory(value)]
-    for value in tensors:
-        used.setdefault(_memory(value), {})[_place(value)] = value.nbytes
-    sizes = {_memory(value): value.untyped_storage().nbytes() for value in tensors}
-    partly_used = {memory for memory, places in used.items() if sum(places.values()) < sizes[memory]}
+    sizes: dict[int, int] = {}
+    size = 0
+    for _, value in walk(parts):
+        if type(value) not in _SCALARS and _has_memory(value):
+            memory = value.untyped_storage()
+            used.setdefault(memory.data_ptr(), {})[_place(value)] = value.nbytes
+            sizes[memory.data_ptr()] = memory.nbytes()
+            size += value.nbytes
+    partly_used = {address for address, places in used.items() if sum(places.values()) < sizes[address]}
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copy_of_view(value: Any) -> Any:
@@ -149,7 +155,7 @@ def _compact(parts: dict[str, Any]) -> dict[str, Any]:
             copies[key] = torch.nn.Parameter(copy, value.requires_grad) if type(value) is torch.nn.Parameter else copy
         return copies[key]
 
-    return rebuilt(parts, copy_of_view) if partly_used else parts
+    return (rebuilt(parts, copy_of_view) if partly_used else parts), size
 
 
 def _has_memory(value: Any) -> bool:
@@ -180,35 +186,42 @@ def read_parts(path: Path, record: FileRecord, *, verified: bool = False, mmap: 
     """
     try:
         with open_regular(path) as file:
-            if verified or mmap:
+            if mmap or verified:
                 problem = None if verified else compare(path.name, hash_file(file, record.algorithm), record)
-                parts: dict[str, Any] | None = None
             else:
                 problem, parts = read_verified(path, file, record)
+                if parts is not None:
+                    return parts
             if problem:
                 raise CheckpointError(f"{path.parent} is damaged: {problem}.")
             file.seek(0)
-            return load_plain(path, file, mmap) if parts is None else parts
+            return load_plain(path, file, mmap)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
 
 
-def read_verified(
-    path: Path, file: IO[bytes], record: FileRecord
-) -> tuple[str, None] | tuple[None, dict[str, Any] | None]:
-    """Read an open file once, to verify it and to load it.
+def read_verified(path: Path, file: IO[bytes], record: FileRecord) -> tuple[str, None] | tuple[None, dict[str, Any]]:
+    """Verify and load an open file, which is read once if it is large.
 
     Returns:
-        What is wrong with it, as the rest of a sentence, or None; and its parts, None if they have to be loaded apart.
+        What is wrong with it, as the rest of a sentence; or its parts.
 
     Raises:
         CheckpointError: it is what was written, but not plain data.
         OSError: it cannot be read.
     """
-    found, memories = read_hashed(file, record.algorithm)
+    memories: Mapping[int, Memory] = {}
+    if record.bytes < PIECE_BYTES:
+        found = hash_file(file, record.algorithm)
+    else:
+        found, memories = read_hashed(file, record.algorithm)
     if problem := compare(path.name, found, record):
         return problem, None
-    return None, unpickled(lambda location: load_plain(path, None, True, location), memories) if memories else None
+    parts = unpickled(lambda location: load_plain(path, None, True, location), memories) if memories else None
+    if parts is None:
+        file.seek(0)
+        parts = load_plain(path, file, mmap=False)
+    return None, parts
 
 
 def plain_data_problem(path: Path) -> str | None:

@@ -239,7 +239,8 @@ def whole(value: Any) -> Any:
 
 def has_sharded(state: Any) -> bool:
     """Whether a nested state holds a tensor that is sharded, in memory or on disk."""
-    return any(is_sharded(value) or isinstance(value, Sharded) for _, value in walk(state))
+    tensors = [value for _, value in walk(state) if isinstance(value, Tensor)]
+    return any(is_sharded(value) or isinstance(value, Sharded) for value in tensors)
 
 
 def fitted(state: Any, own: Any) -> Any:

@@ -385,8 +385,10 @@ class Registry:
 
     def _fitted(self, name: str, state: Any) -> Any:
         """A copy of a state with its tensors sharded as the object has them; where nothing is sharded, itself."""
+        if isinstance(self.objects[name], OptimizerState):
+            return state
         saved_sharded = has_sharded(state)
-        if isinstance(self.objects[name], OptimizerState) or not (saved_sharded or self._sharding()):
+        if not (saved_sharded or self._sharding()):
             return state
         return fitted(state, self.objects[name].state_dict() if saved_sharded or name in self.shared else None)
 
