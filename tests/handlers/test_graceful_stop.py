@@ -467,7 +467,15 @@ def start(directory: Path, speed: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        # slow: the matrix of the campaign has Ctrl-C with workers of every kind
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 143),
+    ],
+)
 def test_program_with_loader_workers_saves_and_exits_with_the_signals_code(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:

@@ -98,16 +98,16 @@ def test_ids_are_admitted_by_count_and_evicted_by_age() -> None:
 def test_age_of_an_admitted_id_is_counted_from_the_window_in_which_it_was_seen_last() -> None:
     """Ids that wait for a free row are admitted when there is one, with the age that they have by then."""
     first = [[each] * 3 for each in range(10, 10 + ROWS - SHARED)]  # each of the rows is taken at once
-    batches = [first, [[77] * 3, [10, 11, 12]], [[10, 11]], [[10]], [[10]]]
+    batches = [first, [[5] * 3, [10, 11, 12]], [[10, 11]], [[10]], [[10]]]
     trainer, model, _ = made(keep=3)
     owned = owned_after_each(trainer, model.rows)
     trainer.run(windows_of(batches))
 
     ids = [set(each) for each in owned]
     taken = set(range(10, 10 + ROWS - SHARED))
-    assert ids[:3] == [taken] * 3 and 77 not in ids[2]  # no row is free
-    assert ids[3] == {10, 11, 12, 77}  # 13 to 16 were seen in the first of four windows only; 77 in the second
-    assert ids[4] == {10, 11}  # 77 was last seen three windows ago: admitting it did not make it younger
+    assert ids[:3] == [taken] * 3 and 5 not in ids[2]  # no row is free
+    assert ids[3] == {5, 10, 11, 12}  # 13 to 16 were seen in the first of four windows only; 5 in the second
+    assert ids[4] == {10, 11}  # 5 was last seen three windows ago: admitting it did not make it younger
 
 
 def test_an_id_shares_a_row_until_it_is_admitted() -> None:
