@@ -107,9 +107,19 @@ def test_terminated_run_is_reset_to_the_next_epoch_as_in_ignite() -> None:
     assert starts == [Start.FRESH, Start.RESET]
 
 
-@pytest.mark.parametrize(("at", "of_pass"), [(2, 1), (4, 1), (5, 2), (8, 2)])
-def test_pass_after_a_terminated_one_is_the_next_in_the_order(at: int, of_pass: int) -> None:
-    """Four shuffled batches in a pass: the run that is terminated at ``at`` continues with an untouched pass."""
+@pytest.mark.parametrize(
+    ("event", "at", "of_pass"),
+    [
+        (Events.ITERATION_COMPLETED(once=2), 2, 1),
+        (Events.ITERATION_COMPLETED(once=4), 4, 1),
+        (Events.ITERATION_COMPLETED(once=5), 5, 2),
+        (Events.EPOCH_COMPLETED(once=1), 4, 1),
+        (Events.EPOCH_STARTED(once=1), 0, 0),
+        (Events.EPOCH_STARTED(once=2), 4, 1),
+    ],
+)
+def test_pass_after_a_terminated_one_is_the_next_in_the_order(event: Any, at: int, of_pass: int) -> None:
+    """Four shuffled batches in a pass: the run that is terminated after ``at`` continues with an untouched pass."""
 
     def orders(trainer: Trainer) -> list[list[float]]:
         seen: list[list[float]] = []
@@ -123,7 +133,7 @@ def test_pass_after_a_terminated_one_is_the_next_in_the_order(at: int, of_pass: 
     whole.run(numbers_loader(8, shuffle=True), max_epochs=4)
     trainer = Trainer(lambda engine, batch: None)
     seen = orders(trainer)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at), trainer.terminate)
+    trainer.add_event_handler(event, trainer.terminate)
     data = numbers_loader(8, shuffle=True)
     trainer.run(data, max_epochs=4)
     assert seen == expected[:at]
