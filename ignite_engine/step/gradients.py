@@ -42,17 +42,19 @@ def _norm_over_mesh(mesh: DeviceMesh, gradients: Sequence[Any]) -> Tensor:
     """The joint norm of DTensors of one mesh: each rank sums up its shards, and a replica counts on its first rank."""
     place = mesh.get_coordinate()
     assert place is not None
-    dims = [dim for dim in range(mesh.ndim) if any(not each.placements[dim].is_replicate() for each in gradients)]
+    dims = [
+        dim for dim in range(mesh.ndim) if any(not gradient.placements[dim].is_replicate() for gradient in gradients)
+    ]
     groups: list[Any] = [mesh.get_group(dim) for dim in dims]
     if len(dims) > 1 and mesh.size() == dist.get_world_size():
         dims, groups = list(range(mesh.ndim)), [None]  # the world's group
     counted = [
-        each.to_local()
-        for each in gradients
-        if all(place[dim] == 0 or not each.placements[dim].is_replicate() for dim in dims)
+        gradient.to_local()
+        for gradient in gradients
+        if all(place[dim] == 0 or not gradient.placements[dim].is_replicate() for dim in dims)
     ]
     # the same dtype on every rank, whatever it counts; in fp16 the square of 256 would overflow
-    widest = reduce(torch.promote_types, (each.dtype for each in gradients))
+    widest = reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
     squared = get_total_norm(counted).to(gradients[0].device, torch.float64).square()
     for group in groups:
         dist.all_reduce(squared, group=group)
@@ -105,19 +107,19 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
 
 
 def _are_plain(gradients: Sequence[Tensor]) -> bool:
-    """Whether all are dense fp32 tensors on the CPU, the case that is worth a way of its own."""
+    """Whether all are dense fp32 tensors on the CPU, whose norm is read at no cost."""
     return bool(gradients) and all(
-        type(each) is Tensor
-        and each.is_cpu
-        and each.dtype is torch.float32
-        and each.layout is torch.strided
-        and not each.requires_grad
-        for each in gradients
+        type(gradient) is Tensor
+        and gradient.is_cpu
+        and gradient.dtype is torch.float32
+        and gradient.layout is torch.strided
+        and not gradient.requires_grad
+        for gradient in gradients
     )
 
 
 def _is_below(norm: float, max_norm: float, eps: float) -> bool:
-    """Whether torch's factor is 1, with which multiplying costs as much as the norm; a NaN is below nothing.
+    """Whether torch's factor is 1, so that the multiplication can be skipped; False for NaN.
 
     Args:
         eps: of the norm's type: its reciprocal is rounded, and is so much too small where the two are nearly equal.
@@ -150,8 +152,8 @@ def check_tables(model: nn.Module) -> None:
 
 
 def _without_parts(gradient: Any) -> Any:
-    """A DTensor none of whose placements is a sum that is yet to be made: squares are not additive."""
-    if not any(each.is_partial() for each in gradient.placements):
+    """The DTensor with its partial sums made, as squares are not additive."""
+    if not any(placement.is_partial() for placement in gradient.placements):
         return gradient
     from torch.distributed.tensor import Replicate
 

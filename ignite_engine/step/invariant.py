@@ -61,10 +61,10 @@ class RankInvariance:
         self._names: list[str] | None = None
         self._gradient_buffers = self._exchange = None  # another process group perhaps
         saved = self._model.state_dict()
-        self._buffers = {name: each for name, each in self._model.named_buffers() if name in saved}
+        self._buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in saved}
         if agreement.world_size() > 1:
             tensors = (*self._model.parameters(), *self._model.buffers(), *parameters)
-            for tensor in {id(each): each.detach() for each in tensors}.values():
+            for tensor in {id(tensor): tensor.detach() for tensor in tensors}.values():
                 _take_rank_0s(tensor)
         self._seed_generators(0, _BETWEEN_UPDATES)
 
@@ -99,7 +99,7 @@ class RankInvariance:
         self._leaves = [range(min(first, total), min(end, total)) for first, end in ends]
         self._own = self._leaves[agreement.rank()]
         assert len(self._own) == len(micro_batches)
-        parameters = [each for each in self._all_parameters.all() if each.requires_grad]
+        parameters = [parameter for parameter in self._all_parameters.all() if parameter.requires_grad]
         if self._gradient_buffers is None or not self._gradient_buffers.are_for(parameters):
             self._gradient_buffers, self._exchange = GradientBuffers(parameters, ranks), None
         self._scales = [1.0 / total] * len(micro_batches)
@@ -175,12 +175,12 @@ class RankInvariance:
     def _check_buffers(self) -> None:
         changed = [
             name
-            for (name, each), version in zip(self._buffers.items(), self._versions, strict=True)
-            if each._version != version
+            for (name, buffer), version in zip(self._buffers.items(), self._versions, strict=True)
+            if buffer._version != version
         ]
         if self._names is None:  # the first update of the run: another tensor in its place is found once
             now = dict(self._model.named_buffers())
-            changed += [name for name, each in self._buffers.items() if now.get(name) is not each]
+            changed += [name for name, buffer in self._buffers.items() if now.get(name) is not buffer]
         if changed:
             raise ValueError(
                 f"rank_invariant needs buffers that the forward does not change, but it changed {changed[0]!r}: each "
@@ -192,7 +192,7 @@ class RankInvariance:
         own = ["loss", *names_of(extras, len(losses))] if losses else None
         if self._names is None:  # later differences concern this rank's loss function alone
             all_names = [each for each in agreement.gather_objects(own) if each is not None]
-            if any(each != all_names[0] for each in all_names):
+            if any(names != all_names[0] for names in all_names):
                 raise ValueError(f"loss_fn must return the same names on every rank, got {all_names} by rank.")
             self._names = all_names[0]
         elif own is not None and own != self._names:
@@ -219,8 +219,8 @@ class RankInvariance:
         self._exchange = self._exchange or Exchange(self._gradient_buffers)
         ranks, own = agreement.world_size(), self._tree.sums()
         present = torch.zeros(len(self._tree.parameters), dtype=torch.uint8)
-        for each in own:
-            present |= torch.frombuffer(each.present, dtype=torch.uint8)
+        for subtree in own:
+            present |= torch.frombuffer(subtree.present, dtype=torch.uint8)
         everyones_present = [torch.empty_like(present) for _ in range(ranks)]
         padded = products.new_zeros(len(products), max(map(len, self._leaves)))
         padded[:, : products.shape[1]] = products
@@ -230,11 +230,11 @@ class RankInvariance:
             dist.all_gather(everyones_present, present, group=agreement.cpu_group("gradients"), async_op=True),
             dist.all_gather(everyones_products, padded, group=gradient_group(self._device), async_op=True),
         ]
-        summed = self._exchange.sum(own, [nodes_of(each.start, each.stop) for each in self._leaves])
+        summed = self._exchange.sum(own, [nodes_of(leaves.start, leaves.stop) for leaves in self._leaves])
         for work in pending:
             work.wait()
         anywhere = torch.stack(everyones_present).amax(dim=0).tolist()
-        gradients = [each if has else None for each, has in zip(summed, anywhere, strict=True)]
+        gradients = [gradient if has else None for gradient, has in zip(summed, anywhere, strict=True)]
         rows = [row[:, : len(leaves)] for row, leaves in zip(everyones_products, self._leaves, strict=True)]
         return gradients, torch.cat(rows, dim=1)
 

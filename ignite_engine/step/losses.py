@@ -164,7 +164,7 @@ def names_of(extras: Sequence[Mapping[str, Tensor]], micro_batches: int) -> list
     if not extras:
         return []
     names = [sorted(named) for named in extras]
-    if len(extras) < micro_batches or any(each != names[0] for each in names):
+    if len(extras) < micro_batches or any(named != names[0] for named in names):
         raise ValueError(
             f"loss_fn must return the same names for each micro-batch of a group, got {names} for {micro_batches} of "
             "them: return a zero, or a NaN, where there is no value."

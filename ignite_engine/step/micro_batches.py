@@ -161,8 +161,8 @@ def micro_batch_scales(
     """
     count, ranks = len(micro_batches), mesh.data_size()
     if weight_fn is None:
-        each = ranks / (group_total or (count - padding) * ranks or 1)
-        return [each] * (count - padding) + [0.0] * padding
+        scale = ranks / (group_total or (count - padding) * ranks or 1)
+        return [scale] * (count - padding) + [0.0] * padding
     weights = [check_weight(weight_fn(batch)) for batch in micro_batches[: count - padding]] + [0.0] * padding
     total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
     return GroupWeights(micro_batches, weights, total).scales()
@@ -179,7 +179,7 @@ def first_dimension(batch: Any) -> int | None:
     elif isinstance(batch, list | tuple):
         children = batch
     elif is_dataclass(batch):
-        children = (getattr(batch, each.name, None) for each in fields(batch))
+        children = (getattr(batch, field.name, None) for field in fields(batch))
     for child in children:
         size = first_dimension(child)
         if size is not None:

@@ -50,7 +50,7 @@ class NonFinitePolicy:
     def keep(self, buffers: Iterable[Tensor]) -> None:
         """Copy what a forward changes beside gradients, such as BatchNorm's statistics."""
         self._buffers = list(buffers)
-        self._copies = [each.clone() for each in self._buffers]
+        self._copies = [buffer.clone() for buffer in self._buffers]
 
     @staticmethod
     def is_finite(loss: Tensor, norm: Tensor | None) -> bool:
@@ -160,13 +160,13 @@ def warn_of_first(losses: FirstNonFinite, parameters: Iterable[Tensor], iteratio
     Returns:
         The iteration that the line names; None: all is finite.
     """
-    local = [getattr(each, "to_local", lambda each=each: each)().detach() for each in parameters]
-    healthy = all(bool(each.isfinite().all()) for each in local)
+    local = [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in parameters]
+    healthy = all(bool(values.detach().isfinite().all()) for values in local)
     rows = agreement.gather_objects((losses.read(), healthy))
     first = min((first for first, _ in rows if first is not None), default=None)
     broken = [rank for rank, (_, healthy) in enumerate(rows) if not healthy]
     if agreement.rank() == 0 and first is not None:
-        ranks = agreement.on_ranks([rank for rank, (each, _) in enumerate(rows) if each == first])
+        ranks = agreement.on_ranks([rank for rank, (found, _) in enumerate(rows) if found == first])
         logger.warning("The loss of iteration %d was the first that is not finite%s. %s", first, ranks, ADVICE)
     elif agreement.rank() == 0 and broken:
         logger.warning(

@@ -39,7 +39,9 @@ def needs_closure(optimizer: Optimizer) -> bool:
     # of the class: an LR scheduler of torch patches the instance's with a function that names self
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(each.kind in positional and each.default is inspect.Parameter.empty for each in parameters)
+    return any(
+        parameter.kind in positional and parameter.default is inspect.Parameter.empty for parameter in parameters
+    )
 
 
 def _nothing(*_: Any) -> None: ...

@@ -1,11 +1,17 @@
-"""The parameters that are trained."""
+"""The optimizers by name, and the parameters that they train."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from ignite_engine.errors import check_type
+from ignite_engine.step.optimizer_step import needs_closure
+
+logger = logging.getLogger(__name__)
 
 
 class Parameters:
@@ -24,3 +30,48 @@ class Parameters:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
+
+
+def optimizers_by_name(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
+    """The optimizers by name; a single one is called ``optimizer``.
+
+    Raises:
+        ValueError: there is none, or one needs a closure.
+        TypeError: something is no optimizer.
+    """
+    optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
+    if not optimizers:
+        raise ValueError("optimizer must hold at least one optimizer, got an empty mapping.")
+    for name, one in optimizers.items():
+        check_type("an optimizer's name", name, isinstance(name, str), "a word")
+        label = f"optimizer[{name!r}]" if isinstance(optimizer, Mapping) else "optimizer"
+        is_optimizer = hasattr(one, "param_groups") and hasattr(one, "step")
+        check_type(label, one, is_optimizer, "an optimizer, or a mapping of names to several")
+        if needs_closure(one):
+            raise ValueError(
+                f"{type(one).__name__} needs a closure that computes the loss again, which Update does not give: "
+                "write update(engine, batch) yourself and call its step(closure) there."
+            )
+    return optimizers
+
+
+def check_gradients(optimizers: Mapping[str, Optimizer], of_model: Iterable[Tensor]) -> None:
+    """After a run's first backward: an optimizer of another model's parameters would train nothing, silently.
+
+    Raises:
+        ValueError: none of the optimizers trains anything; a warning where some do.
+    """
+    known = {id(parameter) for parameter in of_model}
+    idle = []
+    for name, optimizer in optimizers.items():
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if held and all(parameter.grad is None and id(parameter) not in known for parameter in held):
+            idle.append(f"{name} ({type(optimizer).__name__})")
+    if idle:
+        message = (
+            f"{', '.join(idle)} holds no parameter of the model, and none of its own got a gradient in the first "
+            "step: make it from the parameters() of the model that Update is given."
+        )
+        if len(idle) == len(optimizers):
+            raise ValueError(message)
+        logger.warning("%s", message)  # it may be meant to begin later

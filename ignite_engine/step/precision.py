@@ -79,10 +79,10 @@ class LossScaler(GradScaler):
         Call once per update, after the last backward and before clipping; True where there is no gradient.
         """
         joint: list[Any] = _joint_optimizers(optimizers)
-        for each in joint:
-            self.unscale_(each)
+        for optimizer in joint:
+            self.unscale_(optimizer)
         self._unscaled = bool(joint)
-        return all([self.step(each) is not None for each in joint])  # each of them is to be asked
+        return all([self.step(optimizer) is not None for optimizer in joint])  # a list, as torch expects a step of each
 
     def adjust(self) -> None:
         """Raise or lower the scale by what :meth:`unscale_all` found; call once, after the step or its skip."""

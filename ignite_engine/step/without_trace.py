@@ -1,4 +1,4 @@
-"""A forward and backward that only the peers need: of a batch that an exhausted rank repeats with weight zero."""
+"""Zero-weight forward and backward of a rank whose data has run out, for its peers."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -32,12 +31,10 @@ from ignite_engine.step.loss_parallel import loss_parallel_context
 from ignite_engine.step.losses import LossFn
 from ignite_engine.step.micro_batches import Share, WeightFn, micro_batch_scales, reducing_modules, share_of
 from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_of_first
-from ignite_engine.step.optimizer_step import needs_closure, step
-from ignite_engine.step.parameters import Parameters
+from ignite_engine.step.optimizer_step import step
+from ignite_engine.step.parameters import Parameters, check_gradients, optimizers_by_name
 from ignite_engine.step.precision import Precision, autocast, check_precision, loss_scaler
 from ignite_engine.step.rank_local import inside_ddp
-
-logger = logging.getLogger(__name__)
 
 
 class Update:
@@ -116,7 +113,7 @@ class Update:
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, or None for no clipping, got {clip_norm}.")
         model = inside_ddp(model) if rank_invariant else model
-        self.optimizers = _checked(optimizer)
+        self.optimizers = optimizers_by_name(optimizer)
         self.weight_fn = weight_fn
         self.precision: Precision = precision if callable(precision) else check_precision(precision)
         self.clip_norm, self.log_grad_norm = clip_norm, log_grad_norm
@@ -191,7 +188,7 @@ class Update:
             return self._skip(engine, {"loss": torch.zeros((), device=self.device)})
         if 0.0 in scales and not self._reduces and self._invariance is None and any(scales):
             # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
-            micro_batches = [each for each, scale in zip(micro_batches, scales, strict=True) if scale]
+            micro_batches = [batch for batch, scale in zip(micro_batches, scales, strict=True) if scale]
             scales = [scale for scale in scales if scale]
         return self._step(engine, self.accumulate(engine, micro_batches, scales))
 
@@ -291,7 +288,10 @@ class Update:
 
     def _step(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self._has_gradients:
-            self._check_gradients(output)
+            if not isinstance(output, dict) or "loss" not in output:
+                raise ValueError(f"accumulate() must return a dict with 'loss', got {output!r}.")
+            check_gradients(self.optimizers, unwrap(self.model).parameters())
+            self._has_gradients = True
         finite = self.scaler is None or self.scaler.unscale_all(self.optimizers.values())
         handlers = engine._event_handlers
         if handlers.get(TrainingEvents.OPTIMIZER_STEP_STARTED):
@@ -338,44 +338,6 @@ class Update:
         if engine._event_handlers.get(TrainingEvents.OPTIMIZER_STEP_SKIPPED):
             engine.fire_event(TrainingEvents.OPTIMIZER_STEP_SKIPPED)
         return output
-
-    def _check_gradients(self, output: dict[str, Tensor]) -> None:
-        """At a run's first step: an optimizer of another model's parameters would train nothing, silently."""
-        if not isinstance(output, dict) or "loss" not in output:
-            raise ValueError(f"accumulate() must return a dict with 'loss', got {output!r}.")
-        own = {id(parameter) for parameter in unwrap(self.model).parameters()}
-        idle = []
-        for name, optimizer in self.optimizers.items():
-            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if held and all(parameter.grad is None and id(parameter) not in own for parameter in held):
-                idle.append(f"{name} ({type(optimizer).__name__})")
-        if idle:
-            message = (
-                f"{', '.join(idle)} holds no parameter of the model, and none of its own got a gradient in the first "
-                "step: make it from the parameters() of the model that Update is given."
-            )
-            if len(idle) == len(self.optimizers):
-                raise ValueError(message)
-            logger.warning("%s", message)  # it may be meant to begin later
-        self._has_gradients = True
-
-
-def _checked(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
-    """The optimizers by name."""
-    optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
-    if not optimizers:
-        raise ValueError("optimizer must hold at least one optimizer, got an empty mapping.")
-    for name, one in optimizers.items():
-        check_type("an optimizer's name", name, isinstance(name, str), "a word")
-        label = f"optimizer[{name!r}]" if isinstance(optimizer, Mapping) else "optimizer"
-        is_optimizer = hasattr(one, "param_groups") and hasattr(one, "step")
-        check_type(label, one, is_optimizer, "an optimizer, or a mapping of names to several")
-        if needs_closure(one):
-            raise ValueError(
-                f"{type(one).__name__} needs a closure that computes the loss again, which Update does not give: "
-                "write update(engine, batch) yourself and call its step(closure) there."
-            )
-    return optimizers
 
 
 def _prepare_plain_engine(engine: Engine) -> None:
