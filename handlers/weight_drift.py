@@ -14,6 +14,7 @@ from ignite_engine import Phase, Trainer
 from ignite_engine.errors import RanksDiffer
 from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, clean_name, unwrap
+from ignite_engine.states.trained import trained_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ _COLUMNS, _ROWS = 4096, 4096
 
 class WeightDrift:
     """Compare the parameters of all ranks bit by bit; where they have drifted apart the run ends, or a line says so.
+
+    Compared are the models' and whatever else an optimizer trains, such as those of a loss function.
 
     Args:
         optimizers: compare the state of the optimizers, too.
@@ -85,6 +88,10 @@ def _shards(trainer: Trainer, optimizers: bool) -> Iterator[_Shard]:
             for name, parameter in unwrap(model).named_parameters():
                 names[id(parameter)] = clean_name(name)
                 yield _shard(clean_name(name), parameter)
+    for trained in trained_parameters(trainer.registry.objects):  # those outside of the models, of a loss function say
+        if id(trained.parameter) not in names:
+            names[id(trained.parameter)] = trained.name
+            yield _shard(trained.name, trained.parameter)
     for label, obj in trainer.registry.objects.items():
         if optimizers and isinstance(obj, OptimizerState):
             for number, (owner, state) in enumerate(obj.optimizer.state.items()):

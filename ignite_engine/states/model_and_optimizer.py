@@ -171,7 +171,7 @@ class OptimizerState:
         self._made_with_state = bool(optimizer.state)  # Adagrad's is there before the first step
 
     def state_dict(self) -> dict[str, Any]:
-        own, names = self.optimizer.state, self._names()
+        own, names = self.optimizer.state, self.names()
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         # torch cannot save the state of a parameter that left its groups, and continues with it if it comes back
         left = {each: own.pop(each) for each in list(own) if isinstance(each, Tensor) and id(each) not in held}
@@ -192,7 +192,7 @@ class OptimizerState:
     def unsaved(self) -> list[str]:
         """Names of parameters whose values are in no part: they came from outside of the model during the run."""
         is_saved = self.outside is not None and self.outside.is_saved
-        return [name for name in self._names() if name.startswith(("unnamed.", "parameters/")) and not is_saved]
+        return [name for name in self.names() if name.startswith(("unnamed.", "parameters/")) and not is_saved]
 
     def reset(self, names: Collection[str]) -> None:
         """Forget the state of these parameters: the next step makes it anew, as the first one did."""
@@ -222,7 +222,7 @@ class OptimizerState:
             for name in set(parameters) & (set(state["frozen"]) ^ set(built["frozen"])):
                 parameters[name].requires_grad_(name not in state["frozen"])
             self._warn_of_options(built["groups"])
-        index_of = {name: index for index, name in enumerate(self._names())}
+        index_of = {name: index for index, name in enumerate(self.names())}
         groups = [
             {**group, "params": [index_of[name] for name in own["params"]]}
             for group, own in zip(state["param_groups"], self._groups(), strict=True)
@@ -251,7 +251,7 @@ class OptimizerState:
             found |= {f"parameters/{name}": value for name, value in self.outside.tensors().items()}
         return found
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
         """Names in the order of the optimizer's own numbering."""
         known = {id(parameter): name for name, parameter in self._parameters().items()}
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -259,7 +259,7 @@ class OptimizerState:
 
     def _groups(self) -> list[dict[str, Any]]:
         """The names of each group's parameters, and its options that are plain values."""
-        names, groups = iter(self._names()), []
+        names, groups = iter(self.names()), []
         for group in self.optimizer.param_groups:
             # a scheduler of torch sets the rate as soon as it is made
             options = {**group, "lr": group.get("initial_lr", group.get("lr"))}

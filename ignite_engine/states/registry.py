@@ -40,6 +40,7 @@ from ignite_engine.states.model_and_optimizer import (
     unwrap,
 )
 from ignite_engine.states.resume_state import ResumeState
+from ignite_engine.states.trained import TrainedApart
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Registry:
 
     def __init__(self, resume: ResumeState) -> None:
         self.objects: dict[str, Stateful] = {}
+        self.trained_apart = TrainedApart(self.objects)
         self.shared: set[str] = set()
         self.kinds: dict[str, str] = {}
         """What each object is: ``model``, ``optimizer``, ``schedule``, ``average``, ``metric``, ... or ``other``."""
@@ -359,6 +361,7 @@ class Registry:
     def inexact_reasons(self) -> list[str]:
         """Why a run resumed from what is captured now would have other states, for the reproducibility report."""
         found = [*self.resumed_otherwise, *(f"{name} is attached but not saved" for name in self.nameless)]
+        found += self.trained_apart.reasons()
         if self.filters and not self._holds_parameters():
             found.append("no parameters are saved, as no model is registered (trainer.register(name, model) saves one)")
         for name, obj in self.objects.items():

@@ -1,0 +1,170 @@
+"""What trains on several ranks: each parameter, its optimizer, what reduces its gradient, and where it is saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ignite_engine.errors import shortened
+from ignite_engine.ranks import agreement, mesh
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
+from ignite_engine.step.micro_batches import reducing_modules
+
+logger = logging.getLogger(__name__)
+
+
+class Trained(NamedTuple):
+    """One parameter that an optimizer holds and that requires a gradient."""
+
+    name: str
+    """In its model, or ``parameters/...`` outside of one."""
+    parameter: Tensor
+    optimizer: str
+    """The name under which its optimizer is registered."""
+    reduced_by: str | None
+    """What makes its gradient the same on all ranks; None: nothing that is known."""
+    forgotten_by_ddp: bool
+    """It is inside of a DDP that was made while it needed no gradient."""
+
+
+def trained_parameters(objects: Mapping[str, Any]) -> list[Trained]:
+    """All that the registered optimizers train, each parameter once.
+
+    Args:
+        objects: those of the registry, by name.
+    """
+    reducers = _Reducers(objects)
+    rows: dict[int, Trained] = {}
+    for label, obj in objects.items():
+        if isinstance(obj, OptimizerState):
+            names, parameters = obj.names(), _parameters_of(obj.optimizer)
+        elif isinstance(obj, Optimizer):
+            parameters = _parameters_of(obj)
+            names = [f"{label}.{index}" for index in range(len(parameters))]
+        else:
+            continue
+        for name, parameter in zip(names, parameters, strict=True):
+            if parameter.requires_grad and id(parameter) not in rows:
+                rows[id(parameter)] = reducers.row(name, parameter, label)
+    return list(rows.values())
+
+
+class TrainedApart:
+    """Notices parameters that each rank trains by itself, so that the ranks' weights drift apart.
+
+    Known to be reduced are DTensors, what DDP or another wrapper with ``no_sync`` holds, everything with
+    ``rank_invariant``, and a parameter with a gradient hook, which may reduce it. An optimizer that was registered for
+    an update function of the user's own is not judged: the function may reduce gradients itself.
+
+    Args:
+        objects: those of the registry, by name.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = objects
+        self._told: set[str] = set()
+
+    def check(self) -> None:
+        """Warn once of what trains apart.
+
+        Raises:
+            ValueError: a parameter inside of DDP needs a gradient now and did not when DDP was made.
+        """
+        rows = self._rows()
+        if forgotten := [each.name for each in rows if each.forgotten_by_ddp]:
+            raise ValueError(
+                f"DistributedDataParallel was made while {shortened(forgotten)} needed no gradient, so it does not "
+                "reduce it, and each rank would train its own: wrap the model while everything that is ever trained "
+                "needs a gradient, with find_unused_parameters=True, and freeze after that; or wrap it again."
+            )
+        names = [each.name for each in rows]
+        if rows and not self._told.issuperset(names) and agreement.rank() == 0:
+            logger.warning("%s: %s.", _reason(names), self._remedy(names))
+        self._told.update(names)
+
+    def reasons(self) -> list[str]:
+        """Why a resumed run would have other bits: rank 0's weights are saved for all."""
+        names = [each.name for each in self._rows()]
+        return [f"{_reason(names)}, and rank 0's are saved"] if names else []
+
+    def _rows(self) -> list[Trained]:
+        if agreement.world_size() == 1 or mesh.data_size() == 1:
+            return []
+        judged = {name for name, obj in self._objects.items() if isinstance(obj, OptimizerState)}
+        return [
+            each for each in trained_parameters(self._objects) if each.reduced_by is None and each.optimizer in judged
+        ]
+
+    def _remedy(self, names: Iterable[str]) -> str:
+        if all(name.startswith("parameters/") for name in names):
+            return (
+                "make parameters of a loss function part of the model before it is wrapped, unless each rank is to "
+                "have its own"
+            )
+        return (
+            "wrap the whole model (ignite.distributed.auto_model, DistributedDataParallel or fully_shard), unless "
+            "each rank is to train its own"
+        )
+
+
+class _Reducers:
+    """What reduces which parameter."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._everything = "rank_invariant" if "rank_invariant" in objects else None
+        self._reducer_of: dict[int, str] = {}
+        self._forgotten: set[int] = set()
+        for model in {id(model): model for obj in objects.values() for model in _models_of(obj)}.values():
+            for module in reducing_modules(model):
+                self._add(module)
+
+    def _add(self, module: nn.Module) -> None:
+        held = {id(parameter): name for name, parameter in module.named_parameters()}
+        if isinstance(module, DistributedDataParallel):
+            ignored = {f"module.{name}" for name in module.parameters_to_ignore}
+            reduced = _reduced_by_ddp(module)
+            self._forgotten |= {key for key, name in held.items() if key not in reduced and name not in ignored}
+            held = {key: held[key] for key in held if key in reduced}
+        elif hasattr(module, "set_requires_gradient_sync"):
+            return  # FSDP2: what it shards is a DTensor, what it ignores is each rank's own
+        self._reducer_of |= dict.fromkeys(held, type(module).__name__)
+
+    def row(self, name: str, parameter: Any, optimizer: str) -> Trained:
+        key = id(parameter)
+        by = self._everything or self._reducer_of.get(key)
+        if by is None and hasattr(parameter, "device_mesh"):
+            by = "DTensor"
+        if by is None and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            by = "a gradient hook"
+        return Trained(name, parameter, optimizer, by, by is None and key in self._forgotten)
+
+
+def _models_of(obj: Any) -> Iterator[nn.Module]:
+    loss_module = getattr(getattr(obj, "outside", None), "loss_module", None)
+    models = (obj, getattr(obj, "model", None) if isinstance(obj, ModelState | OptimizerState) else None, loss_module)
+    yield from (model for model in models if isinstance(model, nn.Module))
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+_reduced: WeakKeyDictionary[DistributedDataParallel, set[int]] = WeakKeyDictionary()
+
+
+def _reduced_by_ddp(wrapped: DistributedDataParallel) -> set[int]:
+    """Those that needed a gradient when it was made; only its buckets know them."""
+    if wrapped not in _reduced:
+        buckets = wrapped.reducer._get_zeros_like_grad_buckets()
+        _reduced[wrapped] = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+    return _reduced[wrapped]
+
+
+def _reason(names: list[str]) -> str:
+    return f"each rank trains {shortened(names)} by itself ({len(names)} of the parameters), as nothing reduces it"
