@@ -125,6 +125,7 @@ class Loop:
         engine, state, progress, boundary, started = self.engine, self.state, self.progress, self.boundary, time.time()
         feed, update, fire = self.feed, self.update, self._fire
         fire(Events.EPOCH_STARTED)
+        self.registry.trained_apart.check()  # a handler may have unfrozen something
         self._finish_resume()
         if not begun:
             boundary.check()

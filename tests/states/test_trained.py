@@ -1,0 +1,173 @@
+"""Parameters that each rank trains by itself are said, in the reproducibility report too, or refused."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Trainer, Update, loader
+from ignite_engine.checkpointing import NotExact
+from ignite_engine.errors import RanksDiffer
+from ignite_engine.handlers import Checkpoint, WeightDrift
+from ignite_engine.states.trained import trained_parameters
+from tests.builders import Numbers, mse
+from tests.ranks.forkserver import on_ranks
+
+
+class _Margin(nn.Module):
+    """A loss function with a parameter of its own, as ArcFace's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.scale * model(inputs), targets)
+
+
+def _trainer(model: nn.Module, loss_fn: Any = mse, parameters: Any = None, **options: Any) -> Trainer:
+    held = [*model.parameters()] if parameters is None else parameters
+    return Trainer(Update(model, torch.optim.SGD(held, lr=0.1), loss_fn, **options))
+
+
+def _run(trainer: Trainer, epochs: int = 2) -> None:
+    trainer.run(loader(Numbers(8), 2), max_epochs=epochs)
+
+
+def _linear() -> nn.Linear:
+    torch.manual_seed(7)
+    return nn.Linear(3, 1)
+
+
+def _two_layers() -> nn.Sequential:
+    return nn.Sequential(_linear(), nn.Linear(1, 1))
+
+
+def _said(trainer: Trainer, caplog: Any, rank: int) -> str:
+    """What was logged while it trained and drifted; nothing but rank 0 says it."""
+    caplog.clear()
+    WeightDrift().attach(trainer, Events.ITERATION_COMPLETED)
+    with pytest.raises(RanksDiffer) as drift:
+        _run(trainer)
+    assert "at iteration 1" in str(drift.value)
+    lines = [each.getMessage() for each in caplog.records if "by itself" in each.getMessage()]
+    assert len(lines) == (rank == 0), lines
+    (reason,) = trainer.reproducibility()
+    assert "and rank 0's are saved" in reason
+    return lines[0] if lines else ""
+
+
+class _Records(logging.Handler):
+    """As pytest's ``caplog``, in a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.clear = self.records.clear
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def _records() -> _Records:
+    records = _Records()
+    logging.getLogger("ignite_engine").addHandler(records)
+    return records
+
+
+def _trains_apart(rank: int, folder: str) -> None:
+    said = _records()
+
+    margin = _Margin()
+    model = DistributedDataParallel(_linear())
+    line = _said(_trainer(model, margin, [*model.parameters(), *margin.parameters()]), said, rank)
+    assert rank or ("parameters/loss_fn.scale by itself" in line and "part of the model" in line)
+
+    line = _said(_trainer(_linear()), said, rank)
+    assert rank or ("wrap the whole model" in line and "(2 of the parameters)" in line)
+
+    half = nn.Sequential(DistributedDataParallel(_linear()), nn.Linear(1, 1))
+    line = _said(_trainer(half), said, rank)
+    assert rank or "trains 1.weight, 1.bias by itself (2 of" in line
+
+    trainer = _trainer(_linear())
+    assert "reduced by nothing" in trainer.describe(loader(Numbers(8), 2), max_epochs=1)
+    Checkpoint(f"{folder}/strict", strict=True).attach(trainer)
+    with pytest.raises(NotExact, match="by itself"):
+        _run(trainer)
+
+
+def _is_reduced(rank: int, folder: str) -> None:
+    said = _records()
+    _inside_of_ddp()
+    wrapped = DistributedDataParallel(_two_layers())
+    trainers = {
+        "DistributedDataParallel": _trainer(wrapped),
+        "rank_invariant": Trainer(
+            Update(plain := _linear(), torch.optim.SGD(plain.parameters(), lr=0.1), mse, rank_invariant=True),
+            global_micro_batches=2,
+        ),
+    }
+    hooked = _linear()
+    for parameter in hooked.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad))
+    trainers["a gradient hook"] = _trainer(hooked)
+    for reducer, trainer in trainers.items():
+        WeightDrift().attach(trainer, Events.ITERATION_COMPLETED)
+        _run(trainer)
+        assert trainer.reproducibility() == []
+        assert {row.reduced_by for row in trained_parameters(trainer.registry.objects)} == {reducer}
+    assert f"reduced by {reducer}" in trainer.describe(loader(Numbers(8), 2), max_epochs=1)
+    assert not [each for each in said.records if "by itself" in each.getMessage()]
+
+
+def _inside_of_ddp() -> None:
+    """Frozen after it was wrapped, and unfrozen within the run."""
+    model = _two_layers()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    model[0].requires_grad_(False)
+    trainer = _trainer(wrapped)
+    before = model[0].weight.detach().clone()
+    trainer.add_event_handler(Events.EPOCH_STARTED(once=2), lambda: model[0].requires_grad_(True))
+    WeightDrift().attach(trainer, Events.ITERATION_COMPLETED)
+    _run(trainer)
+    assert trainer.reproducibility() == [] and not torch.equal(model[0].weight, before)
+
+
+def _unfrozen_late(rank: int, folder: str) -> None:
+    for begun in (False, True):
+        model = _two_layers()
+        model[0].requires_grad_(False)
+        trainer = _trainer(DistributedDataParallel(model))
+        if begun:
+            trainer.add_event_handler(Events.EPOCH_STARTED(once=2), partial(model[0].requires_grad_, True))
+        else:
+            model[0].requires_grad_(True)
+        with pytest.raises(ValueError, match=r"0\.weight, 0\.bias needed no gradient.* find_unused_parameters=True"):
+            _run(trainer)
+        assert trainer.state.iteration == (2 if begun else 0)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("work", [_trains_apart, _is_reduced, _unfrozen_late])
+def test_ranks(work: Any, tmp_path: Path) -> None:
+    on_ranks(2, work, tmp_path)
+
+
+def test_one_process_trains_nothing_apart() -> None:
+    trainer = _trainer(_linear())
+    assert trainer.reproducibility() == []
+    assert [(row.name, row.optimizer, row.reduced_by) for row in trained_parameters(trainer.registry.objects)] == [
+        ("weight", "optimizer", None),
+        ("bias", "optimizer", None),
+    ]
