@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -14,9 +14,6 @@ from ignite_engine.data.loader import resumable
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.streams import Files, Listed, ReplayedStream, WindowStream, is_sequence, text_of
 from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
-
-if TYPE_CHECKING:
-    from ignite_engine.data.window_reader import WindowReader
 
 __all__ = ["Files", "WindowStream", "Windows"]
 
@@ -26,9 +23,9 @@ class _SharedPosition:
 
     def __init__(self, stream: WindowStream) -> None:
         self.stream, self._initial = stream, stream.state_dict()
-        self.reader: WindowReader | None = None
+        self.reader: object = None
 
-    def begun_by(self, reader: WindowReader) -> WindowStream:
+    def begun_by(self, reader: object) -> WindowStream:
         """The stream, at its beginning where it can go back; from now on it is ``reader``'s."""
         self.reader = reader
         if not isinstance(self.stream, ReplayedStream):
@@ -94,7 +91,7 @@ class Windows:
         self.is_open = False
         """One is trained on now, if only by other ranks."""
 
-    def begun_by(self, reader: WindowReader) -> WindowStream:
+    def begun_by(self, reader: object) -> WindowStream:
         """The stream at its beginning: a new one, if that can be; otherwise ``reader`` takes it from others."""
         if self._one is not None:
             return self._one.begun_by(reader)
@@ -104,7 +101,7 @@ class Windows:
             return files
         return Listed(self.stream) if is_sequence(self.stream) else ReplayedStream(self.stream)  # type: ignore[arg-type]
 
-    def check_belongs_to(self, reader: WindowReader) -> None:
+    def check_belongs_to(self, reader: object) -> None:
         """Refuse that two take windows from one stream.
 
         Raises:
