@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ignite.engine import Engine
@@ -33,7 +33,7 @@ class StepBoundary:
 
     def __init__(self, engine: Engine, state: TrainingState, progress: Progress, requests: StopRequests) -> None:
         self._engine, self._state, self._progress, self._requests = engine, state, progress, requests
-        self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's
+        self._fire = partial(bus.fire, engine)
 
     def after_iteration(self) -> None:
         """The boundary of an iteration that does not complete its epoch; does nothing where nothing can happen."""

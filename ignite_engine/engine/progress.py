@@ -68,6 +68,8 @@ class Grouping:
 class _Fetched:
     """The group that is being trained on."""
 
+    source: DataSource | None
+    """From which it is; None: there is no data."""
     batches: int
     """How far it moves the place in the data."""
     optimizer_steps: int
@@ -296,12 +298,12 @@ class Progress:
             if source.pads:
                 self.state.padding, self.state.group_total = source.padded(batches)
                 self.state.group_weights = source.weights
-        self._fetched = _Fetched(batches, self.state.optimizer_steps)
+        self._fetched = _Fetched(source, batches, self.state.optimizer_steps)
 
     def samples_of_group(self) -> list[int] | None:
         """Dataset indices of this rank's group under way; None if the data is not a ``loader()``'s."""
-        source = self._present
-        if source is None or source.sampler is None or self._fetched is None:
+        source = None if self._fetched is None else self._fetched.source
+        if self._fetched is None or source is None or source.sampler is None:
             return None
         size, order = source.data.batch_size, copy(source.sampler)
         order.start = source.place.batch * size
@@ -326,19 +328,20 @@ class Progress:
 
     def _consume(self) -> None:
         fetched, self._fetched = self._fetched, None
-        if fetched is None or self.source is None or self._present is None:
+        if fetched is None or fetched.source is None or self.source is None:
             return
-        if (errors := self._present.read_errors) is not None:
+        if (errors := fetched.source.read_errors) is not None:
             self.epoch_iteration += errors.groups
             self.state.read_errors += errors.count
         self.source.consumed(fetched.batches)
 
     def consume_unreadable_tail(self) -> bool:
         """Skip unreadable batches at the end of the pass; True if that completes the epoch."""
-        errors = None if self._present is None else self._present.read_errors
+        source = self._present
+        errors = None if source is None else source.read_errors
         if errors is None or not errors.groups:
             return False
-        self._fetched = _Fetched(errors.batches, self.state.optimizer_steps)
+        self._fetched = _Fetched(source, errors.batches, self.state.optimizer_steps)
         self._consume()
         return self.epoch_is_full()
 
