@@ -32,6 +32,7 @@ from benchmarks.ratios import ratio_of_medians
 from ignite_engine.checkpointing import CheckpointStore, Retention, read_manifest
 from ignite_engine.checkpointing.changed_rows import ChangedRows
 from ignite_engine.checkpointing.comparison import compare
+from ignite_engine.checkpointing.contents import Extracted
 from ignite_engine.checkpointing.shards import Shards
 
 BYTES_GOAL, RESTORE_GOAL = 10.0, 2.0
@@ -80,13 +81,15 @@ class Saves:
         """Seconds until it is on disk, and where."""
         store, began = self.stores[name], time.perf_counter()
         if name == "full":
-            path = store.save(self.tables.state(), {}, iteration=iteration, epoch=1, writers=self.writers)
+            path = store.save(
+                self.tables.state(), {}, iteration=iteration, epoch=1, extracted=Extracted(writers=self.writers)
+            )
             seconds = time.perf_counter() - began
             store.apply(Retention(keep_last=1))
             return seconds, path
         parts, taken = self._changed.take(self.tables.state(), KINDS, iteration=iteration)
         self.taking.append(time.perf_counter() - began)
-        path = store.save(parts, {}, iteration=iteration, epoch=1, shards=Shards(), tables=taken, writers=self.writers)
+        path = store.save(parts, {}, iteration=iteration, epoch=1, extracted=Extracted(Shards(), taken, self.writers))
         self._changed.committed(path)
         return time.perf_counter() - began, path
 

@@ -30,6 +30,7 @@ from ignite_engine.checkpointing import (
 )
 from ignite_engine.checkpointing.background import ChangedWhileCopied
 from ignite_engine.checkpointing.changed_rows import ChangedRows
+from ignite_engine.checkpointing.contents import Extracted
 from ignite_engine.checkpointing.manifest import Facts, Manifest, read_manifest
 from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
 from ignite_engine.checkpointing.rows import Tables
@@ -231,12 +232,13 @@ class Saver:
             return
         ((shared, local, shards, tables, facts),) = captured
         facts |= {"metrics": metrics, "reproducibility": [*facts["reproducibility"], *reasons]}
-        save = partial(self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch, shards=shards)
+        extracted = Extracted(shards, tables, self.options.writers)
+        save = partial(self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch)
 
         def write() -> Path:
             pieces = shards and shards.of_parts.get("model")
             facts["healthy"] = all_finite([shared.get("model"), pieces, self._changed_rows.kept("model")])
-            return save(tables=tables, writers=self.options.writers, **facts)
+            return save(extracted=extracted, **facts)
 
         if not background:
             self._report(trainer, write, lambda: time.perf_counter() - started)

@@ -22,7 +22,8 @@ from ignite_engine.checkpointing.load import part_names
 from ignite_engine.checkpointing.load.patterns import Patterns
 from ignite_engine.checkpointing.manifest import read_manifest
 from ignite_engine.checkpointing.nested import Path, dotted, walk
-from ignite_engine.checkpointing.rows import RowsOfParts, Tables, in_threads, records, take_out
+from ignite_engine.checkpointing.rows import RowsOfParts, Tables, records, take_out
+from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.errors import CheckpointError
 
 _Key = tuple[str, Path]

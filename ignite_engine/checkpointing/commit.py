@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing import layout as names
+from ignite_engine.checkpointing.contents import Contents
 from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.manifest import (
@@ -31,11 +32,10 @@ from ignite_engine.checkpointing.manifest import (
     plain_config,
     plain_metrics,
 )
-from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded, write_parts
+from ignite_engine.checkpointing.part_file import write_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import superseded
-from ignite_engine.checkpointing.rows import RowsOfParts, Tables, in_threads, shared_out, take_out
-from ignite_engine.checkpointing.shards import Shards, missing_numbers, split
+from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class _Written:
     healthy: bool
     sharding: tuple[str, ...]
     missing: dict[str, int]
-    """By part, numbers of sharded tensors: how many there are (said by rank 0), less those that this rank wrote."""
+    """See :class:`Contents`."""
 
 
 class Commit:
@@ -63,13 +63,9 @@ class Commit:
         iteration: updates done.
         ranks: who saves together.
         failure: makes the error's text of the causes.
-        writers: threads of a rank that write at once, and files of large tensors; None: 1.
     """
 
-    def __init__(
-        self, directory: Path, iteration: int, ranks: Ranks, failure: Callable[[str], str], writers: int | None = None
-    ) -> None:
-        self._writers = writers
+    def __init__(self, directory: Path, iteration: int, ranks: Ranks, failure: Callable[[str], str]) -> None:
         self._directory = directory
         self._iteration = iteration
         self._ranks = ranks
@@ -77,7 +73,7 @@ class Commit:
         self._temporary: Path | None = None
         self._written: list[_Written] = []
         self._facts: Facts = {}
-        self._tables = Tables()
+        self._contents = Contents({})
         self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -115,52 +111,27 @@ class Commit:
 
         self._temporary = self._ranks.rank_zero(make, self._failure)
 
-    def write(
-        self,
-        shared: Mapping[str, Any],
-        local: Mapping[str, Any],
-        shards: Shards | None = None,
-        tables: Tables | None = None,
-    ) -> None:
+    def write(self, contents_of: Callable[[int], Contents]) -> None:
         """Write this rank's files; a collective, at whose end all ranks have written theirs.
 
         Args:
-            shards: what ``split`` took out of the parts, which were checked before; None: that is done here.
-            tables: what was taken out of ``shared`` after that.
+            contents_of: gives what a rank writes.
         """
-        self._tables = tables or self._tables
         assert self._temporary is not None
         temporary = self._temporary
-        rank = self._ranks.rank
 
         def write() -> _Written:
-            (mine, own), pieces = (shared, local), shards
-            if pieces is None:
-                for parts in (shared, local):
-                    refuse_what_cannot_be_loaded(parts)
-                mine, own, pieces = split(shared, local)
-            parts = {**mine, **own} if rank == 0 else {}
-            missing = missing_numbers(parts, pieces, self._tables.rows) if pieces.layout else {}
-            tables = self._tables.rows
-            writers = self._writers or 1
-            without, rows = take_out(mine) if rank == 0 and writers > 1 else (mine, {})
-            contents: dict[str, Mapping[str, Any]] = {
-                **_in_files(tables, writers, names.tables_file),
-                **_in_files(rows, writers, names.rows_file),
-                names.SHARED_FILE: without if rank == 0 else {},
-                names.rank_file(rank): own,
-                names.shards_file(rank): pieces.of_parts,
-            }
-            contents = {name: parts for name, parts in contents.items() if parts}
-            records = in_threads(lambda name: write_parts(temporary / name, contents[name]), contents, writers)
+            self._contents = contents = contents_of(self._ranks.rank)
+            files = contents.files
+            records = in_threads(lambda name: write_parts(temporary / name, files[name]), files, contents.writers)
             return _Written(
                 iteration=self._iteration,
-                files=dict(zip(contents, records, strict=True)),
-                parts={name: list(parts) for name, parts in contents.items()},
+                files=dict(zip(files, records, strict=True)),
+                parts={name: list(parts) for name, parts in files.items()},
                 reproducibility=list(self._facts.get("reproducibility", ())),
                 healthy=self._facts.get("healthy", True),
-                sharding=pieces.layout,
-                missing=missing,
+                sharding=contents.sharding,
+                missing=dict(contents.missing),
             )
 
         self._written = self._ranks.together(write, self._failure)
@@ -229,17 +200,13 @@ class Commit:
             "pinned": any(each.pinned for each in same),
             "environment": environment_values(self._ranks.world_size),
             "sharding": sharding,
-            "needs": dict(self._tables.needs),
+            "needs": dict(self._contents.needs),
         }
         return Manifest(**{**self._facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts
 
 
-def _in_files(rows: RowsOfParts, files: int, name: Callable[[int], str]) -> dict[str, RowsOfParts]:
-    return {name(number): share for number, share in enumerate(shared_out(rows, files))}
-
-
 def _incomplete(written: list[_Written]) -> list[str]:
-    """Parts whose sharded tensors were not written once and whole."""
+    """Parts that were not written once and whole."""
     parts = _unique(part for each in written for part in each.missing)
     return [part for part in parts if sum(each.missing.get(part, 0) for each in written)]
 

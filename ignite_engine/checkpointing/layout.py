@@ -52,6 +52,12 @@ def tables_file(number: int) -> str:
     return f"tables_{number}.pt"
 
 
+def file_of(checkpoint: Path, name: str) -> Path:
+    """Where a file is: its name in the checkpoint, or checkpoint and name of one that the checkpoint needs."""
+    # not its parent: that of "." is "."
+    return Path(os.path.normpath(checkpoint / ".." / name)) if "/" in name else checkpoint / name
+
+
 def checkpoint_name(iteration: int) -> str:
     """Name of the directory of a committed checkpoint."""
     return f"iteration_{iteration:08d}"

@@ -23,7 +23,7 @@ from ignite_engine.errors import CheckpointError, one_line
 FORMAT_VERSION = 5
 OLDEST_READABLE_VERSION = 5
 MANIFEST_NAME = "manifest.json"
-_NEEDED_FILE = re.compile(r"iteration_\d{8,}(\.\d+)?/tables_\d+\.pt")
+_NEEDED_FILE = re.compile(r"iteration_\d{8,}(\.\d+)?/[a-z]+_\d+\.pt")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -87,8 +87,8 @@ class Manifest:
     sharding: list[str] = field(default_factory=list)
     """How tensors were sharded over the ranks: meshes and placements; empty: none was."""
     needs: dict[str, FileRecord] = field(default_factory=dict)
-    """Files of the checkpoints beside it that hold the other rows of its tables, such as
-    ``iteration_00000100/tables_0.pt``, the oldest first; empty: it is whole."""
+    """Files of the checkpoints beside it that it is loaded with, such as ``iteration_00000100/tables_0.pt``, the oldest
+    first; empty: it is whole."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -173,7 +173,7 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
             raise CheckpointError(f"{path} is damaged: {name!r} is not the name of a file beside it.")
     for name in manifest.needs:
         if not _NEEDED_FILE.fullmatch(name):
-            raise CheckpointError(f"{path} is damaged: {name!r} is not a file of rows in a checkpoint beside it.")
+            raise CheckpointError(f"{path} is damaged: {name!r} is not a file of a checkpoint beside it.")
     for record in chain(manifest.files.values(), manifest.needs.values()):
         if record.algorithm not in HASHES:
             raise CheckpointError(

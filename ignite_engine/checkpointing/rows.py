@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,16 +23,15 @@ from torch import Tensor
 
 from ignite_engine.checkpointing.digests import tensor_bytes
 from ignite_engine.checkpointing.filesystem import FileRecord
-from ignite_engine.checkpointing.layout import ROWS_FILE, TABLES_FILE
+from ignite_engine.checkpointing.layout import ROWS_FILE, TABLES_FILE, file_of
 from ignite_engine.checkpointing.manifest import Manifest
 from ignite_engine.checkpointing.nested import Path, dotted, rebuilt_with_paths, walk
 from ignite_engine.checkpointing.stored_rows import Stored, stored_rows
+from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.errors import CheckpointError, one_line
 
 SMALLEST_BYTES = 1 << 20
 """Smaller tensors stay in the file that the ranks share: a file of their own gains nothing."""
-THREADS = 4
-"""That read files at once."""
 _SPAN_BYTES = 1 << 22
 """Of a tensor that is read at once: fewer than a processor's cache has."""
 _Piece = tuple[int | Tensor, Tensor]
@@ -44,8 +41,6 @@ _Span = Callable[[], None]
 _Pieces = dict[Path, _Piece]
 RowsOfParts = dict[str, _Pieces]
 """By part and path: rows of a tensor."""
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -217,12 +212,6 @@ class RowFiles:
         return CheckpointError(f"{self._checkpoint} is damaged: {problem}.")
 
 
-def file_of(checkpoint: FilePath, name: str) -> FilePath:
-    """Where a file is: its name in the checkpoint, or checkpoint and name of one that the checkpoint needs."""
-    # not its parent: that of "." is "."
-    return FilePath(os.path.normpath(checkpoint / ".." / name)) if "/" in name else checkpoint / name
-
-
 def records(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The rows of a contiguous tensor on the CPU, each as one value of raw bytes; no copy.
 
@@ -285,12 +274,3 @@ def _whole(placeholder: Tensor, pieces: list[Stored], spans: list[_Span]) -> Ten
     span = max(1, _SPAN_BYTES // row_bytes)
     spans += [partial(read, begin) for begin in range(0, len(values), span)]
     return values
-
-
-def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """``work`` of each item, by several threads if there are several items; all have ended when one has failed."""
-    todo = list(items)
-    if len(todo) < 2 or threads < 2:
-        return [work(each) for each in todo]
-    with ThreadPoolExecutor(min(threads, len(todo)), "checkpoint-file") as pool:
-        return list(pool.map(work, todo))

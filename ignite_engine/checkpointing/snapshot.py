@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing.nested import rebuilt
-from ignite_engine.checkpointing.rows import in_threads
+from ignite_engine.checkpointing.threads import in_threads
 
 _PIECE_BYTES = 1 << 22
 """Of what a thread copies at a time."""

@@ -14,15 +14,11 @@ import torch.distributed as dist
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.commit import Commit
+from ignite_engine.checkpointing.contents import Extracted, joined
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Facts, Manifest, plain_metrics, read_manifest
-from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.checkpointing.part_file import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention, of_one_run, ranked
-from ignite_engine.checkpointing.rows import RowFiles, Tables
-from ignite_engine.checkpointing.shard_files import ShardFiles
-from ignite_engine.checkpointing.shards import Shards
-from ignite_engine.checkpointing.shards import whole as read_whole
 from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -72,9 +68,7 @@ class CheckpointStore:
         *,
         iteration: int,
         epoch: int,
-        shards: Shards | None = None,
-        tables: Tables | None = None,
-        writers: int | None = None,
+        extracted: Extracted | None = None,
         **facts: Unpack[Facts],
     ) -> Path:
         """Write a checkpoint and commit it; a collective. Older ones are left as they are.
@@ -87,10 +81,7 @@ class CheckpointStore:
             local: named parts of this rank.
             iteration: updates done; the same on all ranks.
             epoch: epochs begun or done, as the caller counts.
-            shards: what ``split`` took out of the parts, if that was done before (for a copy, say).
-            tables: what :class:`ChangedRows` took out of ``shared``, after ``split``.
-            writers: files that each rank writes at once; rank 0 writes tensors of 1 MiB and more into that many. None:
-                1.
+            extracted: what was taken out of the parts before, and how they are written; None: nothing was.
             facts: of the manifest: ``metrics`` (numbers to choose the best by), ``config`` (JSON data), ``labels``,
                 ``parent`` (the checkpoint that the run was resumed from), ``left_out`` (names inside parts that were
                 left out of them, by part) and ``kinds`` (what each part is), of which rank 0's count;
@@ -107,10 +98,10 @@ class CheckpointStore:
         if iteration < 0:
             raise ValueError(f"iteration must be at least 0, got {iteration}.")
         failure = partial(self._not_saved, iteration)
-        commit = Commit(self.directory, iteration, self._ranks, failure, writers=writers)
+        commit = Commit(self.directory, iteration, self._ranks, failure)
         with commit:
             commit.begin(facts)
-            commit.write(shared, local, shards, tables)
+            commit.write(partial((extracted or Extracted()).contents, shared, local))
             path, manifest = commit.finish(epoch)
         self.last_saved = manifest
         self._verification.forget(path)
@@ -205,14 +196,8 @@ class CheckpointStore:
         def problem(name: str) -> str | None:
             return self._verification.problem_in(path, manifest, name)
 
-        if shared:
-            loaded[0] = RowFiles(path, manifest, problem).join(loaded[0])
-        if manifest.sharding:
-            shards = ShardFiles(path, manifest, problem)
-            loaded = [shards.join(parts) for parts in loaded]
-            if whole:
-                loaded = [rebuilt(parts, read_whole) for parts in loaded]
-        return Loaded(path, manifest, *loaded)
+        parts, local = joined(path, manifest, problem, loaded[0] if shared else None, loaded[1], whole=whole)
+        return Loaded(path, manifest, parts, local)
 
     def apply(self, retention: Retention) -> list[Path]:
         """Delete what ``retention`` does not keep; a collective. Call it after a save, never before.

@@ -7,12 +7,12 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
+from ignite_engine.checkpointing.contents import check_whole
 from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, open_regular, signature
-from ignite_engine.checkpointing.layout import ROWS_FILE, SHARDS_FILE, SHARED_FILE, TABLES_FILE
+from ignite_engine.checkpointing.layout import file_of
 from ignite_engine.checkpointing.manifest import Manifest, read_manifest
-from ignite_engine.checkpointing.part_file import compare, load_plain, plain_data_problem, read_verified
-from ignite_engine.checkpointing.rows import RowFiles, file_of, in_threads
-from ignite_engine.checkpointing.shard_files import ShardFiles
+from ignite_engine.checkpointing.part_file import compare, plain_data_problem, read_verified
+from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.errors import CheckpointError, one_line
 
 _Found = tuple[Signature, FileRecord, str | None]
@@ -99,18 +99,9 @@ class Verification:
             memory.pop(checkpoint, None)
 
     def _missing_pieces(self, checkpoint: Path, manifest: Manifest) -> list[str]:
-        """Whether all rows and all pieces of sharded tensors are there, of a checkpoint whose files are sound."""
-        rows = RowFiles(checkpoint, manifest, lambda name: None)
-        shards = ShardFiles(checkpoint, manifest, lambda name: None)
+        """What a checkpoint lacks whose files are sound."""
         try:
-            for name in manifest.files if manifest.sharding or rows.names else ():
-                if any(kind.fullmatch(name) for kind in (ROWS_FILE, TABLES_FILE, SHARDS_FILE)):
-                    continue
-                parts = load_plain(checkpoint / name, None, mmap=True)
-                if name == SHARED_FILE:
-                    parts = rows.checked(parts)
-                if manifest.sharding:
-                    shards.join(parts)
+            check_whole(checkpoint, manifest)
         except (CheckpointError, OSError) as error:
             return [one_line(error)]
         return []

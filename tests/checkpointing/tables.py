@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.checkpointing.changed_rows import ChangedRows
+from ignite_engine.checkpointing.contents import Extracted
 from ignite_engine.checkpointing.shards import Shards
 
 KINDS = {"model": "model", "optimizer": "optimizer", "ema": "average"}
@@ -42,10 +43,14 @@ class Saving:
         self.store = CheckpointStore(directory)
         self.changed = ChangedRows(directory, patterns or ["table.*"])
 
-    def save(self, iteration: int, state: dict[str, Any] | None = None, **options: Any) -> Path:
+    def save(
+        self, iteration: int, state: dict[str, Any] | None = None, *, writers: int | None = None, **options: Any
+    ) -> Path:
         state = parts(iteration) if state is None else state
         shared, tables = self.changed.take(state, KINDS, iteration=iteration)
-        path = self.store.save(shared, {}, iteration=iteration, epoch=1, shards=Shards(), tables=tables, **options)
+        path = self.store.save(
+            shared, {}, iteration=iteration, epoch=1, extracted=Extracted(Shards(), tables, writers), **options
+        )
         self.changed.committed(path)
         return path
 

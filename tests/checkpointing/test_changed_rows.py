@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention, changed_rows
+from ignite_engine.checkpointing.contents import Extracted
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.part_file import read_parts, write_parts
 from ignite_engine.checkpointing.shards import Shards
@@ -133,7 +134,7 @@ def test_what_changed_after_a_save_began_is_not_in_it(tmp_path: Path) -> None:
         state["model"]["table.weight"].fill_(9.0)
         held = [rows.clone() for pieces in tables.rows.values() for _, rows in pieces.values()]
         assert not any((rows == 9.0).all() for rows in held)
-        path = saving.store.save(shared, {}, iteration=iteration, epoch=1, shards=Shards(), tables=tables)
+        path = saving.store.save(shared, {}, iteration=iteration, epoch=1, extracted=Extracted(Shards(), tables))
         saving.changed.committed(path)
         assert holds(path, iteration)
 
@@ -415,7 +416,7 @@ def test_needs_lead_nowhere_else(tmp_path: Path, name: str) -> None:
     path = saving.save(4)
     forge(path, lambda content: content.__setitem__("needs", {name: {"bytes": 1, "hash": ""}}))
     (problem,) = saving.store.verify(path)
-    assert "is not a file of rows in a checkpoint beside it" in problem and "\n" not in problem
+    assert "is not a file of a checkpoint beside it" in problem and "\n" not in problem
 
 
 def rewrite(checkpoint: Path, change: Callable[[Any, Tensor], Any]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ignite_engine.checkpointing import CheckpointStore, Retention
+from ignite_engine.checkpointing.contents import Extracted
 from tests.checkpointing.file_faults import FileOperations, in_child, kill_this_process, start_child, wait_for
 from tests.checkpointing.states import holds, left_over, save
 
@@ -70,7 +71,7 @@ def test_killed_at_any_file_operation_of_a_save_the_newest_valid_one_loads(tmp_p
 
 def test_killed_at_any_file_operation_of_several_writers_the_newest_valid_one_loads(tmp_path: Path) -> None:
     template, size = tmp_path / "template", 3000
-    save(CheckpointStore(template), 100, size=size, writers=2)
+    save(CheckpointStore(template), 100, size=size, extracted=Extracted(writers=2))
 
     def check(directory: Path, number: int, first_rename: int) -> None:
         store = CheckpointStore(directory)
@@ -81,7 +82,11 @@ def test_killed_at_any_file_operation_of_several_writers_the_newest_valid_one_lo
         store.sweep()
         assert left_over(directory) == []
 
-    kill_everywhere(template, lambda directory: save(CheckpointStore(directory), 200, size=size, writers=2), check)
+    kill_everywhere(
+        template,
+        lambda directory: save(CheckpointStore(directory), 200, size=size, extracted=Extracted(writers=2)),
+        check,
+    )
 
 
 def test_killed_while_the_same_iteration_is_saved_again_one_of_the_two_loads(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, part_file
+from ignite_engine.checkpointing.contents import Extracted
 from ignite_engine.checkpointing.digests import tensor_sha256
 from ignite_engine.checkpointing.layout import ROWS_FILE
 from ignite_engine.checkpointing.part_file import read_parts, write_parts
-from ignite_engine.checkpointing.rows import in_threads, shared_out, take_out
+from ignite_engine.checkpointing.rows import shared_out, take_out
+from ignite_engine.checkpointing.threads import in_threads
 from tests.checkpointing.file_faults import FileOperations
 from tests.checkpointing.test_manifest import forge
 
@@ -52,7 +54,9 @@ def parts(seed: int = 1) -> dict[str, Any]:
 
 
 def save(directory: Path, writers: int, saved: dict[str, Any], iteration: int = 1) -> Path:
-    return CheckpointStore(directory).save(saved, {}, iteration=iteration, epoch=1, writers=writers)
+    return CheckpointStore(directory).save(
+        saved, {}, iteration=iteration, epoch=1, extracted=Extracted(writers=writers)
+    )
 
 
 def same(first: Any, second: Any) -> bool:
@@ -107,7 +111,9 @@ def test_there_are_no_more_shares_than_rows() -> None:
 
 def test_a_state_is_in_one_file_unless_it_is_asked_otherwise(tmp_path: Path) -> None:
     def files(writers: int | None, iteration: int) -> list[str]:
-        path = CheckpointStore(tmp_path).save(parts(), {}, iteration=iteration, epoch=1, writers=writers)
+        path = CheckpointStore(tmp_path).save(
+            parts(), {}, iteration=iteration, epoch=1, extracted=Extracted(writers=writers)
+        )
         assert same(CheckpointStore(tmp_path).load(path).shared, parts())
         return sorted(each.name for each in path.iterdir())
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_engine.checkpointing import Snapshot, snapshot
-from ignite_engine.checkpointing.rows import in_threads
+from ignite_engine.checkpointing.threads import in_threads
 
 
 def taken(snapshot: Snapshot, state: Any, late: bool = True) -> Any:
