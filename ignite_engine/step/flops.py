@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ignite_engine.ranks import agreement, mesh
@@ -21,6 +22,7 @@ _WITHOUT_FORMULA = frozenset(
         "_grouped_mm",
         "_int_mm",
         "_scaled_grouped_mm",
+        "_sparse_sparse_matmul",
         "_trilinear",
         "miopen_rnn",
         "miopen_rnn_backward",
@@ -79,6 +81,9 @@ class _Formulas(dict[Any, Any]):
         for direction in ("", "_backward"):
             on_gpu = getattr(aten, f"_scaled_dot_product_flash_attention{direction}")
             given.setdefault(getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{direction}"), given[on_gpu])
+        given |= {aten.mm: _product, aten.mv: _product, aten.dot: _product, aten.vdot: _product}
+        given |= {aten.addmm: _added_product, aten.addmv: _added_product, aten._sparse_addmm: _added_product}
+        given[aten.convolution_backward] = _convolution_backward
         self._count = count
         for operator, formula in given.items():
             self[operator] = partial(self._flops, operator, formula, counter)
@@ -100,6 +105,33 @@ class _Formulas(dict[Any, Any]):
         elif "attention" in str(operator) and "backward" in str(operator):
             self._count.recomputed += flops // 5  # one of five equal products: the scores
         return flops
+
+
+def _product(first: Tensor, second: Tensor, **options: Any) -> int:
+    """Of two matrices, or vectors; of a sparse one the elements that it has."""
+    if second.layout is not torch.strided:
+        return 2 * first.shape[0] * int(second._nnz())
+    elements = first.numel() if first.layout is torch.strided else int(first._nnz())
+    return 2 * elements * (second.shape[1] if second.ndim == 2 else 1)
+
+
+def _added_product(added: Tensor, first: Tensor, second: Tensor, **options: Any) -> int:
+    return _product(first, second)
+
+
+def _convolution_backward(
+    grad_output: Tensor, inputs: Tensor, weight: Tensor, *arguments: Any, out_val: Any, **options: Any
+) -> int:
+    """Each of the two gradients takes as many products as the forward: torch's formula leaves out the groups.
+
+    Args:
+        arguments: the sizes of the bias, stride, padding, dilation, whether it is transposed, the output's padding,
+            groups, and which gradients are computed.
+    """
+    transposed, computed = arguments[4], arguments[7]
+    positions = (inputs if transposed else grad_output).shape[2:]
+    forward = 2 * len(inputs) * math.prod(positions) * weight.numel()
+    return forward * int(computed[0] + computed[1])
 
 
 def obstacle(update: Any) -> str | None:

@@ -53,6 +53,39 @@ def test_flops_of_the_gpt_are_those_by_hand_and_its_bits_are_the_same(bf16: bool
     assert torch.equal(state, found[1])
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("channels", "groups"), [((8, 12), 1), ((8, 12), 4), ((8, 8), 8), ((8, 16), 8)])
+def test_convolution_with_groups_counts_three_times_its_forward(
+    transposed: bool, channels: tuple[int, int], groups: int
+) -> None:
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    layer = kind(*channels, kernel_size=3, groups=groups, stride=2)
+    images = torch.randn(5, channels[0], 9, 7, requires_grad=True)
+    inputs_or_outputs = images if transposed else layer(images)
+    forward = 2 * 5 * inputs_or_outputs[0, 0].numel() * (channels[0] // groups) * channels[1] * 3 * 3
+
+    assert counted(lambda: layer(images)).executed == forward
+    assert counted(lambda: layer(images).sum().backward()).executed == 3 * forward
+    assert counted(lambda: layer(images.detach()).sum().backward()).executed == 2 * forward
+
+
+def test_products_of_vectors_and_of_sparse_matrices_count() -> None:
+    matrix, vector = torch.randn(6, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    table = torch.eye(6, 5).to_sparse()
+    dense = torch.randn(5, 3, requires_grad=True)
+
+    assert counted(lambda: matrix @ vector).executed == 2 * 6 * 4
+    assert counted(lambda: (matrix @ vector).sum().backward()).executed == 2 * (2 * 6 * 4)  # the other is element-wise
+    assert counted(lambda: torch.addmv(torch.ones(6), matrix, vector)).executed == 2 * 6 * 4
+    assert counted(lambda: torch.dot(vector, vector)).executed == 2 * 4
+    assert counted(lambda: torch.vdot(vector, vector)).executed == 2 * 4
+    for product in (torch.sparse.mm, torch.mm):
+        assert counted(lambda product=product: product(table, dense)).executed == 2 * 5 * 3
+        assert counted(lambda product=product: product(table, dense).sum().backward()).executed == 2 * (2 * 5 * 3)
+    assert counted(lambda: torch.mm(table.to_sparse_csr(), dense.detach())).executed == 2 * 5 * 3
+    assert counted(lambda: torch.sparse.mm(table, table.t())).unknown == {"aten._sparse_sparse_matmul"}
+
+
 def test_attention_with_a_mask_counts_as_without() -> None:
     query = torch.randn(2, 4, 16, 8, requires_grad=True)
     mask = torch.ones(16, 16).tril().bool()
