@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,23 @@ class Arguments(Source):
         return self._in_python(super().say_of(key, sentence))
 
     def _in_python(self, text: str) -> str:
-        keys = "|".join(map(re.escape, self.arguments))
-        return re.sub(rf"(?<![\w.])({keys})(?!\w|\.\w)", lambda found: self.arguments[found[0]], text)
+        keys = rf"(?<![\w.])(?:{'|'.join(map(re.escape, self.arguments))})(?!\w|\.\w)"
+        # a value such as '/dev/null' stays as it was given
+        values = sorted((value for value in _texts(self.values) if re.search(keys, value)), key=len, reverse=True)
+        words = "|".join([*map(re.escape, values), keys])
+        return re.sub(words, lambda word: word[0] if word[0] in values else self.arguments[word[0]], text)
+
+
+def _texts(values: Any) -> Iterator[str]:
+    """The strings in nested values."""
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _texts(value)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _texts(value)
 
 
 def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:

@@ -257,9 +257,11 @@ class Hub:
                 self._tell(hub=self._ranks[0].last_heartbeat())
         self._selector.close()
         self._server.close()
-        for link in [*self._strangers, *(rank.link for rank in self._ranks.values())]:
-            if link is not None:
-                link.close()
+        for each in self._ranks.values():
+            if each.link is not None:
+                each.link.close()
+        for stranger in self._strangers:
+            stranger.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

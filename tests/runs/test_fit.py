@@ -221,6 +221,19 @@ def test_wrong_argument_is_one_sentence(tmp_path: Path, arguments: dict[str, Any
         fitted(tmp_path, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"directory": "/dev/null"}, r"^fit\(\): directory: got '/dev/null', but /dev/null is not a folder\.$"),
+        ({"directory": "/dev/null/run.seed"}, r"^fit\(\): directory: .*/dev/null/run\.seed"),
+        ({"optimizer": "null", "lr": 0.1}, r"^fit\(\): optimizer: .*'null'"),
+    ],
+)
+def test_value_of_the_user_is_said_as_it_was_given(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        fitted(**{"directory": tmp_path, **arguments})
+
+
 def test_loader_in_the_place_of_a_dataset_is_told_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="train_set must be a dataset, got a DataLoader: give its dataset, and batch_s"):
         fit(net(), loss_fn, DataLoader(TensorDataset(*TRAIN)), directory=tmp_path, max_epochs=1)  # type: ignore[arg-type]
