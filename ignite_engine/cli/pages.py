@@ -32,7 +32,7 @@ def add_parsers(subparsers: Any) -> None:
                 "--mode", choices=["min", "max"], help="which value of --sort is the best; default: as the runs say"
             )
         default = "report.html in the run's directory" if name == "report" else "compare.html"
-        command.add_argument("--output", type=Path, metavar="FILE", help=f"default: {default}")
+        command.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"default: {default}")
 
 
 def report(options: argparse.Namespace) -> None:

@@ -255,7 +255,7 @@ def make_optimizers(config: Config, task: Task, model: nn.Module) -> dict[str, O
     task may make its own instead.
 
     Raises:
-        ConfigError: an optimizer's options do not fit.
+        ConfigError: an optimizer's options do not fit, or no parameter requires a gradient.
     """
     groups = task.parameter_groups
     if task.optimizer is not None:
@@ -266,7 +266,13 @@ def make_optimizers(config: Config, task: Task, model: nn.Module) -> dict[str, O
             name: _made(config, f"optimizers.{name}", section, groups[name])
             for name, section in config.optimizers.items()
         }
-    parameters = groups or [each for each in model.parameters() if each.requires_grad]
+    parameters = groups or [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise config.error(
+            "task",
+            "the model has no parameter that requires a gradient, so there is nothing to train: unfreeze what is to be "
+            "trained, such as by model.head.requires_grad_(True).",
+        )
     return {"optimizer": _made(config, "optimizer", config.optimizer, parameters)}
 
 

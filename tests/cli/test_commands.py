@@ -255,9 +255,10 @@ def test_report_and_compare_write_a_page_and_print_its_path(folder: Path, capsys
     capsys.readouterr()
     assert main(["report", "run"]) == 0
     assert main(["report", "run", "--output", "page.html"]) == 0
+    assert main(["report", "run", "-o", "page.html"]) == 0
     assert main(["compare", "run", "other"]) == 0
 
-    assert capsys.readouterr().out.splitlines() == ["run/report.html", "page.html", "compare.html"]
+    assert capsys.readouterr().out.splitlines() == ["run/report.html", "page.html", "page.html", "compare.html"]
     assert "<h3>Loss</h3>" in (folder / "run" / "report.html").read_text()
     assert (folder / "page.html").read_bytes() == (folder / "run" / "report.html").read_bytes()
     assert "optimizer.lr</td><td>0.001</td><td>0.5" in (folder / "compare.html").read_text()

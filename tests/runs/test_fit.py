@@ -234,6 +234,13 @@ def test_value_of_the_user_is_said_as_it_was_given(tmp_path: Path, arguments: di
         fitted(**{"directory": tmp_path, **arguments})
 
 
+def test_frozen_model_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^fit\(\): the model has no parameter that requires a gradient, .* unfreeze"
+    ):
+        fit(net().requires_grad_(False), loss_fn, TRAIN, directory=tmp_path / "run", max_epochs=1, **QUIET)
+
+
 def test_loader_in_the_place_of_a_dataset_is_told_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="train_set must be a dataset, got a DataLoader: give its dataset, and batch_s"):
         fit(net(), loss_fn, DataLoader(TensorDataset(*TRAIN)), directory=tmp_path, max_epochs=1)  # type: ignore[arg-type]
