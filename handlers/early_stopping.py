@@ -75,6 +75,7 @@ class EarlyStopping:
 
     def attach(self, trainer: Trainer, event: Any = TrainingEvents.METRICS_READY) -> None:
         """Compare at ``event``, if there is a new value."""
+        check_type("what EarlyStopping is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
         trainer.register(self.name, self, shared=True)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)

@@ -67,6 +67,7 @@ class EMA:
         Raises:
             ValueError: it has several, and ``event`` does not say which.
         """
+        check_type("what EMA is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
         model = getattr(trainer.update, "model", None)
         if not isinstance(model, nn.Module):
             raise TypeError(

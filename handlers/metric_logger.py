@@ -14,6 +14,7 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine.errors import check_type
 from ignite_engine.handlers.history import History
 from ignite_engine.handlers.media import MediaFiles
 from ignite_engine.handlers.meters import CHUNK, Meter, Running, packed, unpacked
@@ -83,6 +84,7 @@ class MetricLogger:
         Raises:
             ValueError: another MetricLogger of this trainer writes to the same directory.
         """
+        check_type("what MetricLogger is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
         self._refuse_a_second_writer(trainer)
         trainer.register(self.name, self)
         trainer.add_event_handler(Events.STARTED, self._start)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.checkpointing import CheckpointError
-from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation
+from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, MetricLogger
 from tests.builders import linear, mse, numbers_loader
 
 MODEL = linear()
@@ -20,6 +20,23 @@ OPTIMIZER = torch.optim.SGD(MODEL.parameters())
 EVALUATOR = create_evaluator(MODEL, lambda model, batch: batch)
 
 LINES: list[tuple[Callable[[Any], Any], Any, str]] = [
+    (
+        lambda value: Checkpoint("unused").attach(value),
+        EVALUATOR,
+        "what Checkpoint is attached to must be a Trainer, got",
+    ),
+    (
+        lambda value: MetricLogger().attach(value),
+        MODEL,
+        "what MetricLogger is attached to must be a Trainer, got",
+    ),
+    (
+        lambda value: EarlyStopping("loss", patience=1).attach(value),
+        EVALUATOR,
+        "what EarlyStopping is attached to must be a Trainer",
+    ),
+    (lambda value: EMA().attach(value), EVALUATOR, "what EMA is attached to must be a Trainer, got a _Evaluator."),
+    (lambda value: Evaluation(EVALUATOR, []).attach(value), EVALUATOR, "what Evaluation is attached to must be a Tra"),
     (lambda value: Update(value, OPTIMIZER, mse), mse, "model must be a module, got a function."),
     (lambda value: Update(MODEL, value, mse), None, "optimizer must be an optimizer, or a mapping of names"),
     (lambda value: Update(MODEL, value, mse), [OPTIMIZER], "optimizer must be an optimizer, .* got a list."),

@@ -81,6 +81,7 @@ class Checkpoint:
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Save at the step boundary after ``event``; always at the end and on a stop."""
+        check_type("what Checkpoint is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
         folder = self.store.directory
         for other in trainer.registry.objects.values():
             if isinstance(other, Checkpoint) and other is not self and other.store.directory == folder:

@@ -116,6 +116,7 @@ class Evaluation:
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Evaluate at ``event``; several events: ``|``, or attach again."""
+        check_type("what Evaluation is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
         trainer.register(self.name, self)
         if self._progress is not None and getattr(trainer.update, "rank_invariant", False):
             logger.warning(
