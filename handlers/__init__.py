@@ -1,37 +1,41 @@
 """Handlers for the bus of a :class:`ignite_engine.Trainer`; each attaches by itself and knows no other."""
 
-from ignite_engine.handlers.checkpoint import Checkpoint
-from ignite_engine.handlers.clearml.sink import ClearMLLogger
-from ignite_engine.handlers.early_stopping import EarlyStopping
-from ignite_engine.handlers.ema import EMA
-from ignite_engine.handlers.evaluation import Evaluation
-from ignite_engine.handlers.graceful_stop import GracefulStop
-from ignite_engine.handlers.ids import IdAdmission
-from ignite_engine.handlers.limits import SaveEvery, StopFile, WallClockLimit
-from ignite_engine.handlers.lr_schedule import LRSchedule
-from ignite_engine.handlers.media import Histogram, Image, MediaFiles
-from ignite_engine.handlers.memory import MemoryLogger
-from ignite_engine.handlers.meters import Meter, Stopwatch
-from ignite_engine.handlers.metric_logger import MetricLogger
-from ignite_engine.handlers.model_bank import ModelBank
-from ignite_engine.handlers.profiler import Profiler
-from ignite_engine.handlers.progress import Progress
-from ignite_engine.handlers.sinks import ConsoleSink, CSVSink, JSONLSink
-from ignite_engine.handlers.step_times import StepTimes
-from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
-from ignite_engine.handlers.throughput import Throughput
-from ignite_engine.handlers.trackers import MLflowSink, WandBSink
-from ignite_engine.handlers.weight_drift import WeightDrift
-from ignite_engine.schedules import (
-    Schedule,
-    constant,
-    warmup_constant,
-    warmup_cosine,
-    warmup_inverse_sqrt,
-    warmup_linear,
-    warmup_polynomial,
-    warmup_wsd,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ignite_engine.handlers.checkpoint import Checkpoint
+    from ignite_engine.handlers.clearml.sink import ClearMLLogger
+    from ignite_engine.handlers.early_stopping import EarlyStopping
+    from ignite_engine.handlers.ema import EMA
+    from ignite_engine.handlers.evaluation import Evaluation
+    from ignite_engine.handlers.graceful_stop import GracefulStop
+    from ignite_engine.handlers.ids import IdAdmission
+    from ignite_engine.handlers.limits import SaveEvery, StopFile, WallClockLimit
+    from ignite_engine.handlers.lr_schedule import LRSchedule
+    from ignite_engine.handlers.media import Histogram, Image, MediaFiles
+    from ignite_engine.handlers.memory import MemoryLogger
+    from ignite_engine.handlers.meters import Meter, Stopwatch
+    from ignite_engine.handlers.metric_logger import MetricLogger
+    from ignite_engine.handlers.model_bank import ModelBank
+    from ignite_engine.handlers.profiler import Profiler
+    from ignite_engine.handlers.progress import Progress
+    from ignite_engine.handlers.sinks import ConsoleSink, CSVSink, JSONLSink
+    from ignite_engine.handlers.step_times import StepTimes
+    from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
+    from ignite_engine.handlers.throughput import Throughput
+    from ignite_engine.handlers.trackers import MLflowSink, WandBSink
+    from ignite_engine.handlers.weight_drift import WeightDrift
+    from ignite_engine.schedules import (
+        Schedule,
+        constant,
+        warmup_constant,
+        warmup_cosine,
+        warmup_inverse_sqrt,
+        warmup_linear,
+        warmup_polynomial,
+        warmup_wsd,
+    )
 
 __all__ = [
     "EMA",
@@ -73,3 +77,56 @@ __all__ = [
     "warmup_polynomial",
     "warmup_wsd",
 ]
+
+# Each handler is loaded when it is asked for: a run uses some, and a process would take a tenth longer to start.
+_MODULES = {
+    "CSVSink": "ignite_engine.handlers.sinks",
+    "Checkpoint": "ignite_engine.handlers.checkpoint",
+    "ClearMLLogger": "ignite_engine.handlers.clearml.sink",
+    "ConsoleSink": "ignite_engine.handlers.sinks",
+    "EMA": "ignite_engine.handlers.ema",
+    "EarlyStopping": "ignite_engine.handlers.early_stopping",
+    "Evaluation": "ignite_engine.handlers.evaluation",
+    "GracefulStop": "ignite_engine.handlers.graceful_stop",
+    "Histogram": "ignite_engine.handlers.media",
+    "IdAdmission": "ignite_engine.handlers.ids",
+    "Image": "ignite_engine.handlers.media",
+    "JSONLSink": "ignite_engine.handlers.sinks",
+    "LRSchedule": "ignite_engine.handlers.lr_schedule",
+    "MLflowSink": "ignite_engine.handlers.trackers",
+    "MediaFiles": "ignite_engine.handlers.media",
+    "MemoryLogger": "ignite_engine.handlers.memory",
+    "Meter": "ignite_engine.handlers.meters",
+    "MetricLogger": "ignite_engine.handlers.metric_logger",
+    "ModelBank": "ignite_engine.handlers.model_bank",
+    "Profiler": "ignite_engine.handlers.profiler",
+    "Progress": "ignite_engine.handlers.progress",
+    "SaveEvery": "ignite_engine.handlers.limits",
+    "Schedule": "ignite_engine.schedules",
+    "StepTimes": "ignite_engine.handlers.step_times",
+    "StopFile": "ignite_engine.handlers.limits",
+    "Stopwatch": "ignite_engine.handlers.meters",
+    "TensorBoardSink": "ignite_engine.handlers.tensorboard_sink",
+    "Throughput": "ignite_engine.handlers.throughput",
+    "WallClockLimit": "ignite_engine.handlers.limits",
+    "WandBSink": "ignite_engine.handlers.trackers",
+    "WeightDrift": "ignite_engine.handlers.weight_drift",
+    "constant": "ignite_engine.schedules",
+    "warmup_constant": "ignite_engine.schedules",
+    "warmup_cosine": "ignite_engine.schedules",
+    "warmup_inverse_sqrt": "ignite_engine.schedules",
+    "warmup_linear": "ignite_engine.schedules",
+    "warmup_polynomial": "ignite_engine.schedules",
+    "warmup_wsd": "ignite_engine.schedules",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

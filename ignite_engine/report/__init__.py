@@ -5,9 +5,13 @@ A page is one file that loads nothing else: it opens from disk, with the curves 
 
 from __future__ import annotations
 
-from ignite_engine.report.pages import write_comparison, write_report
-from ignite_engine.report.records import NotARun, Record, read_run
-from ignite_engine.report.sweep import NotLogged, ordered, sweep_table
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ignite_engine.report.pages import write_comparison, write_report
+    from ignite_engine.report.records import NotARun, Record, read_run
+    from ignite_engine.report.sweep import NotLogged, ordered, sweep_table
 
 __all__ = [
     "NotARun",
@@ -19,3 +23,21 @@ __all__ = [
     "write_comparison",
     "write_report",
 ]
+
+# A run loads the pages when it has ended; the verdict and the ledger, which it loads before, are in this room, too.
+_MODULES = {
+    "NotARun": "ignite_engine.report.records",
+    "NotLogged": "ignite_engine.report.sweep",
+    "Record": "ignite_engine.report.records",
+    "ordered": "ignite_engine.report.sweep",
+    "read_run": "ignite_engine.report.records",
+    "sweep_table": "ignite_engine.report.sweep",
+    "write_comparison": "ignite_engine.report.pages",
+    "write_report": "ignite_engine.report.pages",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

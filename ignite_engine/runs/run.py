@@ -23,9 +23,7 @@ from ignite_engine.engine.length import Length
 from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
-from ignite_engine.report import write_report
 from ignite_engine.report.goodput import goodput_line, read_ledger
-from ignite_engine.report.lr_curve import lr_svg
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, plain_metric, weights_sha256
 from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
@@ -296,6 +294,8 @@ class Run:
 
     def plot_lr(self, path: Path) -> None:
         """Write the learning rate of every parameter group over the run as an SVG picture."""
+        from ignite_engine.report.lr_curve import lr_svg
+
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(lr_svg(self.schedules, self.total or 1), encoding="utf-8")
 
@@ -337,6 +337,8 @@ class Run:
     def _write_report(self) -> Path | None:
         if agreement.rank() != 0 or not self.config["logging"]["report"]:
             return None
+        from ignite_engine.report import write_report
+
         try:
             page = write_report(self.directory.path, None, default_values())
             if in_notebook():
