@@ -35,7 +35,7 @@ from ignite_engine.engine.position import Next, next_of
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import RollBack
-from ignite_engine.events import TrainingEvents
+from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
 from ignite_engine.states.registry import Registry
@@ -102,6 +102,7 @@ class Loop:
         self.registry.check_all_claimed()
         self.boundary.agree_to_end()
         self._warn_unused_window_handlers()
+        self._warn_of_batches_made_by_rank()
         self.resume.restore_metrics()
         within = self._within_epoch()
         if within and self.progress.epoch_ends:
@@ -192,6 +193,17 @@ class Loop:
                     "event.",
                     *(", ".join(bus.name_of(handler) for handler, _, _ in handlers), bus.event_name(event)),
                 )
+
+    def _warn_of_batches_made_by_rank(self) -> None:
+        handlers = [handler for handler, _, _ in bus.handlers_of(self.engine, Events.GET_BATCH_COMPLETED)]
+        theirs = [bus.name_of(handler) for handler in handlers if bus.phase_of(handler) == Phase.OTHER]
+        if theirs and getattr(self.update, "rank_invariant", False) is True and agreement.rank() == 0:
+            logger.warning(
+                "%s on GET_BATCH_COMPLETED has the micro-batches of its rank only: random numbers that it puts into "
+                "them are others on another number of ranks, whatever rank_invariant does. Draw them in the dataset or "
+                "in loss_fn, where they belong to the sample or the micro-batch.",
+                ", ".join(theirs),
+            )
 
     def _finish_resume(self) -> None:
         """After the first EPOCH_STARTED, which within an epoch is one more than in the uninterrupted run."""

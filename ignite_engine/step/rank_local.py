@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine.ranks import agreement, mesh
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def inside_ddp(model: nn.Module) -> nn.Module:
@@ -55,4 +60,11 @@ def _reason(model: Any, parameters: Sequence[Tensor]) -> str | None:
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"{described} with sparse gradients; use sparse=False"
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            return f"{described} with max_norm, which rescales the rows that this rank looks up; use max_norm=None"
+        if own := next((name for name, value in vars(module).items() if isinstance(value, _GENERATORS)), None):
+            return (
+                f"{described} with a generator of its own ({own}), which goes on with each micro-batch of this rank; "
+                "draw from torch's global generator, which belongs to the micro-batch"
+            )
     return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_function
 
 from ignite_engine import Trainer, Update, loader
-from ignite_engine.handlers import Checkpoint
+from ignite_engine.handlers import Checkpoint, StepTimes
 from tests.builders import Numbers, linear, mse, numbers_loader, one, trainer_of
 
 
@@ -178,6 +180,11 @@ def in_several_parts(model: Any, batch: Any) -> Tensor:
         (lambda: invariant(linear(), loss_fn=in_several_parts), "came in several parts in one backward"),
         (lambda: invariant(Counting(in_place=True)), "it changed 'calls'"),
         (lambda: invariant(Counting(in_place=False)), "it changed 'calls'"),
+        (lambda: invariant(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))), "0 is a Embedding with max_norm"),
+        (lambda: invariant(nn.Sequential(nn.EmbeddingBag(3, 2, max_norm=1.0))), "0 is a EmbeddingBag with max_norm"),
+        (lambda: invariant(Drawing(torch.Generator())), "the model is a Drawing with a generator of its own (source)"),
+        (lambda: invariant(nn.Sequential(Drawing(random.Random(0)))), "0 is a Drawing with a generator of its own"),
+        (lambda: invariant(Drawing(np.random.default_rng(0))), "draw from torch's global generator"),
     ],
 )
 def test_what_cannot_keep_the_promise_is_refused_in_one_line(make: Callable[[], Trainer], message: str) -> None:
@@ -185,6 +192,30 @@ def test_what_cannot_keep_the_promise_is_refused_in_one_line(make: Callable[[], 
         make().run(numbers_loader(12, 2), max_epochs=1)
 
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+class Drawing(nn.Linear):
+    """A model that draws from a generator that it made."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(3, 1)
+        self.source = source
+
+
+def test_handler_that_may_draw_for_the_batch_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """It sees the micro-batches of its rank only, so what it draws is other numbers on another number of ranks."""
+
+    def add_noise(engine: Engine) -> None: ...
+
+    for make, said in ((invariant, True), (trainer_of, False)):
+        caplog.clear()
+        trainer = make(linear(), 2)
+        StepTimes().attach(trainer)
+        trainer.add_event_handler(Events.GET_BATCH_COMPLETED, add_noise)
+        trainer.run(numbers_loader(12, 2), max_epochs=2)
+        lines = [each.getMessage() for each in caplog.records if "add_noise" in each.getMessage()]
+        assert len(lines) == said and all("StepTimes" not in line for line in lines)
+        assert not said or "in the dataset or in loss_fn" in lines[0]
 
 
 def test_batch_norm_that_does_not_train_is_accepted() -> None:
