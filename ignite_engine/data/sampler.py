@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ignite_engine import rng
 from ignite_engine.data.seeding import SeededCalls
 
 Key = tuple[int, int]
+_BLOCK = 8192
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,10 @@ class ResumableSampler(Sampler[Key]):
         start = self.start or 0
         order: Iterable[int]
         if self.dealing is not None:
-            return zip(repeat(self.pass_number), self._dealt(self.dealing, start).tolist())
+            return zip(repeat(self.pass_number), _numbers(self._dealt(self.dealing, start)))
         if self.shuffle:
             shard = self._permutation()[self.skipped + self.rank :: self.world_size]
-            order = shard[start:].tolist()
+            order = _numbers(shard[start:])
         else:
             order = range(self.skipped + self.rank + start * self.world_size, self.length, self.world_size)
         return zip(repeat(self.pass_number), order)
@@ -106,6 +107,11 @@ class ResumableSampler(Sampler[Key]):
             cycles, rest = divmod(max(0, self.length - self.skipped), cycle)
             return cycles * (end - first) + len(range(first, min(end, rest)))
         return len(range(self.skipped + self.rank, self.length, self.world_size))
+
+
+def _numbers(indices: Tensor) -> Iterator[int]:
+    """``indices`` as Python numbers, a block at a time: each takes 32 bytes, and there may be 10^8 of them."""
+    return chain.from_iterable(block.tolist() for block in indices.split(_BLOCK))
 
 
 class SeededDataset(Dataset[Any]):

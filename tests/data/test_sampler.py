@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,3 +118,16 @@ def test_stopped_run_leaves_the_loader_at_its_first_sample() -> None:
     trainer.run(data)
 
     assert torch.cat(list(data)).tolist() == [0, 1, 2, 3]
+
+
+def test_order_of_a_large_pass_is_not_a_list_of_numbers() -> None:
+    """A Python number takes 32 bytes and its place in a list 8: of 400,000 samples 16 MB."""
+    sampler = ResumableSampler(400_000, shuffle=True, seed=3, rank=0, world_size=2)
+    tracemalloc.start()
+    try:
+        first, seen = next(iter(sampler)), sum(1 for _ in sampler)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert seen == 200_000 and first[0] == 0 and peak < 3e6
