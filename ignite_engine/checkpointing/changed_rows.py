@@ -28,14 +28,14 @@ from ignite_engine.errors import CheckpointError
 
 _Key = tuple[str, Path]
 LONGEST = 64
-"""Checkpoints in a chain: each is opened by whoever loads the last."""
+"""Maximum chain length; loading the last checkpoint opens all of them."""
 _SPAN_BYTES, _CHUNK_BYTES = 1 << 24, 1 << 17
 """Rows that a thread takes, and that it compares at once: too few for torch to share them among threads of its own,
 which wait for each other after every operation, for long where other programs use the cores."""
 
 
 def table_patterns(texts: Iterable[str]) -> Patterns:
-    """Patterns for names inside parts; one that names no part, such as ``embedding.*``, is meant for all of them: the
+    """Patterns for names inside parts; a pattern without a part, such as ``embedding.*``, holds for all parts: the
     model's tensors, the optimizer's state of them and their averages.
 
     Raises:

@@ -161,11 +161,11 @@ class Commit:
         plain = self._directory / names.checkpoint_name(self._iteration)
         if committed == plain:
             return plain
-        there = names.scan(self._directory)[0]
-        same = [each for each in there if each.iteration == self._iteration]
-        needed = {name for each in there for name in each.manifest.needed}
+        checkpoints = names.scan(self._directory)[0]
+        same = [checkpoint for checkpoint in checkpoints if checkpoint.iteration == self._iteration]
+        needed = {name for checkpoint in checkpoints for name in checkpoint.manifest.needed}
         try:
-            names.discard([each.path for each in superseded(same) if each.path.name not in needed])
+            names.discard([checkpoint.path for checkpoint in superseded(same) if checkpoint.path.name not in needed])
         except OSError as error:  # the new one is committed
             logger.warning("A checkpoint that %s replaces cannot be deleted: %s.", committed, one_line(error))
         # a healthy one that a broken one does not replace, one that others need, or one that cannot be read

@@ -92,11 +92,11 @@ class Retention:
         """
         old = {checkpoint.path for checkpoint in superseded(checkpoints)}
         current = [checkpoint for checkpoint in checkpoints if checkpoint.path not in old]
-        healthy = [each for each in current if each.manifest.healthy]
-        stay = {each.path for each in (*current[-self.keep_last :], *self._best(healthy), *healthy[-1:])}
-        stay |= {each.path for each in current if self._is_nth(each)}
-        stay |= {each.path for each in checkpoints if each.manifest.pinned}
-        return [each for each in checkpoints if each.path in stay]
+        healthy = [checkpoint for checkpoint in current if checkpoint.manifest.healthy]
+        kept = {checkpoint.path for checkpoint in (*current[-self.keep_last :], *self._best(healthy), *healthy[-1:])}
+        kept |= {checkpoint.path for checkpoint in current if self._is_nth(checkpoint)}
+        kept |= {checkpoint.path for checkpoint in checkpoints if checkpoint.manifest.pinned}
+        return [checkpoint for checkpoint in checkpoints if checkpoint.path in kept]
 
     def _best(self, healthy: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         return [] if self.best is None else ranked(of_one_run(healthy), self.best, self.mode)[: self.keep_best]
@@ -107,14 +107,16 @@ class Retention:
 
 def ranked(checkpoints: Iterable[CheckpointInfo], metric: str, mode: str) -> list[CheckpointInfo]:
     """Those with finite weights and a finite value of ``metric``, the best first; of equal ones the earlier."""
-    scores = [(each.manifest.metrics.get(metric, math.nan), each) for each in checkpoints if each.manifest.healthy]
     sign = 1 if mode == "min" else -1
-    return [each for _, each in sorted((one for one in scores if math.isfinite(one[0])), key=lambda one: sign * one[0])]
+    healthy = [checkpoint for checkpoint in checkpoints if checkpoint.manifest.healthy]
+    scores = [(sign * checkpoint.manifest.metrics.get(metric, math.nan), checkpoint) for checkpoint in healthy]
+    finite = [pair for pair in scores if math.isfinite(pair[0])]
+    return [checkpoint for _, checkpoint in sorted(finite, key=lambda pair: pair[0])]
 
 
 def of_one_run(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     """Those of the run that saved the last of ``checkpoints``, without those that an earlier one left in the folder."""
-    return [each for each in checkpoints if each.manifest.run_id == checkpoints[-1].manifest.run_id]
+    return [checkpoint for checkpoint in checkpoints if checkpoint.manifest.run_id == checkpoints[-1].manifest.run_id]
 
 
 def superseded(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:

@@ -41,7 +41,7 @@ class SaveOptions:
     Args:
         keep_last: newest ones kept, at least 1.
         best: name of a metric, written on every rank; a new best one, by its mean over the ranks, is saved and kept.
-            One that nobody writes is a warning.
+            A metric that is never written causes a warning.
         keep_best: how many of the best are kept.
         mode: whether a small or a large value is good.
         keep_every: those whose iteration is a multiple of it are never deleted.
