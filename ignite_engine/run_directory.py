@@ -138,7 +138,7 @@ class RunDirectory:
         summary = self.read_summary()
         written = str(summary.get("reason"))
         known = f"rank {rank}" in written.lower()
-        if killed and "ended without a word" in written:  # else they know more: it was silent, and they killed it
+        if killed and "exited without reporting" in written:  # else they know more: it was silent, and they killed it
             _, found, heartbeat = written.partition(" Last heartbeat")
             reason, known = reason + found + heartbeat, False
         if summary.get("status") == "running" or (summary.get("status") == "failed" and not known):

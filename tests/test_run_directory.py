@@ -113,7 +113,7 @@ def test_digest_of_weights_depends_on_each_bit_and_not_on_the_wrapping() -> None
     ("written", "expected"),
     [
         (
-            "rank 1 ended without a word: it was killed. Last heartbeat: iteration 3",
+            "rank 1 exited without reporting: it was killed. Last heartbeat: iteration 3",
             "Rank 1 (process 7) was killed by SIGKILL. Last heartbeat: iteration 3",
         ),
         ("the connection was closed by a peer", "Rank 1 (process 7) was killed by SIGKILL."),

@@ -323,7 +323,7 @@ class CheckpointSection(Section):
     delta_rows: list[str] | None = None  # tables of which the rows that changed are saved, such as embedding.*
     exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*
     ignore: list[str] | None = None  # parts of the run's own newest checkpoint that a resume leaves out
-    load: Annotated[  # what a run starts from; of several the last that has a name brings it
+    load: Annotated[  # what a run starts from; if several sources contain a name, the last one wins
         Annotated[LoadSection, Tag("<one>")] | Annotated[list[LoadSection], Tag("<several>")],
         Discriminator(_form_of_load),
     ] = LoadSection()

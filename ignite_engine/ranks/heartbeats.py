@@ -35,15 +35,15 @@ _GREETING_LIMIT = 64
 _GREETING_S = 5.0
 _STRANGERS = 64
 
-ENDED = "ended without a word: it was killed, ran out of memory, or crashed in native code"
+ENDED = "exited without reporting: it was killed, ran out of memory, or crashed in native code"
 SILENT = "gave no sign of life for {:.1f} s: it is stopped, or its machine or the link to it is down"
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for each in list(_sockets):
-        each.close()
+    for connection in list(_sockets):
+        connection.close()
 
 
 # a loader worker outlives its rank for some seconds: the peers would not see the connection end
@@ -248,7 +248,7 @@ class Hub:
                     self._tell(closed=self._ranks[0].left, code=self._ranks[0].code)
                     told = True
                 closing_s += max(elapsed, 1e-9)
-                if not any(each.link for each in self._ranks.values()):
+                if not any(rank.link for rank in self._ranks.values()):
                     break
                 continue
             self._judge(elapsed)
@@ -257,9 +257,9 @@ class Hub:
                 self._tell(hub=self._ranks[0].last_heartbeat())
         self._selector.close()
         self._server.close()
-        for each in self._ranks.values():
-            if each.link is not None:
-                each.link.close()
+        for rank in self._ranks.values():
+            if rank.link is not None:
+                rank.link.close()
         for stranger in self._strangers:
             stranger.close()
 
@@ -306,9 +306,9 @@ class Hub:
         link.close()
 
     def _tell(self, **message: Any) -> None:
-        for each in self._ranks.values():
-            if each.link is not None:
-                each.link.send(**message)
+        for rank in self._ranks.values():
+            if rank.link is not None:
+                rank.link.send(**message)
 
     # -- judging --------------------------------------------------------------------------------------------------
 
@@ -344,8 +344,8 @@ class Hub:
 
     def _announce(self, failure: Failure) -> None:
         self._failure, self._lost_s = failure, 0.0
-        for each in self._ranks.values():
-            each.lost = None
+        for rank in self._ranks.values():
+            rank.lost = None
         self._tell(failure=asdict(failure))
 
     def _judge(self, elapsed: float) -> None:
@@ -408,7 +408,7 @@ class Hub:
     def _heartbeats(self, ranks: list[int]) -> str:
         if len(ranks) == 1:
             return f"Last heartbeat: {self._ranks[ranks[0]].last_heartbeat()}"
-        return "Last heartbeats: " + "; ".join(f"rank {each}: {self._ranks[each].last_heartbeat()}" for each in ranks)
+        return "Last heartbeats: " + "; ".join(f"rank {rank}: {self._ranks[rank].last_heartbeat()}" for rank in ranks)
 
 
 def _named(ranks: list[int]) -> str:

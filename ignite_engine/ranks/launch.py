@@ -382,7 +382,7 @@ class _Rank:
 
     Attributes:
         number: in the whole group.
-        report: its end of the pipe on which the rank says how it ended.
+        report: the parent's end of the exit-report pipe.
         end: what it said, or else its exit status; None: it runs, or has ended since it was looked at.
         killed_by: the signal that ended it before it could say anything, unless this parent sent that.
         ended_here: this parent sent it SIGTERM or SIGKILL.
@@ -402,7 +402,7 @@ class _Rank:
         return self.process.exitcode is None
 
     def look(self) -> None:
-        """Take what the rank has said; when its process has ended without a word, its status is what counts."""
+        """Take what the rank has said; when its process has exited without reporting, its status is what counts."""
         self.over = not self.runs
         with contextlib.suppress(EOFError, OSError):
             if self.end is None and self.report.poll():
@@ -417,7 +417,7 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        """Its peers cannot go on: it raised, was killed or interrupted, or ended in the middle of everything."""
+        """Its peers cannot go on: it raised, was killed or interrupted, or exited unexpectedly."""
         if self.end is None:
             return False
         return self.end.code is None or self.end.interrupted or self.process.exitcode not in (None, 0)

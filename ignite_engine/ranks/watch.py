@@ -106,7 +106,7 @@ class Watch:
             raise cause from error
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """As the function below."""
+        """See :func:`cause_of`."""
         if isinstance(error, PeerFailed) or raised_by_all_ranks(error):
             return error
         broken = _broken_collective(error) if isinstance(error, Exception) else None

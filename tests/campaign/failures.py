@@ -72,7 +72,7 @@ def _judge(folder: Path, how: str, rank: int, code: int, seconds: float) -> dict
     if not re.match(NO_ROOM.format(rank) if how == "disk" else f"[rR]ank {rank} {NAMED[how]}", reason):
         raise Difference(f"the summary says: {reason}")
     for other in {0, 1, 2} - {rank}:
-        said = {"kill": f"rank {rank} ended without a word", "disk": "No space left on device"}.get(how, reason)
+        said = {"kill": f"rank {rank} exited without reporting", "disk": "No space left on device"}.get(how, reason)
         if said not in (folder / "run" / "logs" / f"rank_{other}.log").read_text():
             raise Difference(f"rank {other} does not say so")
     after = (folder / "run" / "summary.json").stat().st_mtime - (folder / "failed").stat().st_mtime

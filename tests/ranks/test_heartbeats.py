@@ -88,7 +88,7 @@ def test_rank_whose_process_ends_is_named_at_once(ranks: Ranks) -> None:
 
     failure = ranks.failure()
     assert (failure.ranks, failure.kind) == ((1,), "ended")
-    assert failure.line.startswith("rank 1 ended without a word") and failure.line.endswith("iteration 7")
+    assert failure.line.startswith("rank 1 exited without reporting") and failure.line.endswith("iteration 7")
 
 
 def test_silent_rank_is_named_after_the_timeout() -> None:

@@ -51,7 +51,7 @@ CASES = {
     ),
     "a sample that cannot be read": ("read", 1, rf"rank 1 failed at {HEARTBEAT}: a sample is damaged", 1),
     "an exit": ("exit", 1, rf"rank 1 called sys\.exit\(3\) at {HEARTBEAT}, while ranks? [02, ]+ waited for it", 3),
-    "a kill": ("kill", 1, rf"rank 1 ended without a word: .*{LAST}", 1),
+    "a kill": ("kill", 1, rf"rank 1 exited without reporting: .*{LAST}", 1),
     "a stopped process": ("stop", 1, rf"rank 1 {SILENT}{LAST}", 1),
     "a hang": (
         "hang",
@@ -61,7 +61,7 @@ CASES = {
     ),
     "an exception on rank 0": ("raise", 0, rf"rank 0 failed at {HEARTBEAT}: ValueError: a sample is broken", 1),
     "an exit of rank 0": ("exit", 0, rf"rank 0 called sys\.exit\(3\) at {HEARTBEAT}", 3),
-    "a kill of rank 0": ("kill", 0, rf"rank 0 ended without a word: .*{LAST}", 1),
+    "a kill of rank 0": ("kill", 0, rf"rank 0 exited without reporting: .*{LAST}", 1),
     "a stopped rank 0": ("stop", 0, rf"rank 0 {SILENT}{LAST}", 1),
 }
 

@@ -347,7 +347,7 @@ def test_launchers_signal_after_another_rank_failed_is_no_interruption(
 ) -> None:
     run = build()
     known = watch.Watch()
-    known.failure = Failure("rank 1 ended without a word", (1,))
+    known.failure = Failure("rank 1 exited without reporting", (1,))
     monkeypatch.setattr(watch, "_current", known)
     monkeypatch.setattr(run.checkpoint, "resume", lambda ignore: signal_this_process())
 
@@ -355,7 +355,7 @@ def test_launchers_signal_after_another_rank_failed_is_no_interruption(
         run.train()
 
     summary = run.directory.read_summary()
-    assert (summary["status"], summary["reason"]) == ("failed", "rank 1 ended without a word")
+    assert (summary["status"], summary["reason"]) == ("failed", "rank 1 exited without reporting")
 
 
 def test_full_disk_does_not_hide_what_failed(
