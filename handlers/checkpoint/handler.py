@@ -75,6 +75,7 @@ class Checkpoint:
         self._due = self._must = False
         self._elsewhere: list[str | Path] = []
         """Folders into which the next step boundary is saved, too."""
+        self._named: set[str] = set()
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
         self._replaced = self._evaluated = 0  # `registry.times_replaced`, at the last boundary and evaluation
@@ -350,15 +351,24 @@ class Checkpoint:
             self._best = None  # an earlier run's in this process
         if self._followed is not None:
             self._followed.begin(trainer)
+        self._named = set(trainer.registry.resumed_otherwise)  # which were logged
+        self._require_exact(trainer)
+        if trainer.progress.windows is not None and not trainer.has_event_handler(self._require_exact):
+            # of which kind their data is, is known when they are opened
+            trainer.add_event_handler(TrainingEvents.WINDOW_STARTED, self._require_exact)
+        self._saver.start(trainer)
+        trainer.call_at_end(self._end)
+
+    def _require_exact(self, trainer: Trainer) -> None:
+        """Name once what a resumed run would not have; ``strict`` refuses it."""
         mine = trainer.reproducibility(self._saver.filter)
         reasons = list(dict.fromkeys(each for rank in agreement.gather_objects(mine) for each in rank))
         if self.options.strict:
             require_exact("This run", reasons)
-        reasons = [each for each in reasons if each not in trainer.registry.resumed_otherwise]  # which were logged
+        reasons = [each for each in reasons if each not in self._named]
+        self._named.update(reasons)
         if reasons and agreement.rank() == 0:
             logger.warning("A run resumed from these checkpoints may have other bits: %s.", "; ".join(reasons))
-        self._saver.start(trainer)
-        trainer.call_at_end(self._end)
 
     def _measure(self, trainer: Trainer) -> None:
         values = {key: float(value) for key, value in trainer.state.metrics.fresh.items() if _is_number(value)}

@@ -49,6 +49,7 @@ class WindowedSource:
         """Over the window that is open."""
         self.at = WindowPlace()
         self._changed: str | None = None
+        self._inexact: str | None = None
         windows.present, windows.is_open = None, False
 
     def agree_lengths(self) -> None:
@@ -86,8 +87,8 @@ class WindowedSource:
 
     @property
     def inexact(self) -> str | None:
-        """Why a resumed run would not see the same bits, None if it would."""
-        return self.reader.inexact or (None if self.window is None else self.window.inexact)
+        """Why a resumed run would not see the same bits, None if it would; of its windows once one was opened."""
+        return self.reader.inexact or self._inexact
 
     def begin_after(self, place: Place) -> None:
         """Begin with the pass after ``place``, which is one in other data."""
@@ -123,6 +124,8 @@ class WindowedSource:
         self.data.present, self.data.is_open = name, True
         self.window = self._source_of(self.data.loader_of(name))
         self.window.place = Place(self.at.number)
+        if type(self.window.data) is not tuple or self.window.data:  # one without a batch says nothing
+            self._inexact = self._inexact or self.window.inexact
         self.window.agree_lengths()
         return self.window
 

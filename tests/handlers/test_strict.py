@@ -12,7 +12,7 @@ import yaml
 from ignite.engine import Events
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from ignite_engine import Trainer
+from ignite_engine import Trainer, Windows
 from ignite_engine.checkpointing import CheckpointStore, NotExact
 from ignite_engine.cli import main
 from ignite_engine.config import ConfigError, config_from_dict
@@ -91,6 +91,31 @@ def test_what_is_not_exact_is_refused_before_the_first_update(case: str, tmp_pat
     allowed = build(strict=False)
     allowed.run(data(), max_epochs=1)
     assert allowed.state.iteration > 0
+    newest = CheckpointStore(tmp_path / "False").latest().checkpoint
+    assert newest is not None and any(reason in each for each in newest.manifest.reproducibility)
+
+
+def test_windows_without_a_state_are_known_when_the_first_one_opens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, nobody knows what a window's data is; nothing is trained on it where strict refuses."""
+    reason = "DataLoader with WeightedRandomSampler keeps no state"
+
+    def run(strict: bool) -> Trainer:
+        trainer = trainer_of(linear())
+        Checkpoint(tmp_path / str(strict), strict=strict).attach(trainer)
+        trainer.run(Windows([1, 2, 3], lambda name: weighted()), max_epochs=1)
+        return trainer
+
+    with pytest.raises(NotExact, match=f"{reason}.*leave strict out") as refused:
+        run(strict=True)
+    assert "Raised by handler" in refused.value.__notes__[0]
+    assert CheckpointStore(tmp_path / "True").latest().checkpoint is None
+
+    caplog.clear()
+    trainer = run(strict=False)
+    assert [reason in each.getMessage() for each in caplog.records].count(True) == 1
+    assert [each for each in trainer.reproducibility() if reason in each]
     newest = CheckpointStore(tmp_path / "False").latest().checkpoint
     assert newest is not None and any(reason in each for each in newest.manifest.reproducibility)
 
