@@ -286,6 +286,30 @@ def test_the_best_one_is_loaded_when_there_is_a_better_one(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.parametrize("which", ["last", "best"])
+def test_a_newer_one_with_the_same_bytes_is_loaded_as_the_run_has_trained_its_copy(tmp_path: Path, which: Any) -> None:
+    source = tmp_path / "source"
+    publish(source, 1, 0.25, metrics={"loss": 2.0})
+    best: dict[str, Any] = {"which": "best", "metric": "loss", "mode": "min"} if which == "best" else {}
+    sources = [LoadSource(source, dynamic=True, **best)]
+    trainer, bank, checkpoint = run_of(tmp_path / "run", sources, Events.ITERATION_COMPLETED)
+    bank.load()
+    at_iteration(trainer, 3, lambda: publish(source, 2, 0.25, metrics={"loss": 1.0}))
+    loads, began = loads_of(trainer, bank), dict[int, torch.Tensor]()
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda: began.update({trainer.state.iteration: weights(trainer)})
+    )
+    trainer.run(numbers_loader(), max_iters=6)
+    assert [(each, names[0][0]) for each, names in loads] == [(1, "iteration_00000001"), (4, "iteration_00000002")]
+    assert not (began[3] == 0.25).all() and (began[4] == 0.25).all()
+
+    trainer, bank, checkpoint = run_of(tmp_path / "run", sources, Events.ITERATION_COMPLETED)
+    checkpoint.resume()
+    loads = loads_of(trainer, bank)
+    trainer.run(numbers_loader(), max_iters=9)
+    assert len(loads) == 1
+
+
 def test_one_that_does_not_fit_is_refused_once_and_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

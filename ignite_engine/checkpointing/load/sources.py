@@ -48,6 +48,11 @@ class Found:
     score: float | None = None
     """Where the best was asked for."""
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Which checkpoint it is: two that were saved with the same bytes differ."""
+        return self.digest, self.sequence, self.created_at
+
     @classmethod
     def of(cls, path: Path, metric: str | None = None) -> Found:
         """What is there now.
@@ -167,8 +172,9 @@ class SourceWatch:
     def newer(self, than: Found | None) -> Found | None:
         """The newest, or the best, that is valid and came after ``than``; None: there is none.
 
-        Of a folder that is one that was saved later, or has a better score. A checkpoint or a file that is given by its
-        own path need only have changed. Where it is the very one that was refused as :meth:`unfit`, it is no other.
+        Of a folder that is one that was saved later, or has a better score, perhaps with the same bytes: the run has
+        trained its copy since. A checkpoint or a file that is given by its own path must have changed. Where it is the
+        very one that was refused as :meth:`unfit`, it is no other.
         """
         path, which = self.source.named
         try:
@@ -203,16 +209,15 @@ class SourceWatch:
             if than is None or (names.named_iteration(path) or 0) > (than.iteration or 0):
                 self.refuse(path, reason)
         if which != "best":
-            return self._valid(
-                store, reversed(readable), lambda found: self._is_other(found, than) and _is_later(found, than)
-            )
+            return self._valid(store, reversed(readable), lambda found: self._fits(found) and _is_later(found, than))
         metric, mode = self.source.scored_by(store)
         sign = 1 if mode == "min" else -1
 
         def is_better(found: Found) -> bool:
+            is_another = self._fits(found) and (than is None or found.identity != than.identity)
             if than is None or than.score is None or found.score is None:
-                return self._is_other(found, than)
-            return self._is_other(found, than) and sign * found.score < sign * than.score
+                return is_another
+            return is_another and sign * found.score < sign * than.score
 
         return self._valid(store, ranked(of_one_run(readable), metric, mode), is_better, metric)
 
@@ -242,8 +247,11 @@ class SourceWatch:
             self._known[path] = now, result()
         return self._known[path][1]
 
+    def _fits(self, found: Found) -> bool:
+        return found.digest not in self._unfit
+
     def _is_other(self, found: Found, than: Found | None) -> bool:
-        return found.digest not in self._unfit and (than is None or found.digest != than.digest)
+        return self._fits(found) and (than is None or found.digest != than.digest)
 
 
 def _is_later(found: Found, than: Found | None) -> bool:
