@@ -417,8 +417,16 @@ class Checkpoint:
         background = self.options.background and not state.last
         saver.save(trainer, background=background, metrics=self._metrics_of(trainer))
 
+    def _save_what_came_late(self, trainer: Trainer) -> None:
+        """What a handler has asked for after the last step boundary was saved."""
+        here = [None] if self._must and not self._saver.has_saved(trainer) else []
+        for directory in [*here, *self._elsewhere]:
+            self._save_in(trainer, directory)
+
     def _end(self, trainer: Trainer) -> None:
         try:
+            if trainer.state.status in ("completed", "interrupted"):
+                self._save_what_came_late(trainer)
             self._saver.end(trainer)
             if trainer.state.status == "failed" and agreement.world_size() == 1 and self.options.on_exception:
                 with trainer.progress.before_the_failure(trainer.update) as restartable:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import Trainer
+from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadPlan, filesystem
 from ignite_engine.cli import main
 from ignite_engine.handlers import Checkpoint
@@ -45,6 +45,26 @@ def test_a_save_into_the_runs_own_folder_leaves_it_locked_and_is_pruned(tmp_path
     trainer.run(numbers_loader(), max_iters=4)
 
     assert [len(each) for each in seen] == [1, 2, 2, 2] and all(filesystem.LOCK_NAME in each for each in seen)
+
+
+@pytest.mark.parametrize("event", [TrainingEvents.RESUME_POINT, Events.ITERATION_COMPLETED, Events.COMPLETED])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_save_asked_for_at_the_last_boundary_is_made(tmp_path: Path, event: Any, elsewhere: bool) -> None:
+    """Also by a handler that runs after the boundary's own save."""
+    trainer, checkpoint = run_of(tmp_path / "run", save_at_end=False)
+    folder = tmp_path / ("other" if elsewhere else "run")
+
+    def save() -> None:
+        if trainer.state.iteration == 3:
+            checkpoint.save(folder if elsewhere else None)
+
+    trainer.add_event_handler(event, save)
+    trainer.run(numbers_loader(), max_iters=3)
+    newest = CheckpointStore(folder).latest().checkpoint
+    assert newest is not None and newest.iteration == 3
+    again, other = run_of(folder)
+    other.resume()
+    assert torch.equal(weights(again), weights(trainer)) and again.state.iteration == 3
 
 
 @pytest.mark.parametrize("background", [False, True])
