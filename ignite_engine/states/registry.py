@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ignite_engine import rng
 from ignite_engine.checkpointing import (
+    CheckpointInfo,
     CheckpointStore,
     Loaded,
     LoadPlan,
@@ -193,14 +194,15 @@ class Registry:
             strict: refuse one that would not go on bit for bit.
 
         Returns:
-            Its path; None: there is none.
+            Its path; None: there is no checkpoint.
 
         Raises:
+            CheckpointError: there are some, and none of them is valid.
             CheckpointError, NotExact, StateMismatch, ValueError: one line.
         """
         rank = agreement.rank()
         sharding = self._sharding()
-        newest = agreement.on_rank_0(lambda: store.latest(healthy_only=healthy_only, keep=not sharding).checkpoint)
+        newest = agreement.on_rank_0(lambda: _newest_valid(store, healthy_only=healthy_only, keep=not sharding))
         if newest is None:
             return None
         path = newest.path
@@ -417,6 +419,22 @@ class Registry:
 
 def _listed(sharding: Sequence[str]) -> str:
     return ", ".join(sharding) or "none"
+
+
+def _newest_valid(store: CheckpointStore, *, healthy_only: bool, keep: bool) -> CheckpointInfo | None:
+    """The newest valid checkpoint, None if there is none at all.
+
+    Raises:
+        CheckpointError: none of those that are there is valid: to start over would lose them, one save after the other.
+    """
+    newest, skipped = store.latest(healthy_only=healthy_only, keep=keep)
+    if newest is None and skipped and not healthy_only:
+        path, reason = skipped[0][0], skipped[0][1].rstrip(".")
+        raise CheckpointError(
+            f"None of the {len(skipped)} checkpoints in {store.directory} is valid ({path.name}: {reason}): "
+            "bring one back, or move the folder away to start over."
+        )
+    return newest
 
 
 def _changed_ranks(before: int, now: int) -> list[str]:

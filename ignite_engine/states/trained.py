@@ -161,8 +161,12 @@ _reduced: WeakKeyDictionary[DistributedDataParallel, set[int]] = WeakKeyDictiona
 def _reduced_by_ddp(wrapped: DistributedDataParallel) -> set[int]:
     """Those that needed a gradient when it was made; only its buckets know them."""
     if wrapped not in _reduced:
-        buckets = wrapped.reducer._get_zeros_like_grad_buckets()
-        _reduced[wrapped] = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+        try:
+            buckets = wrapped.reducer._get_zeros_like_grad_buckets()
+        except RuntimeError:  # one with sparse gradients has no zeros: what was left out cannot be seen then
+            _reduced[wrapped] = {id(parameter) for parameter in wrapped.parameters()}
+        else:
+            _reduced[wrapped] = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
     return _reduced[wrapped]
 
 

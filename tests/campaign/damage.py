@@ -14,7 +14,17 @@ from ignite_engine.checkpointing import read_manifest
 from ignite_engine.checkpointing.filesystem import hash_file
 from tests.campaign.restarts import TRAIN
 from tests.campaign.resuming import Difference
-from tests.campaign.runs import Bench, Item, committed_in, names_in, reference, resume_and_compare, tail, write_config
+from tests.campaign.runs import (
+    Bench,
+    Item,
+    committed_in,
+    names_in,
+    reference,
+    resume_and_compare,
+    tail,
+    train,
+    write_config,
+)
 from tests.checkpointing import test_damage
 
 
@@ -41,14 +51,14 @@ SECTIONS = {"checkpoint": {"every": 3, "keep_last": 2, "best": None, "mode": "mi
 
 def items() -> list[Item]:
     made = [Item("damage", f"newest: {kind}", partial(_run, damage, 1)) for kind, damage in DAMAGES.items()]
-    made.append(Item("damage", "all: truncated", partial(_run, test_damage.truncate, 2)))
+    made.append(Item("damage", "all: truncated", _run_all_damaged))
     for plant in (test_damage.zip_with_code, test_damage.plain_pickle_with_code):
         made.append(Item("damage", f"newest: {plant.__name__.replace('_', ' ')}", partial(_run_hostile, plant)))
     return made
 
 
 def _run(damage: Callable[[Path], object], count: int, bench: Bench) -> dict[str, Any]:
-    """Damage the ``count`` newest checkpoints of a killed run; it resumes from the one before, or starts fresh."""
+    """Damage the ``count`` newest checkpoints of a killed run; it resumes from the one before."""
     expected = reference(bench, "damage", **SECTIONS)
     folder = bench.folder / "run"
     config = _killed(bench, folder)
@@ -63,6 +73,23 @@ def _run(damage: Callable[[Path], object], count: int, bench: Bench) -> dict[str
     if summary["resumed_from"] != expected_from or len(logged) != count:
         raise Difference(f"resumed from {summary['resumed_from']}, said: {logged}")
     return {"resumed_from": expected_from, "said": [line.split("is skipped: ")[1][:120] for line in logged]}
+
+
+def _run_all_damaged(bench: Bench) -> dict[str, Any]:
+    """A run all of whose checkpoints are damaged is refused; with the folder moved away it starts over."""
+    expected = reference(bench, "damage", **SECTIONS)
+    folder = bench.folder / "run"
+    config = _killed(bench, folder)
+    checkpoints = folder / "run" / "checkpoints"
+    for name in committed_in(folder):
+        test_damage.truncate(checkpoints / name)
+    code = train(bench, config, server=1)
+    said = [line for line in (folder / "output.txt").read_text().splitlines() if " is valid " in line]
+    if code != 1 or len(said) != 1:
+        raise Difference(f"code {code}, said: {said}")
+    checkpoints.rename(folder / "damaged")
+    resume_and_compare(bench, config, expected)
+    return {"refused": said[0][:120]}
 
 
 def _run_hostile(plant: Callable[[Path, Path], None], bench: Bench) -> dict[str, Any]:

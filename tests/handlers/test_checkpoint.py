@@ -331,6 +331,18 @@ def test_damaged_newest_one_is_passed_over(tmp_path: Path, caplog: pytest.LogCap
     assert "is skipped" in caplog.text
 
 
+def test_resume_does_not_start_over_beside_checkpoints_that_are_all_damaged(tmp_path: Path) -> None:
+    trainer, checkpoint = trainer_of(), Checkpoint(tmp_path)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    trainer.run(numbers_loader())
+    for file in tmp_path.glob("*/shared.pt"):
+        file.write_bytes(file.read_bytes()[:-1])
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(trainer_of())
+    with pytest.raises(CheckpointError, match=r"^None of the \d checkpoints in .* is valid \(iteration_\d+: shared"):
+        checkpoint.resume()
+
+
 def test_resume_needs_a_trainer_and_may_find_nothing(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(RuntimeError, match=r"call attach\(trainer, event\) before"):
