@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ from ignite.metrics import Accuracy, Loss, Metric, RunningAverage
 from ignite.metrics.metric import BatchFiltered, BatchWise
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from ignite_engine import create_evaluator, loader
 from ignite_engine.evaluator import eval_mode, whole_pass
-from tests.builders import Numbers, linear
+from tests.builders import Numbers, linear, on_two_ranks
 
 
 def test_predictions_are_made_without_gradients_in_the_precision_asked_for() -> None:
@@ -237,3 +240,24 @@ def test_a_pass_over_the_training_loader_restores_its_position() -> None:
     assert data.sampler.start == 4
     with whole_pass([1, 2]):
         pass
+
+
+def test_evaluator_that_is_run_by_hand_says_that_each_rank_evaluates_everything(tmp_path: Path) -> None:
+    def cases(rank: int) -> dict[str, Any]:
+        lines: list[str] = []
+        logger = logging.getLogger("ignite_engine.evaluator")
+        logger.addFilter(lambda record: lines.append(record.getMessage()) or False)  # type: ignore[func-returns-value]
+        seen: list[int] = []
+        for data in (DataLoader(Numbers(6), 2), loader(Numbers(6), 2)):
+            count = 0
+            evaluator = create_evaluator(linear(), lambda model, batch: (model(batch[0]), batch[1]))
+            for _ in range(2):
+                evaluator.run(data)
+                count += evaluator.state.iteration
+            seen.append(count)
+        return {"lines": lines, "batches": seen}
+
+    found = on_two_ranks(cases, tmp_path / "meeting")
+    ((line,), nothing) = found["lines"]
+    assert "each of the 2 ranks evaluates all of its samples" in line and "Evaluation" in line and not nothing
+    assert found["batches"] == [[6, 4], [6, 4]]
