@@ -112,11 +112,24 @@ def build_task(build: Callable[[Mapping[str, Any]], Any], options: Mapping[str, 
         raise TaskError(f"{name}() raised {_described(error)}.") from error
     if not isinstance(task, Task):
         raise TaskError(f"{name}() returned {type(task).__name__}, expected an ignite_engine.Task.")
+    if (problem := problem_of_metrics(task.metrics)) is not None:
+        raise TaskError(f"{name}() gave {problem}")
     if task.metrics and task.predict is None:
         raise TaskError(
             f"{name}() gave metrics ({', '.join(task.metrics)}) but no predict, which they take values from."
         )
     return task
+
+
+def problem_of_metrics(metrics: Any) -> str | None:
+    """What is wrong with the metrics of a task, as the end of a sentence; None: they are metrics by name."""
+    if not isinstance(metrics, Mapping):  # one metric can be indexed without an end
+        return f"metrics that are a {type(metrics).__name__}: give them by name, such as {{'accuracy': Accuracy()}}."
+    for key, metric in metrics.items():
+        if not isinstance(key, str) or not isinstance(metric, Metric):
+            shown = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
+            return f"metrics with {key!r}: {shown}, expected a name and a metric of Ignite's, such as Accuracy()."
+    return None
 
 
 def _find_file(where: str, folder: Path | None) -> Path:

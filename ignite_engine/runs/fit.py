@@ -27,7 +27,7 @@ from ignite_engine.ranks.launch import Parallel, is_launched
 from ignite_engine.runs import recipe
 from ignite_engine.runs.run import Run
 from ignite_engine.step.losses import LossFn
-from ignite_engine.task import IN_PYTHON, Task
+from ignite_engine.task import IN_PYTHON, Task, problem_of_metrics
 
 Data = Dataset[Any] | Windows | Sequence[Any]
 """Map-style data, windows, a list of samples, or a tuple of tensors or arrays of equal length."""
@@ -147,6 +147,8 @@ def fit(
     Under torchrun or SLURM every process calls it and they train together; in a ``Parallel`` it is called by each rank.
     """
     check_type("model", model, isinstance(model, nn.Module), "a module")
+    if metrics is not None and (problem := problem_of_metrics(metrics)) is not None:
+        raise ConfigError(f"fit() got {problem}")
     task = Task(
         model,
         loss_fn,

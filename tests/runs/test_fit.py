@@ -380,3 +380,25 @@ def test_a_metric_that_is_a_tensor_does_not_end_the_run(tmp_path: Path, caplog: 
     assert (run.summary["status"], run.metrics["mine"], run.metrics["late"]) == ("completed", 1.5, 2.5)
     assert "vector" not in run.metrics
     assert "state.metrics['vector'] is a Tensor of shape (2,), expected a number" in caplog.text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (
+            Accuracy(),
+            r"^fit\(\) got metrics that are a Accuracy: give them by name, such as {'accuracy': Accuracy\(\)}",
+        ),
+        ([Accuracy()], r"^fit\(\) got metrics that are a list: give them by name"),
+        (
+            {"accuracy": Accuracy},
+            r"^fit\(\) got metrics with 'accuracy': the class Accuracy, expected a name and a metric",
+        ),
+    ],
+)
+def test_metrics_without_names_are_one_line(metrics: Any, message: str, tmp_path: Path) -> None:
+    """A metric of Ignite's can be indexed without an end: iterated over, it never returned."""
+    with pytest.raises(ConfigError, match=message):
+        fitted(tmp_path / "run", metrics=metrics)
+    assert not (tmp_path / "run").exists()
