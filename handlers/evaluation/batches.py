@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
+from ignite.metrics import Metric
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -90,6 +91,7 @@ class EvaluationBatches:
         waits = not self.single_process and isinstance(model, nn.Module) and waits_for_peers(model)
         self._on_each_rank = on_each_rank or waits
         _check(name, self._lengths, on_each_rank=self._on_each_rank)
+        self._check_metrics_of_batches()
         self._idle_forwards = self._forwards_of_peers() if waits else 0
         # a rank that forwards along cannot vote along
         self._voting = self.common if waits else max(self._lengths)
@@ -99,6 +101,24 @@ class EvaluationBatches:
         self._vote = agreement.Vote()
         self._iterator: Any = None
         self._peeked: list[Any] = []
+
+    def _check_metrics_of_batches(self) -> None:
+        """Refuse, where ranks have other numbers of batches, a metric that is reduced after each of them.
+
+        Raises:
+            ValueError: ranks would wait for each other; on every rank the same line.
+        """
+        if len(set(self._lengths)) == 1 or not self.sized:
+            return
+        handlers = self.evaluator._event_handlers[Events.ITERATION_COMPLETED]
+        reduced = [arguments[-1] for handler, arguments, _ in handlers if _computes_a_metric(handler)]
+        if reduced:
+            lengths = ", ".join(map(str, self._lengths))
+            raise ValueError(
+                f"The evaluation of {self.name!r} computes the metric {reduced[0]!r} after each batch, on all ranks "
+                f"together, and the ranks have {lengths} batches: attach it for the epoch (Ignite's default usage), or "
+                "give each rank as many batches."
+            )
 
     def _forwards_of_peers(self) -> int:
         """How many more batches than this rank another one has, where a forward waits for all ranks (FSDP2).
@@ -225,6 +245,12 @@ class EvaluationBatches:
             # else the end of the data would be the end of a pass, whose metrics are computed, perhaps of no batch
             self.evaluator.state.epoch_length = sys.maxsize
         self.evaluator.terminate(skip_completed=True)  # handlers of COMPLETED read the metrics, which there are none of
+
+
+def _computes_a_metric(handler: Any) -> bool:
+    """Whether it is the method by which Ignite's metrics write their value."""
+    method = getattr(handler, "handler", handler)
+    return isinstance(getattr(method, "__self__", None), Metric) and method.__name__ == "completed"
 
 
 def _pass_of(data: Any) -> int:

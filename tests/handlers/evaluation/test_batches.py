@@ -11,6 +11,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Average
+from ignite.metrics.metric import BatchWise
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -104,6 +105,13 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
         trainer.run([0, 1], max_epochs=1)
     except ValueError as error:
         report["none"] = str(error)
+    evaluator = averaging()
+    Average().attach(evaluator, "of the batch", usage=BatchWise())
+    Evaluation(evaluator, [torch.ones(1)] * (2 + rank)).attach(trainer := Trainer(lambda engine, batch: None))
+    try:
+        trainer.run([0, 1], max_epochs=1)
+    except ValueError as error:
+        report["by batch"] = str(error)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
 
 
@@ -120,6 +128,8 @@ def test_on_two_ranks_a_plain_loader_is_sharded_and_a_rank_without_a_batch_has_i
         assert [each[name] for each in reports] == [mean] * 2, name
     line = "The evaluation of 'val' needs a batch, got 0, 0 by rank: give data that has one."
     assert [each["none"] for each in reports] == [line] * 2
+    line = "computes the metric 'of the batch' after each batch, on all ranks together, and the ranks have 2, 3 batches"
+    assert all(line in each["by batch"] for each in reports), "each would wait for the other until its timeout"
 
 
 @pytest.mark.parametrize("kind", [loader, StatefulDataLoader])
