@@ -181,18 +181,21 @@ def _without_effect_in(where: str, schedule: ScheduleSection) -> Iterator[str]:
 
 def _without_effect_there(section: DistributedSection) -> list[str]:
     """The keys that are given for another strategy."""
-    of_ddp = {"find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers", "bucket_cap_mb"}
     others = {
         "ddp": {"shard_ranks", "param_dtype"},
-        "fsdp": {"shard_ranks", "sync_bn"} | of_ddp,
-        "hsdp": {"sync_bn"} | of_ddp,
+        "fsdp": {"shard_ranks", "sync_bn", "ddp_options"},
+        "hsdp": {"sync_bn", "ddp_options"},
     }
     return [key for key in _changed(section) if key in others[section.strategy]]
 
 
 def _changed(section: Section) -> list[str]:
     """The keys whose value is not the default (``model_fields_set`` has every key of a resolved config)."""
-    return [key for key, field in type(section).model_fields.items() if getattr(section, key) != field.default]
+    return [
+        key
+        for key, field in type(section).model_fields.items()
+        if getattr(section, key) != field.get_default(call_default_factory=True)
+    ]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ignite_engine.checkpointing.retention import usual_mode
@@ -388,6 +388,13 @@ class ProfilerSection(Section):
     ranks: list[Annotated[int, Field(ge=0)]] = [0]  # that are profiled
 
 
+_NOT_OF_A_CONFIG = {
+    *("module", "device_ids", "output_device", "dim", "process_group", "device_mesh", "check_reduction"),
+    *("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"),
+}
+"""Parameters of DistributedDataParallel that are set for the user, or are objects."""
+
+
 class DistributedSection(Section):
     """Several ranks. Under torchrun or SLURM the launcher sets how many."""
 
@@ -401,10 +408,24 @@ class DistributedSection(Section):
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # fsdp, hsdp: of gathered weights and their computation
     loss_parallel: bool = False  # with tensor_parallel: the cross-entropy of logits that are sharded by class
     reduce_each_micro_batch: bool = False  # gradients in each backward, not in a group's last only
-    find_unused_parameters: bool = False  # DDP: some parameters get no gradient in some steps
-    gradient_as_bucket_view: bool = True  # DDP: gradients live in the reduction's buffers
-    static_graph: bool = False  # DDP: each step uses the same parameters; not with deferred reduction
-    broadcast_buffers: bool = True  # DDP: every forward starts from rank 0's buffers
-    bucket_cap_mb: Positive | None = None  # DDP: size of a bucket; default: torch's own
+    ddp_options: dict[str, Any] = Field(default_factory=dict)  # of DistributedDataParallel, as torch names them
     sync_bn: bool = False  # DDP: batch statistics over all ranks; CUDA only
     drift_every: Every | None = None  # compare the ranks' weights bit by bit; the run ends where they differ
+
+    @field_validator("ddp_options")
+    @classmethod
+    def _ddp_takes_the_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        parameters = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items() if name not in _NOT_OF_A_CONFIG}
+        for name, value in options.items():
+            if name not in defaults:
+                near = did_you_mean(name, defaults)
+                raise _fault(name, f"got {display(value)}, but DistributedDataParallel has no option '{name}'{near}")
+            is_switch = type(defaults[name]) is bool or name.endswith("_buffers")  # None stands for true there
+            if is_switch and not isinstance(value, bool):
+                raise _fault(name, f"got {display(value)}, expected true or false.")
+            if name == "bucket_cap_mb" and (
+                isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
+            ):
+                raise _fault(name, f"got {display(value)}, expected a number more than 0.")
+        return options

@@ -114,10 +114,7 @@ def _in_ddp(config: Config, model: nn.Module) -> nn.Module:
     section = config.distributed
     if section.sync_bn and idist.device().type != "cuda":
         raise config.error("distributed.sync_bn", f"got true on {idist.device().type}; torch has it on CUDA only.")
-    keys = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-    options = {key: getattr(section, key) for key in keys} | {"bucket_cap_mb": section.bucket_cap_mb}
-    if not section.broadcast_buffers:  # torch warns of the name, but has no other one for this yet
-        options["broadcast_buffers"] = False
+    options = {"gradient_as_bucket_view": True} | section.ddp_options
     wrapped: nn.Module = idist.auto_model(model, sync_bn=section.sync_bn, **options)
     return wrapped
 

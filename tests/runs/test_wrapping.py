@@ -74,9 +74,28 @@ def test_sync_bn_is_refused_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"static_grap": True},
+            r"\.static_grap: got true, but DistributedDataParallel has no .*did you mean 'static_graph'",
+        ),
+        ({"static_graph": 1}, r"\.static_graph: got 1, expected true or false\."),
+        ({"broadcast_buffers": "no"}, r"\.broadcast_buffers: got 'no', expected true or false\."),
+        ({"bucket_cap_mb": 0}, r"\.bucket_cap_mb: got 0, expected a number more than 0\."),
+        ({"process_group": "a"}, r"\.process_group: got 'a', but DistributedDataParallel has no option"),
+        (True, r": got true, expected a mapping\."),
+    ],
+)
+def test_ddp_options_are_those_of_torch(options: Any, line: str) -> None:
+    with pytest.raises(ConfigError, match=rf"distributed\.ddp_options{line}"):
+        config({"ddp_options": options})
+
+
+@pytest.mark.parametrize(
     ("distributed", "key"),
     [
-        ({"strategy": "fsdp", "static_graph": True}, "static_graph"),
+        ({"strategy": "fsdp", "ddp_options": {"static_graph": True}}, "ddp_options"),
         ({"strategy": "fsdp", "shard_ranks": 2}, "shard_ranks"),
         ({"param_dtype": "bf16"}, "param_dtype"),
         ({"loss_parallel": True}, "loss_parallel"),
@@ -148,7 +167,10 @@ def train(folder: str, batch_size: int, distributed: dict[str, Any], task: Task 
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "ddp": (2, {"bucket_cap_mb": 1.0, "find_unused_parameters": True, "broadcast_buffers": False}),
+    "ddp": (
+        2,
+        {"ddp_options": {"bucket_cap_mb": 1.0, "find_unused_parameters": True, "broadcast_buffers": False}},
+    ),
     "fsdp": (2, {"strategy": "fsdp"}),
     "hsdp": (2, {"strategy": "hsdp", "shard_ranks": 2}),
     "tp": (8, {"tensor_parallel": 4}),
@@ -161,7 +183,7 @@ def one_of_four_ranks(rank: int, folder: str) -> None:
         name: train(f"{folder}/{name}", size, distributed) for name, (size, distributed) in CASES.items()
     }
     own = DistributedDataParallel(Net())
-    results["wrapped by the task"] = train(f"{folder}/own", 2, {"static_graph": True}, task_of(own))
+    results["wrapped by the task"] = train(f"{folder}/own", 2, {"ddp_options": {"static_graph": True}}, task_of(own))
     with pytest.raises(ConfigError) as error:
         wrap(plain := config({"tensor_parallel": 4}), Task(Net(), loss_fn, Tokens(4)), declare_mesh(plain))
     results["no plan"] = str(error.value)
