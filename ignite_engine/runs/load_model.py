@@ -30,19 +30,14 @@ def load_model(
     strict: bool = True,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """Rebuild a checkpoint's model and load its weights.
+    """Rebuild a checkpoint's model and load its weights as :func:`load_weights` does.
 
     Args:
-        checkpoint: its directory, or a folder of checkpoints or of a run, perhaps with a name: ``runs/x/best``.
-        which: of a folder the ``last`` valid one or the ``best``.
-        ema: load the average; a name if it is not ``ema``. None: of the best the weights that were evaluated,
-            otherwise the trained ones.
-        metric, mode: by which it is the best; None: as the run says.
+        checkpoint, which, ema, metric, mode: as for :func:`load_weights`; a checkpoint, not a file of weights.
         import_task: import and run the task file that the checkpoint's config names: only if you trust it.
         task: the function that makes the task, instead of the named one. It gets the config's ``task_options``; the
             random number generators of this process are left unchanged.
-        strict: refuse if names are missing on either side, or were left out when it was saved; otherwise they stay as
-            the task built them.
+        strict: as for :func:`load_weights`; otherwise what is missing stays as the task built it.
         device: of the returned model.
 
     Returns:
@@ -53,7 +48,7 @@ def load_model(
         TaskError: ``import_task`` is False, or the task cannot be found or built.
         StateMismatch: the weights do not fit the model that the task builds.
     """
-    source, weights = read_named(checkpoint, which, metric=metric, mode=mode, weights=_part_of(ema))
+    source, weights = _read(checkpoint, which, ema, metric, mode)
     path = source.path
     config = source.manifest.config if source.manifest is not None else None
     if config is None and task is None:
@@ -102,13 +97,17 @@ def load_weights(
         StateMismatch: the weights do not fit the model.
     """
     check_type("model", model, isinstance(model, nn.Module), "a module")
-    source, weights = read_named(checkpoint, which, metric=metric, mode=mode, weights=_part_of(ema))
+    source, weights = _read(checkpoint, which, ema, metric, mode)
     _load(source, weights, model, strict=strict, part=part)
     return source.path
 
 
-def _part_of(ema: bool | str | None) -> str | None:
-    return ("ema" if ema else "raw") if isinstance(ema, bool) else ema
+def _read(
+    checkpoint: str | Path, which: Which, ema: bool | str | None, metric: str | None, mode: str | None
+) -> tuple[Source, str]:
+    """The checkpoint or file, and which of its weights are loaded."""
+    weights = ("ema" if ema else "raw") if isinstance(ema, bool) else ema
+    return read_named(checkpoint, which, metric=metric, mode=mode, weights=weights)
 
 
 def _load(source: Source, weights: str, model: nn.Module, *, strict: bool, part: str | None = None) -> None:
