@@ -217,7 +217,8 @@ def _attach(
         return trainer.state.windows == trainer.state.max_windows
 
     def already_finished(engine: Engine, count: int) -> bool:
-        return run.trained_nothing
+        state = trainer.state
+        return state.start is not Start.FRESH and 0 < state.iteration == run.first_iteration
 
     log_point = interval_event(logging.every or _log_interval(run.total), task)
     trainer.add_event_handler(Events.STARTED, run.log_length)

@@ -74,10 +74,9 @@ class Run:
         best: the metric by which ``evaluate`` chooses a checkpoint, and ``min`` or ``max``; None: the newest one.
         checkpoint: set before the first call of ``train``.
         log_states: names of states that are dropped on a resume if their logger is no longer attached.
-        began_at: the iteration at which ``train`` started, after the resume.
+        first_iteration: at which ``train`` started, after the resume; None before.
         load: loads other weights where there is nothing to resume; None: the run starts fresh.
         always_load: also before a resume, because the run's own checkpoints are saved without some of them.
-        start: ``fresh``, ``restart`` or ``fine-tune``, the same on all ranks; None before ``train``.
         summary: what ``summary.json`` holds; empty before ``train``.
     """
 
@@ -93,11 +92,10 @@ class Run:
     best: tuple[str, str] | None = None
     checkpoint: Saves | None = None
     log_states: frozenset[str] = frozenset()
-    began_at: int = 0
+    first_iteration: int | None = None
     load: Callable[[], object] | None = None
     always_load: bool = False
     ignore: Sequence[str] = ()
-    start: str | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
     _differences: Sequence[str] = ()
@@ -147,9 +145,9 @@ class Run:
                     trainer.resume_state.unclaimed.pop(name, None)
                 if resumed is None and rank == 0:
                     self._set_old_metrics_aside()
-            self.began_at = trainer.state.iteration
+            self.first_iteration = trainer.state.iteration
             self.startup.log()
-            if self.began_at:
+            if self.first_iteration:
                 self._metrics_before = self.directory.read_summary().get("metrics", {})
             self._write_summary("running", resumed)
             trainer.run(self.loader, **self.length)
@@ -196,7 +194,6 @@ class Run:
         resumed = self.checkpoint.resume(ignore=self.ignore)
         if resumed is None and self.load is not None and not self.always_load:
             self.load()
-        self.start = "restart" if resumed else "fresh" if self.load is None else "fine-tune"
         return resumed
 
     def log_length(self, trainer: Trainer) -> None:
@@ -234,11 +231,6 @@ class Run:
         """The dotted key of the section of an optimizer's schedule."""
         own = self.config["optimizers"].get(optimizer, {}).get("schedule")
         return f"optimizers.{optimizer}.schedule" if own else "schedule"
-
-    @property
-    def trained_nothing(self) -> bool:
-        """Whether the run was resumed and has made no update: it was at its end."""
-        return 0 < self.began_at == self.trainer.state.iteration
 
     def evaluate(self, checkpoint: Path | str | None = None) -> dict[str, float | int | str]:
         """Metrics of every validation and test set with the weights of a checkpoint; a collective, nothing is written.
@@ -385,7 +377,8 @@ class Run:
 
     def _best(self) -> dict[str, Any] | None:
         """Of ``summary.json``: the best checkpoint of the run so far."""
-        best = self.checkpoint.best if self.checkpoint and agreement.rank() == 0 and self.start else None
+        has_started = self.first_iteration is not None
+        best = self.checkpoint.best if self.checkpoint and agreement.rank() == 0 and has_started else None
         if best is None:
             return None
         mode = self.config["checkpoint"]["mode"]
@@ -409,7 +402,9 @@ class Run:
         if status != "running" and not (failed and any(map(is_sharded, model.state_dict().values()))):
             with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
                 digest = weights_sha256(model)
-        before = self._metrics_before if self.trained_nothing else {}
+        before = self._metrics_before if state.iteration == self.first_iteration else {}
+        start = "restart" if resumed else "fresh" if self.load is None else "fine-tune"
+        has_started = self.first_iteration is not None
         is_timed = status != "running" and self.config["logging"]["throughput"] and agreement.rank() == 0
         ledger = read_ledger(self.directory.goodput) if is_timed else None
         summary: dict[str, Any] = {
@@ -425,7 +420,7 @@ class Run:
             "weights_sha256": digest,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "world_size": agreement.world_size(),
-            "start": self.start,
+            "start": start if has_started else None,
             "resumed_from": resumed.name if resumed else None,
             "startup_s": dict(self.startup.seconds),
             "checkpoints": self.checkpoint.times.as_dict() if self.checkpoint else {},
@@ -437,7 +432,7 @@ class Run:
         self.summary = summary
         if agreement.rank() == 0:
             try:
-                if status != "running" and self.start and not self.directory.config.exists():
+                if status != "running" and has_started and not self.directory.config.exists():
                     logger.warning(
                         "%s was deleted during the run; what was written before is lost.", self.directory.path
                     )
