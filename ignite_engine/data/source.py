@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ignite_engine.data.fingerprint import fingerprint
 from ignite_engine.data.own_state import WithState, keeps_state
 from ignite_engine.data.place import Held, Place
 from ignite_engine.data.read_errors import ReadErrors, marked
@@ -58,6 +59,8 @@ class DataSource:
         self.changed: str | None = None
         """What is other than where the place was saved, as a sentence."""
         self._iterator: Any = None
+        # as it is before it is read, as in a process that resumes
+        self._fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
 
     @property
     def sampler(self) -> ResumableSampler | None:
@@ -176,7 +179,14 @@ class DataSource:
         if ended := self._has_ended():
             # batch 0 of the next pass; but the end of the one before has not been reported yet
             place = replace(place, pass_number=place.pass_number + 1, batch=0, skipped=0)
-        state = {"pass": place.pass_number, "batch": place.batch, "ended": ended, "ranks": mesh.data_size()}
+        state: dict[str, Any] = {
+            "pass": place.pass_number,
+            "batch": place.batch,
+            "ended": ended,
+            "ranks": mesh.data_size(),
+        }
+        if self._fingerprint is not None:
+            state["fingerprint"] = self._fingerprint
         if self.sampler is not None:
             return {**state, **self.reader.saved(place), "steps": self.steps}
         ahead = {"rng": place.held.rng, "exhausted": place.held.exhausted} if place.held.rng is not None else {}
@@ -217,9 +227,9 @@ class DataSource:
         if outcome is not None and (
             batch or skipped or state.get("batch_size") != getattr(self.data, "batch_size", None)
         ):
-            self.changed = f"The data position was saved on {before} ranks, resumed on {ranks}: {outcome}."
-            if agreement.rank() == 0:
-                logger.warning("%s", self.changed)
+            self._note_changed(f"The data position was saved on {before} ranks, resumed on {ranks}: {outcome}.")
+        if None not in (self._fingerprint, saved := state.get("fingerprint")) and saved != self._fingerprint:
+            self._note_changed("The data is not that of the checkpoint: the run continues at its place in other data.")
         held = Held(
             loader=state.get("loader") if self.reader.keeps_state else None,
             generators=state.get("generators"),
@@ -229,6 +239,11 @@ class DataSource:
         )
         self.place = Place(state["pass"] - int(state["ended"]), batch, state["ended"], skipped, held)
         self.reader.set_pass(self.place)
+
+    def _note_changed(self, sentence: str) -> None:
+        self.changed = sentence if self.changed is None else f"{self.changed} {sentence}"
+        if agreement.rank() == 0:
+            logger.warning("%s", sentence)
 
     def _check_order(self, reader: ByIndex, state: dict[str, Any]) -> None:
         if reader.sampler.adopts_seed:

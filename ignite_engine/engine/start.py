@@ -273,7 +273,7 @@ def _place(
         source.begin_after(before.place)
     elif start is Start.CONTINUED:
         if data is progress.user_data or source.data is before.data:
-            source.load_state_dict(dict(position.data))
+            source.load_state_dict({**position.data, "fingerprint": None})  # what it holds may have changed since
             if isinstance(source, DataSource):
                 source.reader.reads_on = isinstance(data, Iterator)
         else:
