@@ -20,6 +20,7 @@ from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.followed_metric import FollowedMetric
 from ignite_engine.ranks import agreement
 from ignite_engine.schedules import Schedule, set_lr
+from ignite_engine.state import Start
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class LRSchedule:
         self._primed = not self._called
         self._counts_both = hasattr(scheduler, "step_update")
         self._per_update = True
+        self._built_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._used: list[Any] = []  # not for a Schedule that steps with the optimizer, which can be asked
 
     def attach(self, trainer: Engine, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
@@ -182,7 +184,15 @@ class LRSchedule:
             )
         if self._followed is not None:
             self._followed.seen_at = state["seen_at"]
+        built = _bases(self.scheduler)
+        was_loaded = [float(group["lr"]) for group in groups] == state["lrs"]  # the optimizer, which has said it
         self.scheduler.load_state_dict(state["scheduler"])
+        if not was_loaded and built != (bases := _bases(self.scheduler)) and agreement.rank() == 0:
+            logger.warning(
+                "%s restores the base LR %s and not %s, with which the optimizer was built: to begin a schedule again "
+                "from that, leave it out with %s.",
+                *(self.name, _text(bases), _text(built), leave_out("schedule")),
+            )
         self._primed, self._used = True, list(state["used"])
         for group, lr in zip(groups, state["lrs"]):
             set_lr(group, lr)
@@ -196,6 +206,20 @@ class LRSchedule:
         if isinstance(self.scheduler, Schedule) and self.scheduler.shape is not None:
             self._span_the_run(trainer, self.scheduler)
         self._prepare(trainer)
+        is_resumed = isinstance(trainer, Trainer) and trainer.state.start is Start.RESUMED
+        if is_resumed and self.name not in trainer.resume_state.loaded:  # type: ignore[attr-defined]  # a Trainer's
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """The run was resumed without this schedule."""
+        if (
+            not isinstance(self.scheduler, Schedule) and not self._called
+        ):  # torch's have set the first rate when they were made
+            for group, lr in zip(self._optimizer.param_groups, self._built_lrs):
+                set_lr(group, lr)
+        if agreement.rank() == 0:
+            lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
+            logger.warning("%s begins at its first step, with the LR %s.", self.name, _text(lrs))
 
     def _span_the_run(self, trainer: Engine, schedule: Schedule) -> None:
         """Give a schedule without a length that of the run that starts."""
@@ -264,6 +288,11 @@ class LRSchedule:
             )
 
     _publish.phase = Phase.MEASURE  # type: ignore[attr-defined]  # read by the Trainer
+
+
+def _bases(scheduler: Any) -> list[float]:
+    """The base LRs of a scheduler that has some."""
+    return [float(base) for base in getattr(scheduler, "base_lrs", ())]
 
 
 def _text(lrs: list[float]) -> str:

@@ -168,6 +168,8 @@ class OptimizerState:
     ) -> None:
         self.optimizer, self.model, self.outside, self.part = optimizer, model, outside, part
         self._kind, self._built_groups, self._built_frozen = type(optimizer).__name__, self._groups(), self._frozen()
+        self.rate_is_scheduled_anew = False
+        """A schedule that is not loaded sets the rate, whatever is loaded here."""
         self._made_with_state = bool(optimizer.state)  # Adagrad's is there before the first step
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,6 +224,7 @@ class OptimizerState:
             for name in set(parameters) & (set(state["frozen"]) ^ set(built["frozen"])):
                 parameters[name].requires_grad_(name not in state["frozen"])
             self._warn_of_options(built["groups"])
+            self._built_groups = built["groups"]  # which are in force from here on
         index_of = {name: index for index, name in enumerate(self.names())}
         groups = [
             {**group, "params": [index_of[name] for name in own["params"]]}
@@ -304,13 +307,14 @@ class OptimizerState:
             for index, (then, now) in enumerate(zip(built, self._built_groups, strict=True))
             for name in then
             if name != "params" and name in now and then[name] != now[name]
+            if name != "lr" or not self.rate_is_scheduled_anew
         ]
         if changed:
             logger.warning(
                 "The optimizer was changed (%s): no effect on a resumed run, which restores the saved options; set "
-                "them after resume(), or leave the optimizer out with %s.",
+                "them after resume(), or begin a schedule again from the new rate with %s.",
                 ", ".join(changed),
-                leave_out(self.part),
+                leave_out("schedule"),
             )
 
 

@@ -162,18 +162,26 @@ class Registry:
         source: str,
         ignore: Iterable[str] = (),
         left_out: Mapping[str, Sequence[str]] | None = None,
+        kinds: Mapping[str, str] | None = None,
     ) -> None:
         """Load every state whose object is registered; the others wait for theirs.
 
         Args:
-            ignore: parts that are not loaded.
+            ignore: parts that are not loaded, by name or kind.
+            kinds: what the parts are, for those that nothing is registered for.
             left_out: names that were left out when it was saved, by part; they stay as they were built.
         """
-        ignored = set(ignore)
+        kind_of, ignored = {**(kinds or {}), **self.kinds}, set(ignore)
+        for kind in ignored - set(states):
+            if parts := {part for part in states if kind_of.get(part) == kind}:
+                ignored = ignored - {kind} | parts
         unknown = ignored - set(states)
         if unknown:  # no error: the same program resumes from its own checkpoints, which don't hold them any more
             held = ", ".join(sorted(states))
             logger.warning("%s holds no %s to leave out; it holds %s.", source, ", ".join(sorted(unknown)), held)
+        for obj in self.objects.values():
+            if isinstance(obj, OptimizerState):
+                obj.rate_is_scheduled_anew = any(kind_of.get(part) == "schedule" for part in ignored)
         self._take({name: state for name, state in states.items() if name not in ignored}, source, left_out)
         fresh = sorted(set(self.objects) - set(states))
         if fresh:
@@ -235,7 +243,9 @@ class Registry:
             logger.warning("%s may go on with other bits: %s.", path.name, "; ".join(reasons))
         states = {**loaded.shared, **local}
         # pieces are read now, from files that one rank may not be able to read
-        agreement.agreed(lambda: self.load(states, source=str(path), ignore=ignore, left_out=manifest.left_out))
+        agreement.agreed(
+            lambda: self.load(states, source=str(path), ignore=ignore, left_out=manifest.left_out, kinds=manifest.kinds)
+        )
         return path
 
     def begin_from(self, sources: Sequence[LoadSource]) -> tuple[LoadTable, list[Found | None]]:

@@ -728,3 +728,74 @@ def test_event_that_a_scheduler_cannot_use_is_refused() -> None:
         plateau.attach(Engine(lambda engine, batch: None), Events.EPOCH_COMPLETED)
     with pytest.raises(ValueError, match="EpochsAndUpdates is told of each update and each epoch"):
         LRSchedule(EpochsAndUpdates(sgd())).attach(Engine(lambda engine, batch: None), Events.STARTED)
+
+
+# -- a rate that was changed for a resumed run -------------------------------------------------------------------------
+
+
+def _resumed(
+    folder: Path, lr: float, make: Callable[[Optimizer], Any], ignore: Sequence[str], end: int
+) -> tuple[float, float | None]:
+    """Trains up to update ``end``; the rate of the last update, and a moment of the first parameter."""
+    model = linear()
+    optimizer = SGD(model.parameters(), lr=lr, momentum=0.9)
+    trainer = Trainer(Update(model, optimizer, mse))
+    LRSchedule(make(optimizer)).attach(trainer)
+    checkpoint = Checkpoint(folder)
+    checkpoint.attach(trainer)
+    checkpoint.resume(ignore=ignore)
+    moments: list[bool] = []
+    trainer.add_event_handler(Events.STARTED, lambda: moments.append(bool(optimizer.state)))
+    rates: list[float] = []
+    trainer.add_event_handler(
+        TrainingEvents.OPTIMIZER_STEP_STARTED, lambda: rates.append(optimizer.param_groups[0]["lr"])
+    )
+    trainer.run(loader(Numbers(40), 2), max_iters=end)
+    return rates[-1], moments[0]
+
+
+CONSTANTS: list[Callable[[Optimizer], Any]] = [
+    constant,
+    lambda optimizer: warmup_linear(optimizer, total=1000, min_ratio=1.0),
+    lambda optimizer: torch_schedulers.ConstantLR(optimizer, factor=1.0),
+    lambda optimizer: torch_schedulers.LambdaLR(optimizer, lambda step: 1.0),
+]
+
+
+@pytest.mark.parametrize("make", CONSTANTS)
+def test_a_rate_that_the_schedule_brings_back_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Optimizer], Any]
+) -> None:
+    """The optimizer is left out so that its new rate counts; the schedule has the old one."""
+    assert _resumed(tmp_path, 0.1, make, [], 2) == (0.1, False)
+    caplog.clear()
+    assert _resumed(tmp_path, 0.2, make, ["optimizer"], 4) == (0.1, False)
+    (line,) = [each for each in caplog.messages if "restores" in each]
+    assert "lr_schedule restores the base LR 0.1 and not 0.2" in line and "resume(ignore=['schedule'])" in line
+
+    caplog.clear()
+    assert _resumed(tmp_path, 0.1, make, ["optimizer"], 6)[0] == 0.1
+    assert not [each for each in caplog.messages if "restores" in each]
+
+
+@pytest.mark.parametrize("make", CONSTANTS)
+@pytest.mark.parametrize("name", ["schedule", "lr_schedule"])
+def test_a_schedule_that_is_left_out_begins_again_from_the_new_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Optimizer], Any], name: str
+) -> None:
+    """By the name of its kind or its own; the optimizer keeps its moments."""
+    _resumed(tmp_path, 0.1, make, [], 2)
+    caplog.clear()
+    assert _resumed(tmp_path, 0.2, make, [name], 4) == (0.2, True)
+    assert not [each for each in caplog.messages if "no effect" in each or "holds no" in each]
+    assert (
+        len([each for each in caplog.messages if "lr_schedule begins at its first step, with the LR 0.2" in each]) == 1
+    )
+
+
+def test_the_rate_that_is_named_is_that_in_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for lr, end, said in ((0.1, 2, None), (0.2, 4, "lr 0.1 to 0.2"), (0.3, 6, "lr 0.1 to 0.3"), (0.1, 8, None)):
+        caplog.clear()
+        assert _resumed(tmp_path, lr, constant, [], end)[0] == 0.1
+        lines = [each for each in caplog.messages if "no effect" in each]
+        assert len(lines) == (said is not None) and all(str(said) in line for line in lines), (lr, lines)
