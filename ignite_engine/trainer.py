@@ -412,9 +412,9 @@ class Trainer(Engine):
         state, progress = self.state, self.progress
         if hasattr(self.update, "run_ended") and not paused:
             self.update.run_ended(self)
-        progress.close()
         ended = state.status == "interrupted" or progress.is_done()
         ending = Ending.PAUSED if paused else Ending.AT_BOUNDARY if ended else Ending.TERMINATED
+        progress.close(continues=ending is not Ending.TERMINATED)
         progress.left = Left(ending, state.iteration, state.epoch)
 
     def _note_failure(self, error: BaseException) -> None:

@@ -101,18 +101,18 @@ class AgreedSource(DataSource):
 
     def close(self) -> None:
         if self._ahead is not None:
-            self._freeze()
+            self.freeze()
         super().close()
 
     def _held(self) -> Held:
         before = None if self._ahead is None else self._ahead.before
         return super()._held() if before is None else before
 
-    def _freeze(self) -> None:
+    def freeze(self) -> None:
         if self._ahead is not None:
             self.place, self._ahead = replace(self.place, held=self._held()), None
         else:
-            super()._freeze()
+            super().freeze()
 
     def _has_ended(self) -> bool:
         if not self.pads:

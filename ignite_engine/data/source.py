@@ -144,7 +144,7 @@ class DataSource:
 
     def abandon(self) -> None:
         """End the workers of the present pass at once: they may be busy for long with what is no longer wanted."""
-        self._freeze()
+        self.freeze()
         end_workers(self._iterator, self.data)
         self._iterator = None
 
@@ -164,9 +164,9 @@ class DataSource:
             return held
         return replace(self.reader.held(), between_passes=held.between_passes)
 
-    def _freeze(self) -> None:
-        """Keep the place as it is now before the loader is discarded."""
-        if self.reader.keeps_state:
+    def freeze(self) -> None:
+        """Keep the place as it is now, whatever becomes of the loader: it is discarded, or others iterate it."""
+        if self.reader.keeps_state and self._iterator is not None:
             self.place = replace(self.place, held=self._held())
 
     def _has_ended(self) -> bool:

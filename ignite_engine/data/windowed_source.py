@@ -161,6 +161,11 @@ class WindowedSource:
         if self.window is not None:
             self.window.abandon()
 
+    def freeze(self) -> None:
+        """Keep the place in the open window, whatever becomes of its loader."""
+        if self.window is not None:
+            self.window.freeze()
+
     def close(self) -> None:
         """The run is over: end the workers of the open window."""
         if self.window is not None:

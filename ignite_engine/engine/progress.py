@@ -274,9 +274,15 @@ class Progress:
     def _forget_group(self) -> None:
         self.state.padding, self.state.group_total, self.state.group_weights = 0, 0, None
 
-    def close(self) -> None:
-        """The run is over: loader workers end with it."""
+    def close(self, *, continues: bool = False) -> None:
+        """The run is over: loader workers end with it.
+
+        Args:
+            continues: from here, perhaps; until then others may iterate the loader.
+        """
         if self.source is not None:
+            if continues:
+                self.source.freeze()
             self.source.close()
 
     # -- counting -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ignite.engine import Events
 from ignite.metrics import Average
 from torch.utils.data import BatchSampler, RandomSampler, TensorDataset, WeightedRandomSampler
 
-from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
+from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader, rng
 from ignite_engine.handlers import EarlyStopping, Evaluation
 
 Seen = list[tuple[Any, ...]]
@@ -56,18 +57,25 @@ def assert_goes_on_everywhere(make: Callable[[], Made], run: Callable[[Trainer],
     return whole
 
 
+@pytest.mark.parametrize("read_between", [0, 2, 6])
+@pytest.mark.parametrize("how", ["stop", "interrupt"])
 @pytest.mark.parametrize("at", [2, 6])
-def test_loader_with_a_state_goes_on_after_a_stop_in_this_process(at: int) -> None:
-    def run(stop: bool) -> Seen:
+def test_loader_with_a_state_goes_on_in_this_process_whoever_reads_it_meanwhile(
+    at: int, how: str, read_between: int
+) -> None:
+    def run(how: str) -> Seen:
         trainer, seen = noting()
-        if stop:
-            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at), lambda: trainer.request_stop("a pause"))
         data = stateful(6, shuffle=True)
-        for _ in range(2 if stop else 1):
+        pause = {"stop": lambda: trainer.request_stop("a pause"), "interrupt": trainer.interrupt, "": lambda: None}[how]
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at), pause)
+        trainer.run(data, max_epochs=2)
+        if how:
+            with rng.isolated():
+                list(islice(data, read_between))
             trainer.run(data, max_epochs=2)
         return seen
 
-    assert run(stop=True) == run(stop=False)
+    assert run(how) == run("")
 
 
 def test_short_last_group_of_a_stream_with_a_state_ends_its_epoch() -> None:
