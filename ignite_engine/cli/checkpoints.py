@@ -88,9 +88,9 @@ def _list(options: argparse.Namespace) -> int:
     best = ranked(of_one_run(readable), *rule)[:1] if rule else []
     heads = ("checkpoint", "epoch", "metrics", "size", "labels", "state")
     rows = []
-    for each in readable:
-        names = [f"best ({', '.join(rule)})"] if rule and each in best else []
-        rows.append(_row(each, [*names, "last"] if each is readable[-1] else names))
+    for checkpoint in readable:
+        names = [f"best ({', '.join(rule)})"] if rule and checkpoint in best else []
+        rows.append(_row(checkpoint, [*names, "last"] if checkpoint is readable[-1] else names))
     print(*in_columns([heads, *rows]), sep="\n")
     for path, reason in unreadable:
         print(f"{path.name}  cannot be read: {reason}")
@@ -121,7 +121,7 @@ def _verify(options: argparse.Namespace) -> int:
         readable, unreadable = scan(directory)
         found = {path: [reason] for path, reason in unreadable}
         store = CheckpointStore(directory)
-        found |= {each.path: store.verify(each.path) for each in readable}
+        found |= {checkpoint.path: store.verify(checkpoint.path) for checkpoint in readable}
     for path, problems in sorted(found.items()):
         print(f"{path.name}  {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
     return int(any(found.values()))
@@ -136,9 +136,9 @@ def _verified(where: Path, which: str) -> dict[Path, list[str]]:
         return found | ({newest.checkpoint.path: []} if newest.checkpoint else {})
     metric, mode = scored_by(store)
     found = {}
-    for each in ranked(of_one_run(store.checkpoints()), metric, mode):
-        found[each.path] = store.verify(each.path)
-        if not found[each.path]:
+    for checkpoint in ranked(of_one_run(store.checkpoints()), metric, mode):
+        found[checkpoint.path] = store.verify(checkpoint.path)
+        if not found[checkpoint.path]:
             break
     return found
 
@@ -147,13 +147,13 @@ def _diff(options: argparse.Namespace) -> int:
     first, second = (read_source(find_source(path), mmap=True, whole=False) for path in (options.first, options.second))
     print(_title("first ", first), _title("second", second), sep="\n")
     parts = compare(first.parts, second.parts)
-    for line in in_columns(("", each.part, str(each)) for each in parts):
+    for line in in_columns(("", comparison.part, str(comparison)) for comparison in parts):
         print(line)
     configs = [source.manifest.config or {} if source.manifest else {} for source in (first, second)]
     changes = config_differences(*configs)
     for line in changes:
         print(f"  config: {line}")
-    same = all(each.same for each in parts) and not changes
+    same = all(comparison.same for comparison in parts) and not changes
     print("They are the same." if same else "They differ.")
     return int(not same)
 
@@ -183,8 +183,10 @@ def _prune(options: argparse.Namespace) -> int:
     if options.keep_last is None and options.keep_best is None and options.keep_every is None:
         raise CheckpointError("prune needs to know what to keep: give --keep-last, --keep-best or --keep-every.")
     before = store.checkpoints()
-    if options.keep_best is not None and not any(options.keep_best in each.manifest.metrics for each in before):
-        known = sorted({key for each in before for key in each.manifest.metrics})
+    if options.keep_best is not None and not any(
+        options.keep_best in checkpoint.manifest.metrics for checkpoint in before
+    ):
+        known = sorted({key for checkpoint in before for key in checkpoint.manifest.metrics})
         raise CheckpointError(f"no checkpoint has the metric {options.keep_best!r}; there are {shortened(known, 6)}.")
     try:
         retention = Retention(
@@ -196,7 +198,7 @@ def _prune(options: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    gone = [each.path for each in store.to_delete(retention)] if options.dry_run else store.apply(retention)
+    gone = [checkpoint.path for checkpoint in store.to_delete(retention)] if options.dry_run else store.apply(retention)
     for path in gone:
         print(f"{path.name}  {'would be deleted' if options.dry_run else 'deleted'}")
     print(f"{len(before) - len(gone)} of {len(before)} {'would stay' if options.dry_run else 'stay'}")
@@ -207,7 +209,7 @@ def _mode(options: argparse.Namespace, checkpoints: Sequence[CheckpointInfo]) ->
     """Whether a small or a large score is better: as asked for, or as the newest manifest that knows it says."""
     if options.mode is not None:
         return options.mode
-    rules = [rule_of(each.manifest) for each in reversed(checkpoints)]
+    rules = [rule_of(checkpoint.manifest) for checkpoint in reversed(checkpoints)]
     return next((rule[1] for rule in rules if rule and rule[0] == options.keep_best), "min")
 
 

@@ -42,7 +42,7 @@ def report(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Write the page of several runs and print its path, and before it a table if one is asked for."""
-    output, runs = _checked(options.output), [read_run(each) for each in options.runs]
+    output, runs = _checked(options.output), [read_run(run) for run in options.runs]
     if options.mode is not None and options.sort is None:
         raise ConfigError(f"--mode: got {options.mode}, which has no effect without --sort METRIC.")
     if options.sort is not None:

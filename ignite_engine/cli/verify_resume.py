@@ -20,7 +20,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.runs import recipe
 from ignite_engine.verify.compare import Comparison, compare, table
-from ignite_engine.verify.recorder import Record, proof_of, read_records, watch
+from ignite_engine.verify.recorder import BoundaryRecord, proof_of, read_records, watch
 
 ITERATIONS = 20
 # no logging, and nothing that leaves the machine; none of it changes the result of the run
@@ -109,9 +109,9 @@ class _ThreeRuns:
         self._run("resumed", iterations, every)
         compared = [
             compare(*records)
-            for records in zip(*(self._records(each) for each in ("reference", "killed", "resumed")), strict=True)
+            for records in zip(*(self._records(run) for run in ("reference", "killed", "resumed")), strict=True)
         ]
-        return next((each for each in compared if not each.exact), compared[0])
+        return next((comparison for comparison in compared if not comparison.exact), compared[0])
 
     def _save_every(self, kill_at: int) -> int:
         """The config's own interval if it saves before the kill; otherwise one that saves shortly before it."""
@@ -120,7 +120,7 @@ class _ThreeRuns:
             return own.iterations
         return max(1, kill_at - max(1, kill_at // 5))
 
-    def _records(self, phase: str) -> list[list[Record]]:
+    def _records(self, phase: str) -> list[list[BoundaryRecord]]:
         """The records of each rank."""
         return [read_records(path) for path in sorted(self.folder.glob(f"{phase}_*.jsonl"))]
 
@@ -144,7 +144,7 @@ class _ThreeRuns:
 
     def _start(self, command: list[str]) -> tuple[int, str]:
         home = str(Path(ignite_engine.__file__).resolve().parent.parent)
-        path = os.pathsep.join(each for each in (home, os.environ.get("PYTHONPATH")) if each)
+        path = os.pathsep.join(folder for folder in (home, os.environ.get("PYTHONPATH")) if folder)
         # to a file: loader workers that survive a kill for a moment keep a pipe open
         output = self.folder / "output.txt"
         with output.open("w") as file:

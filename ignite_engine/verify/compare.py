@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ignite_engine.text import in_columns
-from ignite_engine.verify.recorder import OUTPUT, UNSAVED, Record
+from ignite_engine.verify.recorder import OUTPUT, UNSAVED, BoundaryRecord
 
 # if these differ before anything was killed, the run is not a function of its seed
 _ESSENTIAL = ("model", "optimizer", "scaler", "rng", "data", "trainer", OUTPUT)
@@ -44,7 +44,9 @@ class Comparison:
     notes: Sequence[str] = ()
 
 
-def compare(reference: Sequence[Record], killed: Sequence[Record], resumed: Sequence[Record]) -> Comparison:
+def compare(
+    reference: Sequence[BoundaryRecord], killed: Sequence[BoundaryRecord], resumed: Sequence[BoundaryRecord]
+) -> Comparison:
     """Whether the resumed run is the reference from where it was resumed to its end.
 
     Pieces that differ between reference and killed run before the kill are not functions of the seed (a clock's, for
@@ -55,11 +57,11 @@ def compare(reference: Sequence[Record], killed: Sequence[Record], resumed: Sequ
     if unstable:
         return Comparison(
             f"The run is not deterministic: two runs from the same start differ at iteration {unstable[0].iteration}, "
-            f"first in {_place(unstable[0])}, before anything was killed; run.deterministic=true may help.",
+            f"first in {_full_name(unstable[0])}, before anything was killed; run.deterministic=true may help.",
             exact=False,
             differences=unstable,
         )
-    clocks = sorted(each for each in noise if not each.startswith(UNSAVED))
+    clocks = sorted(label for label in noise if not label.startswith(UNSAVED))
     notes = [f"not compared, as it differs between two runs from the same start: {', '.join(clocks)}"] if clocks else []
     start = next((record for record in resumed if record.resumed), None)
     if start is None:
@@ -69,17 +71,19 @@ def compare(reference: Sequence[Record], killed: Sequence[Record], resumed: Sequ
     hints: list[Difference] = []
     compared = _Count()
     for record in resumed:
-        other = expected.get(record.boundary)
-        if other is None:
+        counterpart = expected.get(record.boundary)
+        if counterpart is None:
             line = f"The resumed run reached iteration {record.iteration}, epoch {record.epoch}, the other did not."
             return Comparison(line, exact=False, notes=notes)
-        different = [each for each in _differences(other, record, compared) if _label(each) not in noise]
-        hints += [each for each in different if each.component == UNSAVED and not hints]
-        saved = [each for each in different if each.component != UNSAVED]
+        different = [
+            difference for difference in _differences(counterpart, record, compared) if _label(difference) not in noise
+        ]
+        hints += [difference for difference in different if difference.component == UNSAVED and not hints]
+        saved = [difference for difference in different if difference.component != UNSAVED]
         if saved:
-            line = f"Resume is NOT exact: at iteration {record.iteration} {_place(saved[0])} differs first."
+            line = f"Resume is NOT exact: at iteration {record.iteration} {_full_name(saved[0])} differs first."
             if hints:
-                named = ", ".join(each.piece for each in hints[:3])
+                named = ", ".join(difference.piece for difference in hints[:3])
                 line += f" Not saved, and different: {named}; trainer.register(name, object) saves it."
             return Comparison(line, exact=False, differences=[*hints, *saved], notes=notes)
     last, end = resumed[-1].iteration, reference[-1].iteration
@@ -87,7 +91,7 @@ def compare(reference: Sequence[Record], killed: Sequence[Record], resumed: Sequ
         line = f"The resumed run ended at iteration {last}, the uninterrupted one at {end}."
         return Comparison(line, exact=False, notes=notes)
     if hints:
-        named = ", ".join(each.piece for each in hints[:5])
+        named = ", ".join(difference.piece for difference in hints[:5])
         notes.append(f"differs, is not saved, and changed nothing so far: {named}")
     line = (
         f"Resume is exact: killed at iteration {killed[-1].iteration + 1}, resumed from {start.iteration}, "
@@ -101,21 +105,23 @@ class _Count:
     pieces: int = 0
 
 
-def _noise(expected: Mapping[tuple[int, int], Record], killed: Sequence[Record]) -> tuple[set[str], list[Difference]]:
+def _noise(
+    expected: Mapping[tuple[int, int], BoundaryRecord], killed: Sequence[BoundaryRecord]
+) -> tuple[set[str], list[Difference]]:
     """Labels of what is not a function of the seed, and the essential differences at the first boundary with any."""
     noise: set[str] = set()
     for record in killed:
-        if (other := expected.get(record.boundary)) is None:
+        if (counterpart := expected.get(record.boundary)) is None:
             continue
-        found = _differences(other, record)
-        essential = [each for each in found if each.component.split("/")[0] in _ESSENTIAL]
+        found = _differences(counterpart, record)
+        essential = [difference for difference in found if difference.component.split("/")[0] in _ESSENTIAL]
         if essential:
             return noise, essential
-        noise |= {_label(each) for each in found}
+        noise |= {_label(difference) for difference in found}
     return noise, []
 
 
-def _differences(expected: Record, found: Record, count: _Count | None = None) -> list[Difference]:
+def _differences(expected: BoundaryRecord, found: BoundaryRecord, count: _Count | None = None) -> list[Difference]:
     """Pieces that differ, the essential ones first. A part that only one side has differs as a whole."""
     rows: list[Difference] = []
     names = sorted(expected.components.keys() | found.components.keys(), key=_order)
@@ -141,7 +147,7 @@ def _label(difference: Difference) -> str:
     return f"{difference.component} {difference.piece}"
 
 
-def _place(difference: Difference) -> str:
+def _full_name(difference: Difference) -> str:
     return f"{difference.piece} of {difference.component}" if difference.piece else difference.component
 
 
@@ -149,8 +155,14 @@ def table(differences: Sequence[Difference], rows: int = 10) -> list[str]:
     """The first few differences as lines of a table."""
     head = ("iteration", "component", "piece", "uninterrupted", "resumed")
     first = [
-        (str(each.iteration), each.component, each.piece, _short(each.expected), _short(each.found))
-        for each in differences[:rows]
+        (
+            str(difference.iteration),
+            difference.component,
+            difference.piece,
+            _short(difference.expected),
+            _short(difference.found),
+        )
+        for difference in differences[:rows]
     ]
     more = len(differences) - rows
     return in_columns([head, *first]) + ([f"... and {more} more"] if more > 0 else [])

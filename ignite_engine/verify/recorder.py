@@ -26,7 +26,7 @@ _SAVE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Record:
+class BoundaryRecord:
     """The state at one step boundary, or of a run that was just resumed (``resumed``)."""
 
     iteration: int
@@ -115,7 +115,7 @@ class KillAt:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[BoundaryRecord]:
     """The lines of a :class:`StateRecorder`; an incomplete last line is left out."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -123,7 +123,7 @@ def read_records(path: Path) -> list[Record]:
             row = json.loads(line)
         except ValueError:
             continue
-        records.append(Record(row["iteration"], row["epoch"], row["resumed"], row["components"]))
+        records.append(BoundaryRecord(row["iteration"], row["epoch"], row["resumed"], row["components"]))
     return records
 
 

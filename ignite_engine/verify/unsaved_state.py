@@ -103,10 +103,10 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if type(value).__module__ == "itertools" and type(value).__name__ == "count":
         return repr(value)
     if depth < 3 and isinstance(value, Mapping) and len(value) <= _LONGEST_LIST:
-        return {str(key): each for key, each in _items(value.items(), depth)}
+        return {str(key): element for key, element in _items(value.items(), depth)}
     if depth < 3 and isinstance(value, list | tuple | set | frozenset | deque) and len(value) <= _LONGEST_LIST:
         ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        return [each for _, each in _items(((0, each) for each in ordered), depth)]
+        return [element for _, element in _items(((0, element) for element in ordered), depth)]
     return None
 
 

@@ -16,14 +16,14 @@ from torch.utils.data import TensorDataset
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.verify.compare import Comparison, compare, table
-from ignite_engine.verify.recorder import Record, StateRecorder, read_records
+from ignite_engine.verify.recorder import BoundaryRecord, StateRecorder, read_records
 from tests.builders import Numbers, linear, mse, trainer_of
 from tests.verify.objects import Counting, NoisyLoss, Saved
 
 
 def three_runs(folder: Path, build: Callable[[], Trainer], *, resume: bool = True, **options: Any) -> Comparison:
     """Reference, killed at 8 and resumed at 6; as far as one process can: the kill is an exception."""
-    records: dict[str, list[Record]] = {}
+    records: dict[str, list[BoundaryRecord]] = {}
     for phase in ("reference", "killed", "resumed"):
         torch.manual_seed(5 if phase != "resumed" else 99)
         trainer = build()

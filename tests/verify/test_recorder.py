@@ -10,11 +10,11 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer
 from ignite_engine.handlers import Checkpoint
-from ignite_engine.verify.recorder import OUTPUT, UNSAVED, Record, StateRecorder, proof_of, read_records, watch
+from ignite_engine.verify.recorder import OUTPUT, UNSAVED, BoundaryRecord, StateRecorder, proof_of, read_records, watch
 from tests.builders import linear, numbers_loader, trainer_of, weights
 
 
-def recorded(path: Path, until: int, folder: Path | None = None) -> tuple[Trainer, list[Record]]:
+def recorded(path: Path, until: int, folder: Path | None = None) -> tuple[Trainer, list[BoundaryRecord]]:
     torch.manual_seed(1)
     trainer = trainer_of(linear(dropout=True))
     checkpoint = None if folder is None else Checkpoint(folder)
