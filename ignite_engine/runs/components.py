@@ -90,8 +90,8 @@ def check_ranks_agree(config: Config) -> None:
         ConfigError: the first rank that differs from rank 0, and the keys.
     """
     configs = agreement.gather_objects(config.to_dict())
-    for rank, other in enumerate(configs):
-        if differences := config_differences(configs[0], other):
+    for rank, config_of_rank in enumerate(configs):
+        if differences := config_differences(configs[0], config_of_rank):
             raise ConfigError(
                 f"rank {rank} was started with another config than rank 0: {shortened(differences)}; "
                 "start all ranks with the same file and overrides."
@@ -146,7 +146,7 @@ def check_fit(config: Config, task: Task) -> None:
     of_windows = {"run.max_windows": config.run.max_windows, "evaluation.progressive": config.evaluation.progressive}
     for key, given in of_windows.items():
         if given and not isinstance(task.train_set, Windows):
-            raise config.error(key, f"got {given}, but the task's train_set is no Windows.")
+            raise config.error(key, f"got {given}, but the task's train_set is not a Windows object.")
     for name, data in {"train_set": task.train_set, **task.val_sets, **task.test_sets}.items():
         if isinstance(data, Windows):
             continue
@@ -173,7 +173,7 @@ def check_fit(config: Config, task: Task) -> None:
             and not interval.epochs.is_integer()
             and isinstance(task.train_set, Windows)
         ):
-            raise config.error(key, f"got {interval.epochs} epochs, but how long an epoch of windows is is not known.")
+            raise config.error(key, f"got {interval.epochs} epochs, but windows have no known epoch length.")
     both = set(task.val_sets) & set(task.test_sets)
     if both:
         raise config.error(
@@ -293,9 +293,9 @@ def make_schedules(
             for name, optimizer in optimizers.items()
         }
     made = {name: task.schedule(optimizer) for name, optimizer in optimizers.items()}
-    for each in made.values():
-        if isinstance(each, Schedule) and not each.is_known and total is not None:
-            each.set_total(total)
+    for schedule in made.values():
+        if isinstance(schedule, Schedule) and not schedule.is_known and total is not None:
+            schedule.set_total(total)
     return made
 
 
@@ -305,14 +305,14 @@ def settings_of(
     """The resolved config, with what the task has made in the place of a section."""
     values = config.to_dict()
     if task.optimizer is not None:
-        made = {name: _described(each) for name, each in optimizers.items()}
+        made = {name: _options_of(optimizer) for name, optimizer in optimizers.items()}
         values |= made if set(made) == {"optimizer"} else {"optimizers": made}
     if task.schedule is not None:
-        values["schedule"] = {"name": ", ".join(dict.fromkeys(_name_of(each) for each in schedules.values()))}
+        values["schedule"] = {"name": ", ".join(dict.fromkeys(_name_of(schedule) for schedule in schedules.values()))}
     return values
 
 
-def _described(optimizer: Optimizer) -> dict[str, Any]:
+def _options_of(optimizer: Optimizer) -> dict[str, Any]:
     options = {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in getattr(optimizer, "defaults", {}).items()

@@ -123,7 +123,7 @@ def fit(
         metrics: Ignite's, by name; without them the loss is evaluated.
         predict: ``predict(model, batch)``, what the metrics take. Default, for batches ``(inputs, targets)``:
             ``(model(inputs), targets)``.
-        best: a metric such as ``val/accuracy``, of which the best checkpoint is kept.
+        best: a metric such as ``val/accuracy``; the checkpoint with its best value is kept.
         mode: whether a smaller (``min``) or larger (``max``) value is better; needed if the name does not tell.
         precision: ``fp32``, ``bf16`` or ``fp16``; default ``fp32``.
         accumulation_steps: batches of one update.
@@ -232,10 +232,10 @@ def _data(name: str, given: Any) -> Any:
             f"{name} must be a dataset, got a DataLoader: give its dataset, and batch_size, num_workers and collate_fn "
             "to fit()."
         )
-    if isinstance(given, tuple) and given and all(isinstance(each, Tensor | np.ndarray) for each in given):
-        columns = [torch.as_tensor(each) for each in given]
-        if len({len(each) for each in columns}) > 1:
-            lengths = ", ".join(str(len(each)) for each in columns)
+    if isinstance(given, tuple) and given and all(isinstance(column, Tensor | np.ndarray) for column in given):
+        columns = [torch.as_tensor(column) for column in given]
+        if len({len(column) for column in columns}) > 1:
+            lengths = ", ".join(str(len(column)) for column in columns)
             raise ValueError(f"{name} has columns of {lengths} samples: give as many of each.")
         return TensorDataset(*columns)
     return given
@@ -245,7 +245,10 @@ def _sets(default: str, name: str, given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     named = given if isinstance(given, Mapping) else {default: given}
-    return {key: _data(f"{name}[{key!r}]" if isinstance(given, Mapping) else name, each) for key, each in named.items()}
+    return {
+        key: _data(f"{name}[{key!r}]" if isinstance(given, Mapping) else name, dataset)
+        for key, dataset in named.items()
+    }
 
 
 def _mode(best: str | None, mode: str | None, task: Task) -> str | None:
@@ -297,7 +300,7 @@ def _merge(section: str, values: dict[str, Any], arguments: Mapping[str, Any]) -
 def _plain(value: Any) -> Any:
     """Nested values as a config has them: dicts, lists and text."""
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(element) for element in value]
     return str(value) if isinstance(value, os.PathLike) else value

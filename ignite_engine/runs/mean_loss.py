@@ -39,4 +39,4 @@ def _samples(batch: Any) -> int:
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else 1
     inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((_samples(each) for each in inner), 1)
+    return next((_samples(element) for element in inner), 1)

@@ -107,7 +107,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             trainer,
             train_loader,
             directory,
-            {name: each for name, each in schedules.items() if isinstance(each, Schedule)},
+            {name: schedule for name, schedule in schedules.items() if isinstance(schedule, Schedule)},
             total,
             {key: value for key, value in length.items() if value is not None},
             lambda: _evaluations(config, task, model, {**task.val_sets, **task.test_sets}),
@@ -126,7 +126,7 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
     Raises:
         ConfigError: the folder cannot be written to.
     """
-    above = next(each for each in (config.directory, *config.directory.absolute().parents) if each.exists())
+    above = next(folder for folder in (config.directory, *config.directory.absolute().parents) if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         problem = "may not be written to" if above.is_dir() else "is not a folder"
         raise config.error("run.directory", f"got '{config.directory}', but {above} {problem}.")
@@ -230,17 +230,18 @@ def _attach(
             _lr_schedule(config.schedule_of(name)[1], schedule, handler_name).attach(trainer)
     if config.ema.decay is not None:
         handlers.EMA(config.ema.decay, warmup=config.ema.warmup, evaluate=config.ema.evaluate).attach(trainer)
-    for each in evaluations:
+    for handler in evaluations:
         if evaluation.at_start:
-            each.attach(trainer, Events.STARTED(event_filter=is_fresh))
+            handler.attach(trainer, Events.STARTED(event_filter=is_fresh))
         if evaluation.every is not None:
-            each.attach(trainer, interval_event(evaluation.every, task))
+            handler.attach(trainer, interval_event(evaluation.every, task))
         if evaluation.at_end:  # before the last checkpoint, which it may make the best
-            each.attach(trainer, Events.ITERATION_COMPLETED(event_filter=after_the_last_update))
-            each.attach(trainer, Events.EPOCH_COMPLETED(event_filter=last_epoch))  # which may have been cut short
+            handler.attach(trainer, Events.ITERATION_COMPLETED(event_filter=after_the_last_update))
+            # the last epoch may have been cut short
+            handler.attach(trainer, Events.EPOCH_COMPLETED(event_filter=last_epoch))
             if isinstance(run.loader, Windows):
-                each.attach(trainer, TrainingEvents.WINDOW_COMPLETED(event_filter=last_window))
-        each.attach(trainer, Events.COMPLETED(event_filter=already_finished))
+                handler.attach(trainer, TrainingEvents.WINDOW_COMPLETED(event_filter=last_window))
+        handler.attach(trainer, Events.COMPLETED(event_filter=already_finished))
     if evaluation.progressive:
         _progressive(config, task, run).attach(trainer, TrainingEvents.WINDOW_STARTED)
     if logging.memory:
@@ -269,7 +270,7 @@ def _attach(
             divergence_threshold=stopping.divergence_threshold,
         ).attach(trainer)
     section = config.checkpoint
-    given = {each.name: getattr(section, each.name, None) for each in fields(SaveOptions)}
+    given = {option.name: getattr(section, option.name, None) for option in fields(SaveOptions)}
     options = {name: value for name, value in given.items() if value is not None}
     run.checkpoint = handlers.Checkpoint(
         run.directory.checkpoints, must_be_new=config.run.must_be_new, config=run.config, **options
@@ -310,7 +311,7 @@ def _loading(config: Config, task: Task, run: Run) -> Callable[[], object]:
     checkpoint = run.checkpoint
     assert checkpoint is not None
     begin: Callable[[], object] = partial(checkpoint.load, sources)
-    if any(each.dynamic for each in sources):
+    if any(load_source.dynamic for load_source in sources):
         bank = handlers.ModelBank(sources)
         bank.attach(run.trainer, interval_event(config.checkpoint.reload_every, task))
         begin = bank.load

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GOODPUT_FROM_S = 60.0
-"""A shorter run spends most of its time on its start, which says nothing."""
+"""A shorter run spends most of its time on its start, so its goodput means nothing."""
 
 
 class Saves(Protocol):
@@ -262,8 +262,8 @@ class Run:
         }
 
     def _load_weights(self, loaded: Loaded) -> None:
-        for name, each in self.trainer.registry.objects.items():
-            if name == "model" or getattr(each, "serves_evaluation", False):
+        for name, part in self.trainer.registry.objects.items():
+            if name == "model" or getattr(part, "serves_evaluation", False):
                 if name in loaded.shared:
                     self.trainer.registry.load_part(name, loaded.shared[name], loaded.manifest.left_out)
                 else:
@@ -376,7 +376,7 @@ class Run:
         return metrics
 
     def _best(self) -> dict[str, Any] | None:
-        """Of ``summary.json``: the best checkpoint of the run so far."""
+        """The best checkpoint of the run so far, as ``summary.json`` has it."""
         has_started = self.first_iteration is not None
         best = self.checkpoint.best if self.checkpoint and agreement.rank() == 0 and has_started else None
         if best is None:

@@ -87,12 +87,12 @@ def wrap(config: Config, task: Task, arranged: DeviceMesh | None) -> Task:
             check_model(model.train())
         except ValueError as error:
             raise config.error("update.rank_invariant", str(error)) from None
-    if reducing_modules(model) or any(hasattr(each, "device_mesh") for each in model.parameters()):
+    if reducing_modules(model) or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return task
     if arranged is None:
-        one = agreement.world_size() == 1 or config.update.rank_invariant
+        is_unwrapped = agreement.world_size() == 1 or config.update.rank_invariant
         # on one process auto_model would make a DataParallel of several GPUs
-        return replace(task, model=model.to(idist.device()) if one else _in_ddp(config, model))
+        return replace(task, model=model.to(idist.device()) if is_unwrapped else _in_ddp(config, model))
     if section.tensor_parallel > 1 and task.parallelize is None:
         raise config.error(
             "distributed.tensor_parallel",
@@ -126,7 +126,7 @@ def _shard(model: nn.Module, over: DeviceMesh, dtype: str) -> None:
     policy = MixedPrecisionPolicy()
     if dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     for layer in reversed([layer for layers in lists for layer in layers]):
         if any(True for _ in layer.parameters()):
             fully_shard(layer, mesh=over, mp_policy=policy)
@@ -140,12 +140,12 @@ def _renewed(
     if groups is None:
         return None
     if isinstance(groups, Mapping):
-        return {name: _renewed(each, names, model) for name, each in groups.items()}
+        return {name: _renewed(group, names, model) for name, group in groups.items()}
     now = dict(model.named_parameters())
 
     def renewed(parameters: Any) -> list[Any]:
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return [now[names[id(each)]] if id(each) in names else each for each in given]
+        return [now[names[id(parameter)]] if id(parameter) in names else parameter for parameter in given]
 
     return [
         {**group, "params": renewed(group["params"])} if isinstance(group, dict) else renewed(group)[0]
