@@ -17,12 +17,6 @@ from ignite_engine.config.sections import (
     UpdateSection,
 )
 
-# importable from here in earlier versions
-from ignite_engine.config.yaml_file import Source as Source
-from ignite_engine.config.yaml_file import display as shown  # noqa: F401
-from ignite_engine.config.yaml_file import read_source as read_source
-from ignite_engine.errors import did_you_mean as did_you_mean
-
 __all__ = [
     "CheckpointSection",
     "Config",

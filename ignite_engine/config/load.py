@@ -28,7 +28,7 @@ from ignite_engine.config.sections import (
     Section,
     UpdateSection,
 )
-from ignite_engine.config.yaml_file import ConfigError, ConfigWarning, Source, display, read_source
+from ignite_engine.config.yaml_file import ConfigError, ConfigSource, ConfigWarning, display, read_config_source
 from ignite_engine.errors import did_you_mean
 
 __all__ = ["Config", "ConfigError", "ConfigWarning", "Every", "load_config"]
@@ -52,7 +52,7 @@ class Config(Section):
     logging: LoggingSection = LoggingSection()
     profiler: ProfilerSection = ProfilerSection()
     distributed: DistributedSection = DistributedSection()
-    _source: Source = PrivateAttr(default_factory=lambda: Source({}))
+    _source: ConfigSource = PrivateAttr(default_factory=lambda: ConfigSource({}))
 
     @property
     def name(self) -> str:
@@ -70,8 +70,8 @@ class Config(Section):
         if not self.optimizers:
             return {"optimizer": ("schedule", self.schedule)}
         return {
-            name: (f"optimizers.{name}.schedule", each.schedule) if each.schedule else ("schedule", self.schedule)
-            for name, each in self.optimizers.items()
+            name: (f"optimizers.{name}.schedule", section.schedule) if section.schedule else ("schedule", self.schedule)
+            for name, section in self.optimizers.items()
         }
 
     @property
@@ -148,7 +148,7 @@ class Config(Section):
             if self.checkpoint.mode != "min":
                 yield "checkpoint.mode has no effect: checkpoint.best names no metric"
         if "reload_every" in _changed(self.checkpoint) and not any(
-            each.dynamic for each in self.checkpoint.sources.values()
+            section.dynamic for section in self.checkpoint.sources.values()
         ):
             yield "checkpoint.reload_every has no effect: nothing in checkpoint.load is dynamic"
         if isinstance(self.checkpoint.load, Section) and self.checkpoint.load.path is None:
@@ -212,7 +212,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Warns:
         ConfigWarning: a setting has no effect.
     """
-    return validated(read_source(Path(path), overrides))
+    return validated(read_config_source(Path(path), overrides))
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
@@ -221,7 +221,7 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: as ``load_config``.
     """
-    return validated(Source(dict(values)))
+    return validated(ConfigSource(dict(values)))
 
 
 def default_values() -> dict[str, Any]:
@@ -232,7 +232,7 @@ def default_values() -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "task"}
 
 
-def validated(source: Source) -> Config:
+def validated(source: ConfigSource) -> Config:
     """The config of a source's values.
 
     Raises:
@@ -251,7 +251,7 @@ def validated(source: Source) -> Config:
     return config
 
 
-def _one_line(fault: ErrorDetails, source: Source) -> str:
+def _one_line(fault: ErrorDetails, source: ConfigSource) -> str:
     """``file:line: section.key: what was given, what is expected, did you mean``."""
     context = fault.get("ctx", {})
     parts = [str(part) for part in fault["loc"] if not str(part).startswith("<")]  # which form a key has
@@ -274,7 +274,7 @@ def _complaint(fault: ErrorDetails, parts: list[str]) -> str:
         complaint = str(context["error"])
         return complaint if complaint.endswith("?") else f"{complaint}."
     if kind == "literal_error":
-        allowed = [each.strip("'\" ") for each in context["expected"].replace(" or ", ", ").split(",")]
+        allowed = [choice.strip("'\" ") for choice in context["expected"].replace(" or ", ", ").split(",")]
         near = did_you_mean(given, allowed) if isinstance(given, str) else "."
         near = "." if near.startswith("; known") else near
         return f"got {display(given)}, expected {context['expected']}{near}"
@@ -324,7 +324,9 @@ def _elsewhere(name: str) -> str | None:
     """The end of a sentence about a key that other sections have; None: there is none."""
     sections = {key: field.annotation for key, field in Config.model_fields.items()}
     having = [
-        f"'{key}.{name}'" for key, each in sections.items() if isinstance(each, type) and name in _known_keys([key])
+        f"'{key}.{name}'"
+        for key, annotation in sections.items()
+        if isinstance(annotation, type) and name in _known_keys([key])
     ]
     return f"; did you mean {' or '.join(having)}?" if having else None
 
@@ -333,7 +335,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     """The section that a key is, or each of a list of them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for each in get_args(annotation) if (found := _section_in(each))), None)
+    return next((found for argument in get_args(annotation) if (found := _section_in(argument))), None)
 
 
 def _expected_of(parts: Sequence[str]) -> str:

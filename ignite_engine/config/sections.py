@@ -36,7 +36,7 @@ def _as_steps_or_fraction(value: object) -> object:
 
 
 def _as_switch_or_keys(value: object) -> object:
-    is_list = isinstance(value, list) and value and all(isinstance(each, str) and each for each in value)
+    is_list = isinstance(value, list) and value and all(isinstance(name, str) and name for name in value)
     if not isinstance(value, bool) and not is_list:
         raise ValueError(f"got {display(value)}, expected true, false or a list of metrics' keys")
     return value
@@ -127,11 +127,13 @@ class OptimizerSection(Section):
         if self.name.lower() == "lbfgs":
             raise _fault("name", "got 'LBFGS', which needs a closure; expected an optimizer that steps without one.")
         if self.name.lower() not in types:
-            near = did_you_mean(self.name, [each.__name__ for each in types.values()])
+            near = did_you_mean(self.name, [kind.__name__ for kind in types.values()])
             raise _fault("name", f"got {self.name!r}, expected an optimizer of torch.optim or RowwiseAdagrad{near}")
         kind, options = self.type.__name__, self.options
         known = {
-            name: each.default for name, each in inspect.signature(self.type).parameters.items() if name != "params"
+            name: parameter.default
+            for name, parameter in inspect.signature(self.type).parameters.items()
+            if name != "params"
         }
         for key, value in options.items():
             if key not in known:
@@ -155,12 +157,12 @@ class OptimizerSection(Section):
 def optimizer_types() -> dict[str, type[torch.optim.Optimizer]]:
     """The optimizers of torch that step without a closure, and our own, by lower-case name."""
     types = [
-        each
-        for each in vars(torch.optim).values()
-        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
+        value
+        for value in vars(torch.optim).values()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
     ]
-    types = [each for each in types if each not in (torch.optim.Optimizer, torch.optim.LBFGS)]
-    return {each.__name__.lower(): each for each in (*types, RowwiseAdagrad)}
+    types = [kind for kind in types if kind not in (torch.optim.Optimizer, torch.optim.LBFGS)]
+    return {kind.__name__.lower(): kind for kind in (*types, RowwiseAdagrad)}
 
 
 def _fault(key: str, complaint: str) -> PydanticCustomError:
@@ -320,7 +322,7 @@ class CheckpointSection(Section):
     on_exception: bool = False  # also when the update or a handler raises; one process only
     strict: bool = False  # refuse to start, or to resume, what cannot be resumed bit for bit
     labels: list[str] | None = None  # labels of every checkpoint
-    delta_rows: list[str] | None = None  # tables of which the rows that changed are saved, such as embedding.*
+    delta_rows: list[str] | None = None  # tables whose changed rows alone are saved, such as embedding.*
     exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*
     ignore: list[str] | None = None  # parts of the run's own newest checkpoint that a resume leaves out
     load: Annotated[  # what a run starts from; if several sources contain a name, the last one wins
@@ -334,7 +336,7 @@ class CheckpointSection(Section):
         """What is to be loaded, by its key in the config."""
         if isinstance(self.load, LoadSection):
             return {} if self.load.path is None else {"checkpoint.load": self.load}
-        return {f"checkpoint.load.{index}": each for index, each in enumerate(self.load)}
+        return {f"checkpoint.load.{index}": section for index, section in enumerate(self.load)}
 
     @model_validator(mode="before")
     @classmethod
@@ -343,7 +345,7 @@ class CheckpointSection(Section):
 
     @model_validator(mode="after")
     def _each_of_several_has_a_path(self) -> CheckpointSection:
-        if missing := next((key for key, each in self.sources.items() if each.path is None), None):
+        if missing := next((key for key, section in self.sources.items() if section.path is None), None):
             raise _fault(f"{missing.removeprefix('checkpoint.')}.path", "this is missing, expected what to load.")
         return self
 

@@ -36,7 +36,7 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^{SCIENTIF
 
 
 @dataclass
-class Source:
+class ConfigSource:
     """Nested values and where each came from.
 
     Attributes:
@@ -72,7 +72,7 @@ class Source:
 
 
 @dataclass
-class Arguments(Source):
+class Arguments(ConfigSource):
     """Values that were given to a Python function; what is said about them names its arguments.
 
     Attributes:
@@ -112,7 +112,7 @@ def _texts(values: Any) -> Iterator[str]:
             yield from _texts(value)
 
 
-def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
+def read_config_source(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
     """Read ``path`` and merge the overrides into it.
 
     Raises:
@@ -129,7 +129,7 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
         raise ConfigError(f"{path}: this is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     except OSError as error:
         raise ConfigError(f"{path}: the file cannot be read: {error.strerror or error}.") from None
-    source = Source({}, path)
+    source = ConfigSource({}, path)
     values = _parse(text, str(path), source.lines)
     if values is None:
         raise ConfigError(f"{path}: the file is empty, expected sections such as 'run:' and 'task:'.")
@@ -238,7 +238,7 @@ def _check_keys(node: yaml.Node, name: str, prefix: str, lines: dict[str, int], 
         _check_keys(value_node, name, f"{dotted}.", lines, entered)
 
 
-def _merge(source: Source, override: str) -> None:
+def _merge(source: ConfigSource, override: str) -> None:
     """Put one ``section.key=value`` into the source's values."""
     key, equals, text = override.partition("=")
     parts = key.split(".")
@@ -270,4 +270,4 @@ def _ancestors(key: str) -> list[str]:
 def _near_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f", nor its folder {path.parent}."
-    return did_you_mean(path.name, sorted(each.name for each in path.parent.glob("*.y*ml")))
+    return did_you_mean(path.name, sorted(file.name for file in path.parent.glob("*.y*ml")))

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ignite_engine.config.yaml_file import ConfigError, display, read_source
+from ignite_engine.config.yaml_file import ConfigError, display, read_config_source
 
 
 def test_each_value_has_the_place_that_set_it(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("run:\n  seed: 1\n  name: x\ndata: {}\n")
-    source = read_source(path, ["run.seed=2", "data.batch_size=4"])
+    source = read_config_source(path, ["run.seed=2", "data.batch_size=4"])
 
     assert source.values == {"run": {"seed": 2, "name": "x"}, "data": {"batch_size": 4}}
     assert [source.place(key) for key in ("run.seed", "data.batch_size")] == ["command line"] * 2
@@ -39,7 +39,7 @@ def test_broken_file_is_one_line_with_its_place(tmp_path: Path, text: str, compl
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        read_source(path)
+        read_config_source(path)
 
     assert str(caught.value).startswith(f"{path}{complaint}") and "\n" not in str(caught.value)
 
