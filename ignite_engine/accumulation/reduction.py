@@ -72,7 +72,7 @@ class Reduction:
         DDP reduces once per forward: a second backward through it stays local, silently.
         """
         reduced = [_own_parameters(ddp) for ddp in self._ddp]
-        everything = _unique([*(p for each in reduced for p in each), *parameters])
+        everything = _unique([*(p for parameters_of_ddp in reduced for p in parameters_of_ddp), *parameters])
         found = torch.autograd.grad(loss, everything, retain_graph=retain_graph, allow_unused=True)
         # autograd may return one tensor for two parameters
         fresh: dict[int, Tensor | None] = {
@@ -152,7 +152,7 @@ def _unknown_torch(wrapper: str, name: str) -> str:
 
 
 def _own_parameters(ddp: Any) -> list[Tensor]:
-    """Those that DDP reduces."""
+    """The parameters that DDP reduces."""
     ignored = ddp.parameters_to_ignore
     return [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
 

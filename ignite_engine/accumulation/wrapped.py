@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class WrappedOptimizer(Optimizer):
-    """Groups, state, hooks and every other attribute are those of ``.optimizer``.
+    """Passes groups, state, hooks and every other attribute on to ``.optimizer``.
 
     A scheduler accepts it as an optimizer, and may be made over either. It can be copied and pickled, with the
     optimizer inside.

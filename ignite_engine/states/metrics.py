@@ -29,14 +29,14 @@ def metrics_of(engine: Engine) -> dict[str, Metric]:
         for handler, arguments, _ in handlers:
             metric = _owner(handler)
             if metric is not None:
-                words = [each for each in arguments if isinstance(each, str)]
+                words = [argument for argument in arguments if isinstance(argument, str)]
                 if words:
                     found[words[0]] = metric
                 else:
                     unnamed[id(metric)] = metric
-    covered = {id(each) for metric in found.values() for each in inner_metrics(metric)}
+    covered = {id(inner) for metric in found.values() for inner in inner_metrics(metric)}
     left = [metric for key, metric in unnamed.items() if key not in covered]
-    return found | {f"unnamed {index} {type(each).__name__}": each for index, each in enumerate(left)}
+    return found | {f"unnamed {index} {type(metric).__name__}": metric for index, metric in enumerate(left)}
 
 
 def unsupported_reason(metric: Metric) -> str | None:
@@ -104,8 +104,8 @@ def inner_metrics(metric: Metric) -> Iterator[Metric]:
     """``metric`` and every metric that it is computed from."""
     yield metric
     for _, value in _changeable(metric):
-        for each in _metrics_in(value):
-            yield from inner_metrics(each)
+        for inner in _metrics_in(value):
+            yield from inner_metrics(inner)
 
 
 def _metrics_in(value: Any) -> Iterator[Metric]:
@@ -134,11 +134,11 @@ def _unpacked(value: Any, present: Any) -> Any:
         if _TENSOR in value:
             return value[_TENSOR].to(value[_DEVICE])
         current = present if isinstance(present, dict) else {}
-        return {key: _unpacked(each, current.get(key)) for key, each in value.items()}
+        return {key: _unpacked(element, current.get(key)) for key, element in value.items()}
     if type(value) in (list, tuple):
         same = isinstance(present, list | tuple) and len(present) == len(value)
         return type(value)(
-            _unpacked(each, current)
-            for each, current in zip(value, present if same else [None] * len(value), strict=True)
+            _unpacked(element, current)
+            for element, current in zip(value, present if same else [None] * len(value), strict=True)
         )
     return value

@@ -72,7 +72,7 @@ class ModelState:
         try:
             model.load_state_dict({own.get(name, name): value for name, value in state.items()})
         except RuntimeError as error:  # torch's has a line for each parameter
-            differences = _differences(present, state)
+            differences = _shape_differences(present, state)
             if not differences:
                 raise
             raise StateMismatch(
@@ -81,7 +81,7 @@ class ModelState:
             ) from error
 
 
-def _differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def _shape_differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """In which names and shapes two states of a model differ."""
     shapes = [{name: tuple(getattr(value, "shape", ())) for name, value in state.items()} for state in (here, saved)]
     return [
@@ -141,7 +141,7 @@ class ParametersState:
             StateMismatch: names or shapes differ from those saved.
         """
         own = self.tensors()
-        if differences := _differences(own, state):
+        if differences := _shape_differences(own, state):
             raise StateMismatch(
                 f"What is trained outside of the model is not what was saved ({_some(differences)}): build the loss "
                 f"function and the optimizers as they were, or leave it out with {leave_out('parameters')}."
@@ -176,7 +176,11 @@ class OptimizerState:
         own, names = self.optimizer.state, self.names()
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         # torch cannot save the state of a parameter that left its groups, and continues with it if it comes back
-        left = {each: own.pop(each) for each in list(own) if isinstance(each, Tensor) and id(each) not in held}
+        left = {
+            parameter: own.pop(parameter)
+            for parameter in list(own)
+            if isinstance(parameter, Tensor) and id(parameter) not in held
+        }
         try:
             state = self.optimizer.state_dict()
         finally:
@@ -266,7 +270,7 @@ class OptimizerState:
         for group in self.optimizer.param_groups:
             # a scheduler of torch sets the rate as soon as it is made
             options = {**group, "lr": group.get("initial_lr", group.get("lr"))}
-            plain = {name: options[name] for name in self.optimizer.defaults if _is_plain(options.get(name, group))}
+            plain = {name: options[name] for name in self.optimizer.defaults if _is_literal(options.get(name, group))}
             groups.append(plain | {"params": [next(names) for _ in group["params"]]})
         return groups
 
@@ -339,9 +343,9 @@ def _laid_out(values: Mapping[str, Any], parameter: Tensor | None) -> dict[str, 
     return fit
 
 
-def _is_plain(value: Any) -> bool:
+def _is_literal(value: Any) -> bool:
     if isinstance(value, tuple | list):
-        return all(_is_plain(each) for each in value)
+        return all(_is_literal(element) for element in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 

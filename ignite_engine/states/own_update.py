@@ -1,4 +1,4 @@
-"""What an update function of the user's own trains, of which a checkpoint knows what was registered only."""
+"""Optimizers and loss scalers of a custom update function that are in no checkpoint, as they are not registered."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ignite_engine.states.registry import Registry
 
 
 def unsaved_of(update: Callable[..., Any], registry: Registry) -> list[str]:
-    """Reasons, one for each optimizer and loss scaler that ``update`` uses and nobody has registered.
+    """One reason per unregistered optimizer or loss scaler that ``update`` uses.
 
     Looked at are the attributes of an object, and what a function closes over or uses of its module.
     """
     objects = registry.objects.values()
-    saved = [each.optimizer if isinstance(each, OptimizerState) else each for each in objects]
+    saved = [registered.optimizer if isinstance(registered, OptimizerState) else registered for registered in objects]
     return [
         f"{name} ({type(obj).__name__}) of the update is not saved (trainer.register({name!r}, {name}, shared=True))"
         for name, obj in _used_by(update)
-        if not any(obj is each for each in saved)
+        if not any(obj is registered for registered in saved)
     ]
 
 
@@ -36,6 +36,6 @@ def _used_by(update: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     elif not inspect.isbuiltin(owner):
         names = dict(getattr(owner, "__dict__", {}))
     for name, value in names.items():
-        for key, each in value.items() if isinstance(value, Mapping) else (("", value),):
-            if isinstance(each, Optimizer) or (isinstance(each, GradScaler) and each.is_enabled()):
-                yield f"{name}[{key!r}]" if key else name, each
+        for key, element in value.items() if isinstance(value, Mapping) else (("", value),):
+            if isinstance(element, Optimizer) or (isinstance(element, GradScaler) and element.is_enabled()):
+                yield f"{name}[{key!r}]" if key else name, element
