@@ -55,7 +55,7 @@ def owners(entries: Iterable[Attached]) -> Iterator[Any]:
 
 
 def set_of(owner: Any) -> str | None:
-    """The name of the set that an evaluation evaluates; None: the object is no evaluation."""
+    """The name of the set that an evaluation evaluates; None: the object is not an evaluation."""
     label = getattr(owner, "label", None)
     return label if isinstance(label, str) and isinstance(getattr(owner, "evaluator", None), Engine) else None
 

@@ -20,7 +20,7 @@ from ignite_engine.describe.attached import (
     scheduler_of,
     set_of,
 )
-from ignite_engine.describe.timetable import Times, times_of
+from ignite_engine.describe.timetable import ActingTimes, times_of
 from ignite_engine.engine.bus import describe_filter, handlers_of
 from ignite_engine.engine.length import Length
 from ignite_engine.errors import did_you_mean
@@ -44,7 +44,7 @@ class Conflict:
     certain: bool = True
 
 
-Acting = tuple[Attached, Times]
+Acting = tuple[Attached, ActingTimes]
 """An entry of the bus, and when it acts."""
 
 
@@ -66,7 +66,7 @@ def conflicts_of(engine: Engine, length: Length, sections: Mapping[str, str] | N
 
 
 def schedule_conflicts(engine: Engine, length: Length, sections: Mapping[str, str] | None = None) -> list[Conflict]:
-    """Of :func:`conflicts_of` the schedules that end before or after a run of this length."""
+    """The conflicts with schedules that end before or after a run of this length."""
     return list(_schedules(_acting(engine, length), sections or {}))
 
 
@@ -181,7 +181,7 @@ def _retention(acting: Sequence[Acting], length: Length) -> Iterator[Conflict]:
                 )
 
 
-def _kept_every(options: SaveOptions, saves: Sequence[Times], length: Length) -> Iterator[Conflict]:
+def _kept_every(options: SaveOptions, saves: Sequence[ActingTimes], length: Length) -> Iterator[Conflict]:
     known = [iterations for times in saves if (iterations := times.iterations(length)) is not None]
     every = options.keep_every
     if not (every and known and length.iterations) or options.best:
@@ -203,7 +203,7 @@ def _counts(entry: Attached) -> bool:
     return entry.event not in (Events.STARTED, Events.COMPLETED)
 
 
-def _gap(times: Times, length: Length) -> int | None:
+def _gap(times: ActingTimes, length: Length) -> int | None:
     """Iterations from one time to the next."""
     if times.every is None:
         return None

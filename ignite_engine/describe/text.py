@@ -41,7 +41,7 @@ def describe(
 
     Args:
         models: those that are trained.
-        inexact: why a resumed run would have other bits; empty: it would not.
+        inexact: why a resumed run would not be bit-exact; empty: it would be.
         rates: also the learning rates of its schedules.
     """
     entries = attached_to(engine)
@@ -51,7 +51,7 @@ def describe(
     lines = [
         *timetable(engine, entries, length),
         *(_rates(entries, length) if rates else ()),
-        *_memory(registry, models),
+        *_memory_lines(registry, models),
         *_trained(registry),
         *_contents(registry),
         *disk,
@@ -90,7 +90,7 @@ def over(schedule: Schedule, steps: int) -> Schedule:
     return known
 
 
-def _memory(registry: Registry, models: Sequence[nn.Module]) -> list[str]:
+def _memory_lines(registry: Registry, models: Sequence[nn.Module]) -> list[str]:
     if not models:
         return []
     found = memory_of(registry, models)

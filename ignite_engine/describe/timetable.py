@@ -34,7 +34,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Times:
+class ActingTimes:
     """When one handler acts.
 
     Attributes:
@@ -114,31 +114,31 @@ def _of_interval(interval: Interval, length: Length) -> Sequence[int] | None:
     return None if known is None else _Lazy(lambda: interval.iterations(per_epoch, last) or [], not known)
 
 
-def times_of(entry: Attached, length: Length) -> Times:
+def times_of(entry: Attached, length: Length) -> ActingTimes:
     """When one entry of the bus acts; unknown filters are named, not evaluated."""
     event = entry.event
     unit = "iteration" if event in _BY_ITERATION else "epoch" if event in _BY_EPOCH else event_name(event).lower()
     options = filter_options(entry.handler)
     if isinstance(interval := getattr(entry.handler, "filter", None), Interval):
-        return Times(_of_interval(interval, length), unit, None, interval.words)
+        return ActingTimes(_of_interval(interval, length), unit, None, interval.words)
     if options is None:
-        return Times(None, unit, None, f"when its filter says so ({filter_name(entry.handler)})")
+        return ActingTimes(None, unit, None, f"when its filter says so ({filter_name(entry.handler)})")
     if event in (Events.STARTED, Events.COMPLETED):
-        return Times(None, unit, None, "at the start" if event == Events.STARTED else "at the end")
+        return ActingTimes(None, unit, None, "at the start" if event == Events.STARTED else "at the end")
     last = {"iteration": length.iterations, "epoch": length.epochs}.get(unit)
     every = options.get("every", None if options else 1)
     if "once" in options:
         once = options["once"]
         given = sorted(once) if isinstance(once, list | tuple | set) else [once]
-        return Times([count for count in given if last is None or count <= last], unit, None)
+        return ActingTimes([count for count in given if last is None or count <= last], unit, None)
     after, before = options.get("after", 0), options.get("before", float("inf"))
     if last is None and before == float("inf"):
-        return Times(None, unit, every or 1)
+        return ActingTimes(None, unit, every or 1)
     end = int(min(before, float("inf") if last is None else last + 1))
     # with a bound Ignite counts an interval from the first one, without one from 0
     bounded = "after" in options or "before" in options
     step = every or 1
-    return Times(range(after + 1 if bounded else step, end, step), unit, every or 1)
+    return ActingTimes(range(after + 1 if bounded else step, end, step), unit, every or 1)
 
 
 def timetable(engine: Engine, entries: Sequence[Attached], length: Length) -> list[str]:

@@ -45,7 +45,7 @@ def write_report(
         defaults: of the config; settings that equal theirs are folded.
 
     Raises:
-        NotARun: the directory is not that of a run.
+        NotARun: the directory does not hold a run.
     """
     run = read_run(directory)
     path = Path(output) if output is not None else run.path / "report.html"
@@ -57,15 +57,15 @@ def write_comparison(runs: Sequence[str | Path | Record], output: str | Path = "
     """Write the page that compares several runs, given by their directories or as read; returns its path.
 
     Raises:
-        NotARun: a directory is not that of a run.
+        NotARun: a directory does not hold a run.
     """
-    records = [each if isinstance(each, Record) else read_run(each) for each in runs]
+    records = [run if isinstance(run, Record) else read_run(run) for run in runs]
     write_whole(Path(output), comparison_page(records))
     return Path(output)
 
 
 def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
-    """The page of one run as HTML; ``defaults`` are those of its config."""
+    """The page of one run as HTML; ``defaults`` are the default values of its config."""
     parts = [
         f"<h1>{escape(run.name)}</h1>",
         f'<p class="under">{escape(str(run.path.absolute()))}</p>',
@@ -90,7 +90,7 @@ def comparison_page(runs: Sequence[Record]) -> str:
     parts = [
         f"<h1>{len(runs)} runs compared</h1>",
         _runs_table(runs, names),
-        *_differences(runs, names),
+        *_config_differences(runs, names),
         *_curves(compared_panels(runs, names), runs),
     ]
     return _page("Runs compared", parts)
@@ -196,8 +196,8 @@ def _controls(titles: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
         return f'<label>{label} <select data-control="{name}">{inside}</select></label>'
 
     known = {"iteration": "iteration"}
-    known |= {"epoch": "epoch"} if all(each["epoch"] for each in lines) else {}
-    known |= {"time": "time in training"} if all(each["hours"] for each in lines) else {}
+    known |= {"epoch": "epoch"} if all(line["epoch"] for line in lines) else {}
+    known |= {"time": "time in training"} if all(line["hours"] for line in lines) else {}
     return (
         '<form class="controls" autocomplete="off">'
         + choice("chart", "Show", {"": "all charts"} | {title: title for title in titles})
@@ -283,7 +283,10 @@ def _runs_table(runs: Sequence[Record], names: Sequence[str]) -> str:
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         best = [run.best(key) for key in keys]
-        cells = [str(run.summary.get("iteration", "")), *("" if each is None else short(each[1], 5) for each in best)]
+        cells = [
+            str(run.summary.get("iteration", "")),
+            *("" if point is None else short(point[1], 5) for point in best),
+        ]
         cells.append("" if (took := seconds(run)) is None else duration(took))
         if timed:
             cells.append("" if run.ledger is None else f"{100 * run.ledger.goodput:.0f} %")
@@ -295,7 +298,7 @@ def _runs_table(runs: Sequence[Record], names: Sequence[str]) -> str:
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
-def _differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
+def _config_differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
     """A row for each key whose value differs between the configs."""
     configs, keys = [flat(run.config) for run in runs], differing(runs)
     if not keys:
@@ -329,7 +332,7 @@ def names_of(runs: Sequence[Record]) -> list[str]:
 def text_of(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+    if isinstance(value, list) and value and all(isinstance(element, str) for element in value):
         return " ".join(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 

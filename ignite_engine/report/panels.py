@@ -73,7 +73,7 @@ def panels_of(run: Record) -> list[Panel]:
         _time_split(run, series),
         _panel(run, "Steps", "ms; of ranks without the reduction", {k: v for k, v in STEPS.items() if v in series}),
         _other_times(run, series),
-        *_memory(run, series),
+        *_memory_panels(run, series),
         *(_panel(run, key, "", {key: key}, from_zero=False) for key in others),
     ]
     return [panel for panel in made if panel is not None]
@@ -105,7 +105,7 @@ def _rates(series: Mapping[str, Sequence[Logged]]) -> dict[str, str]:
     """One line for all groups with the same LR."""
     lines: dict[str, str] = {}
     for key in [key for key in series if key == "lr" or key.startswith("lr/")]:
-        same = next((name for name, other in lines.items() if series[other] == series[key]), None)
+        same = next((name for name, drawn in lines.items() if series[drawn] == series[key]), None)
         if same is None:
             lines[key.removeprefix("lr/")] = key
     return lines
@@ -147,7 +147,7 @@ def _other_times(run: Record, series: Mapping[str, Sequence[Logged]]) -> Panel |
     return _panel(run, "Other times", "ms", lines)
 
 
-def _memory(run: Record, series: Mapping[str, Sequence[Logged]]) -> list[Panel | None]:
+def _memory_panels(run: Record, series: Mapping[str, Sequence[Logged]]) -> list[Panel | None]:
     names = {key: key.removeprefix("memory/") for key in series if key.endswith("_mib")}
     of_others = ("memory/host_limit_mib", "memory/host_headroom_mib")  # the scale of the machine
     keys = [key for key in names if key.startswith("memory/") and key not in of_others]
@@ -203,7 +203,7 @@ def compared_panels(runs: Sequence[Record], names: Sequence[str]) -> list[Panel]
         left_out.add("throughput/samples_per_s")
     keys = [key for key in dict.fromkeys(key for run in runs for key in run.series) if key not in left_out]
     made = []
-    for key in sorted(keys, key=_place):  # stable: otherwise in the order of the files
+    for key in sorted(keys, key=_order_on_page):  # stable: otherwise in the order of the files
         having = [
             (run, name, mark) for mark, (run, name) in enumerate(zip(runs, names)) if len(run.series.get(key, ())) > 1
         ]
@@ -213,14 +213,14 @@ def compared_panels(runs: Sequence[Record], names: Sequence[str]) -> list[Panel]
         notes = [_not_finite(name, run.not_finite[key]) for run, name, _ in having if key in run.not_finite]
         may_be_log = key == "grad_norm" or key.rpartition("/")[2] == "loss"
         exact = key == "lr" or key.startswith("lr/")
-        made.append(Panel(key, "", lines, _place(key) > _METRICS_UNTIL, may_be_log, exact=exact, notes=notes))
+        made.append(Panel(key, "", lines, _order_on_page(key) > _METRICS_UNTIL, may_be_log, exact=exact, notes=notes))
     return made
 
 
 _METRICS_UNTIL = 2
 
 
-def _place(key: str) -> int:
+def _order_on_page(key: str) -> int:
     """The place of a series on the page; up to ``_METRICS_UNTIL`` it is a metric, whose axis need not start at zero."""
     tests = (
         key == "loss",

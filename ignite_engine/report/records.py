@@ -19,14 +19,14 @@ from ignite_engine.run_directory import RunDirectory, lines_of
 
 LOG_LINES = 40
 _LARGEST = 1e15
-"""Larger numbers of a summary are no counts and no seconds."""
+"""Larger numbers in a summary are neither counts nor seconds."""
 _LAST_ITERATION = 2**53
 _VALUES = 10_000
 """A config of more, such as one that repeats itself by aliases, is not shown."""
 
 
 class NotARun(FileNotFoundError):
-    """A directory that is not that of a run; the message is one line and names the remedy."""
+    """The directory does not hold a run; the message is one line and names the remedy."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def thin(points: Sequence[Point], buckets: int) -> list[Point]:
-    """Of each of ``buckets`` equal parts of the range the first, the lowest, the highest and the last point, in order.
+    """The first, the lowest, the highest and the last point of each of ``buckets`` equal parts of the range, in order.
 
     So no extreme is lost, and the curve looks as the whole would at that many pixels.
     """

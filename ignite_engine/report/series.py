@@ -8,7 +8,7 @@ from typing import overload
 EXACT = 2000
 """Points up to which a series is kept as it was logged; a chart shows as many."""
 BUCKETS = 1024
-"""Parts of the run of which a longer series keeps four points each; a chart has half as many."""
+"""A longer series is divided into so many parts and keeps four points of each; a chart has half as many."""
 
 Logged = tuple[int, float]
 """Iteration and value."""
@@ -55,7 +55,7 @@ class Series(Sequence[Logged]):
         self._buckets: dict[int, _Bucket] = {}
         self._shift = 0
         self.logged = 0
-        """How many points were logged, of which a long series keeps some."""
+        """How many points were logged; a long series keeps some of them."""
         for point in points:
             self.add(*point)
 
@@ -115,7 +115,7 @@ class Series(Sequence[Logged]):
 
     @property
     def mean(self) -> float:
-        """Of all values."""
+        """The mean of all values."""
         if self._buckets:
             return sum(bucket.sum_y for bucket in self._buckets.values()) / self.logged
         return sum(value for _, value in self._points) / self.logged

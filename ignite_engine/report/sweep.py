@@ -42,14 +42,14 @@ def sweep_table(runs: Sequence[Record], key: str, mode: str | None = None) -> li
     """A line for each run: what its config has of its own, best value and where, last value, time, status."""
     mode = _mode(runs, key, mode)
     settings, configs = differing(runs), [flat(run.config) for run in runs]
-    settings = [each for each in settings if each != "run.name"]
+    settings = [setting for setting in settings if setting != "run.name"]
     shown = settings[:SETTINGS]
     rows = [("run", *map(_last_words(shown).__getitem__, shown), f"{key} ({mode})", "at", "last", "time", "status")]
     for run, name, config in zip(runs, names_of(runs), configs, strict=True):
         best, last = run.best(key, mode), run.last(key)
         value, at = ("-", "-") if best is None else (short(best[1], 5), f"{best[0]:,}")
         took = "-" if (spent := seconds(run)) is None else duration(spent)
-        given = [text_of(config[each]) if each in config else "-" for each in shown]
+        given = [text_of(config[setting]) if setting in config else "-" for setting in shown]
         rows.append((name, *given, value, at, "-" if last is None else short(last, 5), took, run.status))
     more = settings[SETTINGS:]
     return [*in_columns(rows), *([f"{len(more)} more settings differ: {shortened(more, 5)}"] if more else [])]

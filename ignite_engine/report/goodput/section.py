@@ -17,7 +17,7 @@ COLOURS = {
     "downtime": "faint",
     "wasted": "bad",
 }
-"""Of the page's own colours."""
+"""Colours of the parts, from the page's own."""
 SHOWN = 0.001
 """A smaller share is not named."""
 

@@ -36,7 +36,7 @@ WASTED = 0.15
 STALLED = 0.05
 """Share of the time in which the kernel had stalled processes for lack of memory (its pressure-stall information)."""
 SWAPPED_MIB = 64.0
-"""Of this process in swap: less is what it never uses again."""
+"""Memory of this process in swap: less than this it never uses again."""
 RETRIES = 0.05
 """Allocations for each step that succeeded only after the CUDA cache was freed, which waits for the device."""
 THREADS = 1.5
@@ -151,17 +151,17 @@ def _threads(figures: Figures) -> Verdict | None:
     running = figures.threads * figures.local_ranks
     if figures.device != "cpu" or running <= THREADS * figures.cores:
         return None
-    each = max(figures.cores // figures.local_ranks, 1)
+    threads = max(figures.cores // figures.local_ranks, 1)
     processes = f"{figures.local_ranks} processes with " if figures.local_ranks > 1 else ""
     return Verdict(
         "too many threads",
         f"{processes}{figures.threads} threads{' each' if processes else ''} on {_cores(figures.cores)}",
-        f"set run.threads={each}, or OMP_NUM_THREADS={each} before Python starts",
+        f"set run.threads={threads}, or OMP_NUM_THREADS={threads} before Python starts",
         math.inf,
     )
 
 
-def _memory(figures: Figures) -> Verdict | None:
+def _lack_of_memory(figures: Figures) -> Verdict | None:
     share = figures.stalled_s / figures.total_s
     if share > STALLED:
         evidence = f"processes stood still for lack of memory {_percent(share)} of the time"
@@ -221,7 +221,7 @@ def _slow_rank(figures: Figures) -> Verdict | None:
     if share <= SLOW_RANK:
         return None
     rank = figures.ranks[slowest]
-    more = {part: seconds - median(other[part] for other in others) for part, seconds in rank.items()}
+    more = {part: seconds - median(other_rank[part] for other_rank in others) for part, seconds in rank.items()}
     part = max((part for part in more if part != "reduction"), key=more.__getitem__)
     where = PART_NAMES[part]
     return Verdict(
@@ -300,7 +300,7 @@ def _handlers(figures: Figures) -> Verdict | None:
         remedy = "set logging.every to a larger interval, or leave that sink out"
         return Verdict("logging", f"{evidence}, most of it in the sink {sink!r}", remedy, share)
     if figures.handlers is not None and not figures.handlers:
-        return None  # the engine and handlers of ours: nobody can attach them to rarer events
+        return None  # the engine and its handlers: a user cannot attach them to rarer events
     named = f" ({shortened(figures.handlers, 3)})" if figures.handlers else ""
     remedy = f"attach them{named} to rarer events, such as Events.ITERATION_COMPLETED(every=100)"
     return Verdict("handlers", evidence, remedy, share)
@@ -340,7 +340,7 @@ PART_NAMES = {
 
 _RULES: tuple[Callable[[Figures], Verdict | None], ...] = (
     _threads,
-    _memory,
+    _lack_of_memory,
     _crowded,
     _slow_rank,
     _data,
