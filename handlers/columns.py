@@ -40,13 +40,13 @@ class Columns:
             if key == "rate":
                 chosen += rate or ["rate"]
             elif any(sign in key for sign in "*?["):
-                chosen += [each for each in self._written if fnmatchcase(each, key)]
+                chosen += [column for column in self._written if fnmatchcase(column, key)]
             else:
                 chosen.append(key)
         return list(dict.fromkeys(chosen))
 
     def fitting(self, room: int, gap: int = 2) -> list[str]:
-        """Those of :meth:`chosen` that fit into ``room`` characters as columns; what the user chose is always shown."""
+        """The columns of :meth:`chosen` that fit into ``room`` characters; what the user chose is always shown."""
         chosen = self.chosen()
         if self.keys is not None:
             return chosen

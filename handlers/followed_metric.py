@@ -66,11 +66,13 @@ class FollowedMetric:
         if group and any(key.startswith(f"{group}/") for key in written):
             return True
         registered = getattr(getattr(trainer, "registry", None), "objects", ())
-        evaluations = [each.removeprefix("evaluation/") for each in registered if each.startswith("evaluation/")]
-        if not evaluations or not all(any(key.startswith(f"{each}/") for key in written) for each in evaluations):
+        evaluations = [name.removeprefix("evaluation/") for name in registered if name.startswith("evaluation/")]
+        if not evaluations or not all(
+            any(key.startswith(f"{evaluation}/") for key in written) for evaluation in evaluations
+        ):
             return False
         # a name without a group may be the update's, whose means are written at an interval of their own
-        return any(f"{each}/{name}" in written for each in evaluations) and (bool(group) or name != "loss")
+        return any(f"{evaluation}/{name}" in written for evaluation in evaluations) and (bool(group) or name != "loss")
 
     def _warn(self, written: Mapping[str, Any]) -> None:
         if self._warned or agreement.rank() != 0:

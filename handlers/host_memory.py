@@ -18,7 +18,7 @@ _UNLIMITED = 2**60  # version 1 has no word for it, but the largest number of pa
 
 @dataclass(frozen=True)
 class Limit:
-    """Of a group of processes, such as a container, or of the machine; in MiB."""
+    """Memory of a group of processes, such as a container, or of the machine; in MiB."""
 
     limit_mib: float
     headroom_mib: float

@@ -25,7 +25,7 @@ class IdAdmission:
     """Give an id a row of its own after some sightings, and take it back when the id has not been seen for a while.
 
     It acts at the end of a window, on the sightings of all ranks, which are exchanged once; the rows are the same on
-    every rank. First the rows of ids that were not seen are taken back: their weights are made anew and the
+    every rank. First the rows of ids that were not seen are taken back: their weights are initialized again and the
     optimizers' state of them is as at the beginning. Then those with most sightings are admitted, as far as rows go.
 
     Args:
@@ -41,7 +41,7 @@ class IdAdmission:
             ``<name>/admitted`` and ``<name>/evicted``.
 
     Raises:
-        TypeError: a count is no whole number, or ``tables`` are no tensors.
+        TypeError: a count is not a whole number, or ``tables`` are not tensors.
         ValueError: a count is below 1, or a table has other rows, or is sharded; (at STARTED) ``rows`` or a table is
             not the model's.
     """
@@ -62,7 +62,7 @@ class IdAdmission:
         check_type("after", after, is_whole(after), "a whole number of sightings")
         check_type("keep", keep, keep is None or is_whole(keep), "a whole number of windows or None")
         given: Any = tables
-        are_tables = not isinstance(given, Tensor) and all(isinstance(each, Tensor) for each in given)
+        are_tables = not isinstance(given, Tensor) and all(isinstance(table, Tensor) for table in given)
         check_type("tables", given, are_tables, "a list of parameters, such as [model.users.weight]")
         check_type("ids_of", ids_of, callable(ids_of), "a function of a micro-batch")
         if after < 1 or (keep is not None and keep < 1):
@@ -114,10 +114,10 @@ class IdAdmission:
         if not isinstance(model, nn.Module):
             return
         parts: list[Any] = [*model.modules(), *model.parameters()]
-        if not any(each is self.rows for each in parts):
+        if not any(part is self.rows for part in parts):
             raise ValueError(f"{self.name}: the IdRows is not a part of the model: make it an attribute of a module.")
         for at, table in enumerate(self.tables):
-            if not any(each is table for each in parts):
+            if not any(part is table for part in parts):
                 raise ValueError(f"{self.name}: tables[{at}] is not a parameter of the model: give its own.")
 
     def _count(self, trainer: Trainer) -> None:
@@ -130,7 +130,7 @@ class IdAdmission:
         """Returns those that have none."""
         if len(self._seen_at) != len(self.rows.ids):  # a model whose weights were loaded without this state
             self._seen_at = torch.full((len(self.rows.ids),), self.windows)
-        place, has_own = (each.cpu() for each in self.rows.find(ids.to(self.rows.ids.device)))
+        place, has_own = (tensor.cpu() for tensor in self.rows.find(ids.to(self.rows.ids.device)))
         self._seen_at[place[has_own]] = self.windows
         return ids[~has_own], counts[~has_own]
 
@@ -178,7 +178,7 @@ class IdAdmission:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for table in group["params"]:
-                    if any(table is each for each in self.tables):
+                    if any(table is known for known in self.tables):
                         _forget(optimizer.state.get(table, {}), len(table), rows.to(table.device), group)
 
 

@@ -22,7 +22,7 @@ _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.05, 30.0
 
 
 class SaveEvery:
-    """Request a checkpoint when this time has passed since the last one, whatever that one was saved for.
+    """Request a checkpoint when this time has passed since the last one, for any reason.
 
     Rank 0's clock decides. The iterations of the checkpoints differ between runs; the training does not.
 

@@ -80,7 +80,7 @@ class LRSchedule:
             inner = scheduler.lr_scheduler
             scheduler = getattr(inner, "_lr_scheduler", inner)
         known = isinstance(scheduler, (Schedule, LRScheduler, ParamScheduler, ParamGroupScheduler))
-        if not known and not all(hasattr(scheduler, each) for each in _PARTS):
+        if not known and not all(hasattr(scheduler, method) for method in _PARTS):
             raise TypeError(
                 f"scheduler must be a Schedule, a torch or an Ignite scheduler, got {type(scheduler).__name__}; "
                 "make one for instance with warmup_cosine(optimizer, warmup=100, total=10_000)."

@@ -80,7 +80,7 @@ class Histogram:
         """Counts, and the edges of the bins, which are one more."""
         values = self._values.flatten().float()
         values = values[torch.isfinite(values)]
-        low, high = (each.item() for each in torch.aminmax(values)) if values.numel() else (0.0, 0.0)
+        low, high = (bound.item() for bound in torch.aminmax(values)) if values.numel() else (0.0, 0.0)
         if low == high:
             low, high = low - 0.5, high + 0.5
         counts = torch.histc(values, BINS, low, high) if values.numel() else torch.zeros(BINS)

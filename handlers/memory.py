@@ -70,7 +70,7 @@ class MemoryLogger:
         self.warn_below = warn_below
         self._by_phase: dict[str, float] = {}
         self._entries: dict[Any, tuple[int, Any]] = {}
-        """Of the phases: the entry of the trainer's list of handlers, and where in the list it was."""
+        """The entries of the phases in the trainer's list of handlers, and where in the list each was."""
         self._listens = False
         self._sampled = 0
         self._limits: Limits | None = None

@@ -97,20 +97,20 @@ class Meter:
         self.reset()
 
     def update(self, value: float | torch.Tensor) -> None:
-        """Take a number, or a tensor of one element, of which the value is kept."""
+        """Take a number, or a tensor of one element, whose value is kept."""
         if isinstance(value, torch.Tensor):
             value = value.detach().clone().reshape(())
         self.take(value)
 
     def take(self, value: Any) -> None:
-        """As :meth:`update`, what nobody changes."""
+        """Update with a tensor that is not changed afterwards, so that it need not be copied."""
         self.values.append(value)
         if len(self.values) == CHUNK:
             self._fold()
 
     @property
     def count(self) -> int:
-        """Of the numbers that it was given."""
+        """How many numbers it was given."""
         return self._running.count + len(self.values)
 
     def reset(self) -> None:

@@ -32,7 +32,7 @@ _COLUMNS = ("iteration", "epoch")
 
 
 class MetricLogger:
-    """Mean over the interval of each value in ``state.output``; sinks write whatever is new in ``state.metrics``.
+    """Mean over the interval of each value in ``state.output``; sinks write what is new in ``state.metrics``.
 
     What is in ``state.meters`` (:class:`~ignite_engine.handlers.Meter`) is written beside the means, by its name.
 
@@ -106,7 +106,7 @@ class MetricLogger:
             return
         self._join_loaded()
         of_meters = [number for meter in meters.values() for number in meter.reduced()]
-        means = {name: each.number() / each.count for name, each in running.items()}
+        means = {name: mean.number() / mean.count for name, mean in running.items()}
         bad = [name in means and not math.isfinite(means[name]) for name in _WATCHED]
         first_bad = [running[name].bad_at() if is_bad else math.inf for name, is_bad in zip(_WATCHED, bad, strict=True)]
         rows = agreement.gather_floats([*means.values(), *of_meters, *first_bad])
@@ -162,7 +162,7 @@ class MetricLogger:
         """On METRICS_READY, before the sinks: numbers of tensors and arrays become floats.
 
         Raises:
-            ValueError: a value is no number, or has the name of a column of the log.
+            ValueError: a value is not a number, or has the name of a column of the log.
         """
         metrics = trainer.state.metrics
         for name, value in metrics.fresh.items():
@@ -210,7 +210,7 @@ class MetricLogger:
         first = min(firsts)
         if self._not_finite_at is None and first < math.inf:
             self._not_finite_at = trainer.state.not_finite_at = int(first)
-            ranks = [rank for rank, each in enumerate(firsts) if each == first]
+            ranks = [rank for rank, iteration in enumerate(firsts) if iteration == first]
             if agreement.rank() == 0:
                 logger.warning(
                     "The %s of iteration %d is %s%s, the first that is not finite; the run continues. "
@@ -251,7 +251,7 @@ def _as_rows(columns: Iterable[Any]) -> list[tuple[int, Row]]:
             rows.append((iterations, values))
             continue
         by_name = {name: unpacked(column) for name, column in values.items()}
-        rows += [(each, {name: by_name[name][at] for name in by_name}) for at, each in enumerate(iterations)]
+        rows += [(iteration, {name: by_name[name][at] for name in by_name}) for at, iteration in enumerate(iterations)]
     return rows
 
 

@@ -152,15 +152,15 @@ class Profiler:
 def operators(profile: torch.profiler.profile, count: int = OPERATORS) -> str:
     """The operators that took the longest by themselves, on the device where there is one: a line for each."""
     averages: Any = profile.key_averages()
-    on_device = any(each.self_device_time_total for each in averages)
+    on_device = any(operator.self_device_time_total for operator in averages)
 
-    def own_ms(each: Any) -> float:
-        return float(each.self_device_time_total if on_device else each.self_cpu_time_total) / 1e3
+    def own_ms(operator: Any) -> float:
+        return float(operator.self_device_time_total if on_device else operator.self_cpu_time_total) / 1e3
 
     total = sum(map(own_ms, averages)) or 1.0
     rows = [("operator", "calls", f"own ms, {'device' if on_device else 'host'}", "share")]
-    for each in sorted(averages, key=own_ms, reverse=True)[:count]:
+    for operator in sorted(averages, key=own_ms, reverse=True)[:count]:
         # Python's own time is that of the step, without what it calls
-        name = "outside of operators" if each.key.startswith("ProfilerStep") else each.key[:60]
-        rows.append((name, f"{each.count}", f"{own_ms(each):.3f}", f"{100 * own_ms(each) / total:.1f} %"))
+        name = "outside of operators" if operator.key.startswith("ProfilerStep") else operator.key[:60]
+        rows.append((name, f"{operator.count}", f"{own_ms(operator):.3f}", f"{100 * own_ms(operator) / total:.1f} %"))
     return "\n".join(in_columns(rows))

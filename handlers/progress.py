@@ -72,9 +72,9 @@ class Progress:
         self._more_iterations = state.iteration - of_now if state.epoch_length else 0
         self._schedule(trainer, self._started_at)
         if self._html is None and _is_terminal():
-            # of the handlers, not of a logger: those of a logger do not see what comes from its children
+            # filters of the handlers, because filters of a logger do not see records of its children
             every = (*logging.getLogger().handlers, logging.lastResort)
-            handlers = [each for each in every if isinstance(each, logging.StreamHandler)]
+            handlers = [handler for handler in every if isinstance(handler, logging.StreamHandler)]
             for handler in handlers:
                 handler.addFilter(self._clear_before)
 
@@ -105,7 +105,7 @@ class Progress:
             self._write(f"{self._plain_line(trainer, now)}\n")
 
     def _write(self, text: str) -> bool:
-        """Whether it could be written; a terminal that was closed, or a pipe that nobody reads, ends no training."""
+        """Whether it could be written; a closed terminal, or a pipe without a reader, does not end the training."""
         if self._gone:
             return False
         try:

@@ -150,8 +150,10 @@ def new_numbers(iteration: int, values: Values, written: Mapping[str, int]) -> d
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
-    """A config as hyperparameters: those of each dotted key that are set, lists as text."""
-    values = {dotted(path): value for path, value in walk(dict(config), whole=lambda each: not isinstance(each, dict))}
+    """A config as hyperparameters: the value of each dotted key that is set, lists as text."""
+    values = {
+        dotted(path): value for path, value in walk(dict(config), whole=lambda value: not isinstance(value, dict))
+    }
     return {
         key: value if isinstance(value, bool | int | float | str) else str(value)
         for key, value in values.items()
@@ -180,7 +182,7 @@ class FileInUse(RuntimeError):
 
 
 class LogFile:
-    """Lines of text, one per iteration, of which the newest may be written again; for a sink.
+    """Lines of text, one per iteration, for a sink; the newest may be written again.
 
     A file that is deleted or replaced while the run writes it is started again, with a warning. While it is open, no
     other process writes it.
@@ -475,7 +477,7 @@ def _iteration_of_row(line: bytes) -> float:
 def _csv_line(cells: Iterable[Any]) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().replace("\n", " ")[:-1].encode() + b"\n"  # a row stays a line, whatever a text holds
+    return text.getvalue().replace("\n", " ")[:-1].encode() + b"\n"  # a row stays one line if a text has several
 
 
 def number_of(value: Any) -> float | None:

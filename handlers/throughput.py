@@ -132,7 +132,7 @@ class Throughput:
         return self.flops_fn is not None or self._counted is not None
 
     def _flops_and_peak(self, trainer: Engine) -> tuple[float, float, float]:
-        """Of this rank since it last wrote: FLOPs, those with what is recomputed, and FLOP/s at most; NaN: unknown."""
+        """FLOPs of this rank since it last wrote, FLOPs with what is recomputed, and peak FLOP/s; NaN: unknown."""
         useful, executed = self._flops, math.nan
         if self._counted is not None:
             useful, executed = self._counted.of(self._tokens, self._samples, self._micro_batches)
@@ -169,7 +169,7 @@ class Throughput:
         self._micro_batches += len(micro_batches)
 
 
-class _Times(NamedTuple):
+class _IterationTimes(NamedTuple):
     """Iterations since they were last taken, and their seconds."""
 
     steps: int
@@ -211,9 +211,11 @@ class _IterationClock:
         while self._handles:
             self._handles.pop().remove()
 
-    def take(self) -> _Times:
+    def take(self) -> _IterationTimes:
         """The times since the last call."""
-        times = _Times(self._steps, self._total_s, self._wait_s, self._compute_s, self._step_s, self._evaluation_s)
+        times = _IterationTimes(
+            self._steps, self._total_s, self._wait_s, self._compute_s, self._step_s, self._evaluation_s
+        )
         self._reset()
         return times
 
@@ -265,16 +267,16 @@ class _StepTimesClock:
         self._clock = clock
         self._before = self._read()
 
-    def take(self) -> _Times:
+    def take(self) -> _IterationTimes:
         """The times since the last call."""
         before, self._before = self._before, self._read()
-        return _Times(*(now - then for now, then in zip(self._before, before)))  # type: ignore[arg-type]  # int first
+        return _IterationTimes(*(now - then for now, then in zip(self._before, before)))  # type: ignore[arg-type]  # int first
 
-    def _read(self) -> _Times:
+    def _read(self) -> _IterationTimes:
         seconds = self._clock.seconds
         compute = seconds["copy"] + seconds["forward"] + seconds["backward"] + seconds["reduction"]
         total = seconds["data_wait"] + compute + seconds["optimizer"] + seconds["update"]
-        return _Times(self._clock.steps, total, seconds["data_wait"], compute, seconds["optimizer"], 0.0)
+        return _IterationTimes(self._clock.steps, total, seconds["data_wait"], compute, seconds["optimizer"], 0.0)
 
 
 def _samples(batch: Any) -> int:
@@ -366,7 +368,7 @@ class _CountedIteration:
         if self._flops is None:
             logger.warning("FLOPs are not counted: an iteration has no matrix product, convolution or attention.")
             return
-        name, each = next(
+        name, size = next(
             (name, number) for name, number in zip(("token", "sample", "micro-batch"), self._units) if number
         )
         peak, what = _peak(trainer)
@@ -377,7 +379,7 @@ class _CountedIteration:
         )
         logger.info(
             "Forward and backward compute %.4g GFLOP for a %s; %.1f %% more is computed again in backward. %s",
-            self._flops[0] / each / 1e9,
+            self._flops[0] / size / 1e9,
             name,
             100 * (self._flops[1] / self._flops[0] - 1),
             of_peak,
@@ -400,7 +402,7 @@ def _peak(trainer: Any) -> tuple[float | None, str]:
         return None, "the model is on no CUDA device"
     if not isinstance(precision, str) or not isinstance(model, nn.Module):
         return None, "the precision of the update is its own"
-    dtype = DTYPES[precision] or next((each.dtype for each in model.parameters()), torch.float32)
+    dtype = DTYPES[precision] or next((parameter.dtype for parameter in model.parameters()), torch.float32)
     tf32 = torch.get_float32_matmul_precision() != "highest"
     name = torch.cuda.get_device_name(device)
     what = f"{name}, {'tf32' if tf32 and dtype == torch.float32 else str(dtype).removeprefix('torch.')}"

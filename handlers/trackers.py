@@ -197,7 +197,7 @@ class MLflowSink:
         if started == self.run_id:  # what was sent after the checkpoint is there, and it would be there twice
             client = mlflow.MlflowClient()
             for key in client.get_run(self.run_id).data.metrics:
-                last = max(each.step for each in client.get_metric_history(self.run_id, key))
+                last = max(metric.step for metric in client.get_metric_history(self.run_id, key))
                 self._written[key] = max(last, self._written.get(key, -1))
         elif self.config:
             logger.log_params(settings_of(self.config))

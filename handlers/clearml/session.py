@@ -90,7 +90,7 @@ class Session:
         self._connect(settings)
 
     def _connect(self, settings: Mapping[str, Any]) -> None:
-        packages = {each.name: each.version for each in importlib.metadata.distributions()}
+        packages = {package.name: package.version for package in importlib.metadata.distributions()}
         environment = {**settings["environment"], "packages": dict(sorted(packages.items()))}
         self.task.connect_configuration(environment, name="environment")
         if settings["config"]:
@@ -184,7 +184,7 @@ def drop_later_points(path: Path, written: Mapping[str, int]) -> None:
             events = json.loads(line)
         except ValueError:  # an incomplete line of a killed process
             continue
-        kept.append([each for each in events if each.get("iter", 0) <= written.get(series_of(each), -1)])
+        kept.append([entry for entry in events if entry.get("iter", 0) <= written.get(series_of(entry), -1)])
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(events) + "\n" for events in kept if events)

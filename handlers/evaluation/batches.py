@@ -51,7 +51,7 @@ def _lengths(batches: int | None) -> list[int]:
 def _check(name: str, lengths: list[int], *, on_each_rank: bool) -> None:
     if (0 in lengths) if on_each_rank else not any(lengths):
         remedy = "use fewer ranks, a smaller batch_size or more data" if any(lengths) else "give data that has one"
-        known = ["unknown" if each < 0 else str(each) for each in lengths]
+        known = ["unknown" if length < 0 else str(length) for length in lengths]
         where = "a batch on every rank" if on_each_rank else "a batch"
         by = " by rank" if len(known) > 1 else ""
         raise ValueError(f"The evaluation of {name!r} needs {where}, got {', '.join(known)}{by}: {remedy}.")
@@ -92,7 +92,7 @@ class EvaluationBatches:
         self._on_each_rank = on_each_rank or waits
         _check(name, self._lengths, on_each_rank=self._on_each_rank)
         self._check_metrics_of_batches()
-        self._idle_forwards = self._forwards_of_peers() if waits else 0
+        self._extra_forwards = self._count_extra_forwards() if waits else 0
         # a rank that forwards along cannot vote along
         self._voting = self.common if waits else max(self._lengths)
         self.progress: OngoingProgress | None = None
@@ -120,7 +120,7 @@ class EvaluationBatches:
                 "give each rank as many batches."
             )
 
-    def _forwards_of_peers(self) -> int:
+    def _count_extra_forwards(self) -> int:
         """How many more batches than this rank another one has, where a forward waits for all ranks (FSDP2).
 
         Raises:
@@ -191,19 +191,19 @@ class EvaluationBatches:
                 _check(self.name, [0 if batch is _END else -1], on_each_rank=False)
             if batch is _END:
                 break
-            if self._idle_forwards and batches + 1 == self.length:
-                for _ in range(self._idle_forwards):  # peers have more batches
+            if self._extra_forwards and batches + 1 == self.length:
+                for _ in range(self._extra_forwards):  # peers have more batches
                     self.evaluator.step(self.evaluator, batch)  # type: ignore[attr-defined]  # checked above
             yield batch
             batches += 1
-        if not self.single_process and self._stops_while_peers_go_on(batches):
+        if not self.single_process and self._vote_until_peers_finish(batches):
             self._interrupt(iterator)
         elif self.at_end is not None:
             self.at_end()
 
     @property
     def epoch_length(self) -> int | None:
-        """Of the evaluator; None: it is to ask for one batch more, as this rank's peers may have some."""
+        """The epoch length for the evaluator; None: it asks for one batch more, as this rank's peers may have some."""
         return self.length if len(set(self._lengths)) == 1 else None
 
     def close(self) -> None:
@@ -226,10 +226,10 @@ class EvaluationBatches:
             self.progress.write(batches)
         return stops
 
-    def _stops_while_peers_go_on(self, batches: int) -> bool:
+    def _vote_until_peers_finish(self, batches: int) -> bool:
         """Vote along, without a batch, until no rank has one, or all stop."""
         if self.sized:
-            return any(self._stops(each) for each in range(batches, self._voting))
+            return any(self._stops(batch) for batch in range(batches, self._voting))
         while True:
             batches += 1
             if not self._vote.is_due(batches):

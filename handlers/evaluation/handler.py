@@ -106,7 +106,7 @@ class Evaluation:
         self._evaluated_at: int | None = None
         """The iteration of the last evaluation in this run."""
         self._evaluated_before: int | None = None
-        """That of the last one before the run was resumed."""
+        """The iteration of the last evaluation before the run was resumed."""
         self._unfinished_at: int | None = None
         """The iteration of an evaluation that was started and has not completed."""
         self._rng: dict[str, Any] | None = None
@@ -128,8 +128,8 @@ class Evaluation:
             trainer.add_event_handler(Events.STARTED, self._start)
             if self._progress is not None:
                 self._progress.usable(self.evaluator, self._model(trainer), sized=hasattr(self.data, "__len__"))
-        for each in event if isinstance(event, EventsList) else (event,):
-            trainer.add_event_handler(each, self._at_the_start if each == Events.STARTED else self)
+        for part in event if isinstance(event, EventsList) else (event,):
+            trainer.add_event_handler(part, self._at_the_start if part == Events.STARTED else self)
 
     def __call__(self, trainer: Trainer) -> None:
         """Evaluate now, unless this iteration was evaluated or a stop has interrupted its evaluation."""
@@ -235,7 +235,7 @@ class Evaluation:
         return not batches.interrupted
 
     def _say_what_is_not_invariant(self) -> None:
-        found = [f"its metric {name!r} is no function of sums" for name in unsummed(self.evaluator)]
+        found = [f"metric {name!r} cannot be computed from sums" for name in unsummed(self.evaluator)]
         if not self._changes and dealing_of(self._loader(), self.limit) is None:
             found = [f"its {type(self._loader()).__name__} is not made by loader()"]
         if found:

@@ -58,25 +58,25 @@ def dealing_of(data: Any, limit: int | None) -> Dealing | None:
 
 
 def unsummed(evaluator: Engine) -> list[str]:
-    """Names of the metrics of ``evaluator`` that are not functions of sums alone, of which nothing is promised."""
+    """Names of the metrics of ``evaluator`` that are not functions of sums alone, so that bits may vary."""
     return [
         name
         for name, metric in metrics_of(evaluator).items()
-        if not all(isinstance(each, (*SUMMED, ignite_metrics.MetricsLambda)) for each in inner_metrics(metric))
+        if not all(isinstance(inner, (*SUMMED, ignite_metrics.MetricsLambda)) for inner in inner_metrics(metric))
     ]
 
 
 class InvariantSums:
-    """Sums the metrics of ``evaluator`` over batches in the order of one tree, whatever rank evaluated which.
+    """Sums the metrics of ``evaluator`` over batches by one tree, the same on any number of ranks.
 
     Args:
-        dealing: of the batches, of which each rank has a contiguous share.
+        dealing: which batches each rank evaluates: a contiguous share.
     """
 
     def __init__(self, evaluator: Engine, dealing: Dealing) -> None:
         self._evaluator, self._dealing = evaluator, dealing
-        found = {id(each): each for metric in metrics_of(evaluator).values() for each in inner_metrics(metric)}
-        self._metrics = [each for each in found.values() if isinstance(each, SUMMED)]
+        found = {id(inner): inner for metric in metrics_of(evaluator).values() for inner in inner_metrics(metric)}
+        self._metrics = [metric for metric in found.values() if isinstance(metric, SUMMED)]
 
     @contextmanager
     def collecting(self, *, shares_after_the_last: bool) -> Iterator[None]:
@@ -125,7 +125,9 @@ class InvariantSums:
 
 
 def _added(left: Sums, right: Sums) -> Sums:
-    return [{name: _sum(one[name], other[name]) for name in one} for one, other in zip(left, right, strict=True)]
+    return [
+        {name: _sum(first[name], second[name]) for name in first} for first, second in zip(left, right, strict=True)
+    ]
 
 
 def _sum(left: Any, right: Any) -> Any:
@@ -141,5 +143,6 @@ def _nothing(value: Any) -> Any:
 
 def _on_host(sums: Sums) -> Sums:
     return [
-        {name: value.cpu() if isinstance(value, Tensor) else value for name, value in each.items()} for each in sums
+        {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sums_of_metric.items()}
+        for sums_of_metric in sums
     ]

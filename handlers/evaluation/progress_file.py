@@ -99,10 +99,10 @@ class EvaluationProgress:
         except (OSError, CheckpointError) as error:
             logger.warning("%s is not used, the evaluation starts over: %s.", self.path, one_line(error).rstrip("."))
             return None
-        other = [f"{key} {saved.get(key)}, not {value}" for key, value in what.items() if saved.get(key) != value]
-        if other:
-            logger.info("%s is of another evaluation (%s) and not used.", self.path, ", ".join(other))
-        return None if other else saved
+        differences = [f"{key} {saved.get(key)}, not {value}" for key, value in what.items() if saved.get(key) != value]
+        if differences:
+            logger.info("%s is of another evaluation (%s) and not used.", self.path, ", ".join(differences))
+        return None if differences else saved
 
     def write(self, saved: Mapping[str, Any]) -> None:
         """Replace the file by ``saved``, atomically and synced to disk; rank 0 only.
@@ -142,7 +142,7 @@ class OngoingProgress:
         mine, pass_number = saved["states"][agreement.rank()], self._source.place.pass_number
         try:
             if sorted(mine["metrics"]) != sorted(self._metrics):
-                known = [sorted(each) for each in (mine["metrics"], self._metrics)]
+                known = [sorted(names) for names in (mine["metrics"], self._metrics)]
                 raise ValueError(f"It has the metrics {known[0]}, the evaluator has {known[1]}.")
             agreement.agreed(lambda: self._source.load_state_dict(mine["data"]))
         except ValueError as error:

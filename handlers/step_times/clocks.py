@@ -1,4 +1,4 @@
-"""Clocks that divide the time of a run into parts: the host's, and that of a CUDA device, which nobody waits for."""
+"""Clocks that divide the time of a run into parts: the host's, and that of a CUDA device, read without waiting."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Longest:
     handlers_s: float = 0.0
 
 
-class Clock(Protocol):
+class StepClock(Protocol):
     """Seconds by the parts of PARTS; each mark says what the time since the mark before it was."""
 
     seconds: dict[str, float]
@@ -68,7 +68,7 @@ class Clock(Protocol):
     def mark(self, part: str) -> None: ...
 
     def end_step(self, part: str) -> None:
-        """As ``mark``, at the end of a step."""
+        """Mark the end of a step."""
 
     def read(self) -> None:
         """Bring ``seconds`` up to date as far as it is known."""
@@ -151,7 +151,7 @@ class DeviceClock:
     def end_step(self, part: str) -> None:
         self._last = perf_counter()
         self._pending.append((part, self._recorded(), True))
-        if len(self._pending) > 1024:  # nobody has read for long
+        if len(self._pending) > 1024:  # they have not been read for long
             self.read()
 
     def read(self) -> None:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Update, Updates
-from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP, Clock, DeviceClock, HostClock, own_time
+from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP, DeviceClock, HostClock, StepClock, own_time
 from ignite_engine.ranks import agreement
 from ignite_engine.report.goodput import Figures, Ledger, LedgerFile, Verdict, read_ledger, verdict
 from ignite_engine.run_directory import RunDirectory
@@ -34,7 +34,7 @@ LOST = 1e-3
 """The share of a start's time after which the ledger's newest line is written again, between 0.02 and 1 s: a kill loses
 no more than that, or the work between two events."""
 _ALWAYS = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, TrainingEvents.BACKWARD_COMPLETED)
-"""Of the events at which others are looked for, those at which each StepTimes itself has a handler anyway."""
+"""Events at which each StepTimes has a handler itself, out of those that are searched for other handlers."""
 
 
 class StepTimes:
@@ -52,7 +52,7 @@ class StepTimes:
     - ``time/data_wait_ms``, ``time/copy_ms`` (from there to the forward: the copy to the device, weights of
       micro-batches), ``time/forward_ms``, ``time/backward_ms``, ``time/reduction_ms`` (what DDP's reduction takes
       beyond the backward, waiting for slower ranks included; of FSDP2 it is part of forward and backward),
-      ``time/optimizer_ms`` (unscale, clip, step). An update function of one's own is ``time/update_ms`` as a whole;
+      ``time/optimizer_ms`` (unscale, clip, step). A custom update function is ``time/update_ms`` as a whole;
     - ``time/evaluation_ms``, ``time/checkpoint_ms``, ``time/logging_ms`` (the sinks), and ``time/handlers_ms``: all
       other handlers, and what the engine itself takes;
     - ``time/step_ms``: the sum of the first group; ``time/step_p50_ms`` and ``time/step_p99_ms`` of it, of all steps of
@@ -70,7 +70,7 @@ class StepTimes:
         self.verdict: Verdict | None = None
         """Why the run was not faster, when it has ended; rank 0's."""
         self._began = since
-        self._clock: Clock = HostClock()
+        self._clock: StepClock = HostClock()
         self._file: LedgerFile | None = None
         self._around: list[RemovableEventHandle] = []
         self._reset()
@@ -87,7 +87,7 @@ class StepTimes:
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
         """Write at ``event``."""
-        if self._began is None and not in_notebook():  # where nobody knows when the next cell will run
+        if self._began is None and not in_notebook():  # where the time until the next cell is unknown
             self._began = perf_counter()
         on, own = trainer.add_event_handler, TrainingEvents
         on(Events.STARTED, self._start)
@@ -120,12 +120,12 @@ class StepTimes:
         if not min(row[0] for row in rows):
             return
         metrics, ranks = trainer.state.metrics, len(rows)
-        each = [[seconds / row[0] for seconds in row[3:]] for row in rows]
-        own = [own_time(row[: len(STEP)]) for row in each]
+        per_iteration = [[seconds / row[0] for seconds in row[3:]] for row in rows]
+        own = [own_time(row[: len(STEP)]) for row in per_iteration]
         for index, part in enumerate(parts):
-            if f"time/{part}_ms" in metrics or any(row[index] for row in each):
-                metrics[f"time/{part}_ms"] = 1e3 * sum(row[index] for row in each) / ranks
-        metrics["time/step_ms"] = 1e3 * sum(sum(row[: len(STEP)]) for row in each) / ranks
+            if f"time/{part}_ms" in metrics or any(row[index] for row in per_iteration):
+                metrics[f"time/{part}_ms"] = 1e3 * sum(row[index] for row in per_iteration) / ranks
+        metrics["time/step_ms"] = 1e3 * sum(sum(row[: len(STEP)]) for row in per_iteration) / ranks
         for index, name in ((1, "p50"), (2, "p99")):
             metrics[f"time/step_{name}_ms"] = 1e3 * max(row[index] for row in rows)
         if ranks > 1:
@@ -227,7 +227,7 @@ class StepTimes:
         return lambda: handle.remove()
 
     def _end(self, trainer: Trainer) -> None:
-        """The run has ended in whatever way, or is paused, or goes back to a checkpoint."""
+        """The run has ended in any way, or is paused, or goes back to a checkpoint."""
         status = trainer.state.status
         self._clock.mark(self._rest)
         self._paused = status == "running"

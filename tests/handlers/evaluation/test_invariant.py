@@ -107,7 +107,7 @@ def test_what_is_not_promised_is_said_at_the_start(caplog: pytest.LogCaptureFixt
 
     said = [record.getMessage() for record in caplog.records]
     assert said[0].startswith("progress has no effect with rank_invariant: the evaluation of odd")
-    unpromised = "The evaluation of odd may have other bits on another number of ranks: its metric 'curve'"
+    unpromised = "The evaluation of odd may have other bits on another number of ranks: metric 'curve'"
     assert said[1].startswith(unpromised)
     assert said[2].endswith("ranks: its DataLoader is not made by loader().") and len(said) == 3
 
