@@ -56,7 +56,7 @@ class LaunchError(RuntimeError):
 
 
 def check_type(name: str, value: object, is_right: bool, expected: str) -> None:
-    """Refuse an argument of another type than expected; a bool is no number.
+    """Refuse an argument of another type than expected; a bool does not count as a number.
 
     Raises:
         TypeError: one sentence that names the argument, what is expected and what was given.
@@ -105,7 +105,7 @@ def did_you_mean(given: str, known: Iterable[str], *, limit: int = 20) -> str:
         limit: how many of them are listed at most.
     """
     names = list(known)
-    folded = {each.lower(): each for each in names}
+    folded = {name.lower(): name for name in names}
     if near := difflib.get_close_matches(given.lower(), folded, n=1):
         return f"; did you mean '{folded[near[0]]}'?"
     return f"; known: {shortened(names, limit)}." if names else "."

@@ -92,7 +92,7 @@ class _Evaluator(Engine):
             for metric in metrics:
                 try:
                     output = metric._output_transform(self.state.output)
-                    if type(output) is tuple and output and all([type(each) is Tensor for each in output]):
+                    if type(output) is tuple and output and all([type(part) is Tensor for part in output]):
                         metric.update(output)
                     else:
                         with _transformed(metric, output):

@@ -53,7 +53,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Restore the generators afterwards, whatever the body draws from them."""
+    """Restore the generators after the body, which may draw from them."""
     outside = _generators(np.random.get_state())
     try:
         yield
@@ -210,7 +210,7 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """As :func:`seed_host`, and the generator of ``device``, the current one of its kind."""
+    """Call :func:`seed_host`, and seed the generator of ``device``, the current one of its kind."""
     seed_host(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)

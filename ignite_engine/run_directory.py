@@ -100,7 +100,7 @@ class RunDirectory:
 
     def write_environment(self, world_size: int) -> None:
         """Store versions, machine, devices and command line."""
-        packages = {each.name: each.version for each in importlib.metadata.distributions()}
+        packages = {package.name: package.version for package in importlib.metadata.distributions()}
         values = {
             **environment_values(world_size),
             "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
@@ -331,7 +331,7 @@ def plain_metric(name: str, value: Any) -> Any:
 def json_values(value: Any) -> Any:
     """Nested plain values for JSON; NaN and infinities as :func:`checkpointing.manifest.json_number` writes them."""
     if isinstance(value, Mapping):
-        return {str(key): json_values(each) for key, each in value.items()}
+        return {str(key): json_values(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [json_values(each) for each in value]
+        return [json_values(element) for element in value]
     return json_number(value) if isinstance(value, float) else value

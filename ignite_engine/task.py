@@ -109,7 +109,7 @@ def build_task(build: Callable[[Mapping[str, Any]], Any], options: Mapping[str, 
     try:
         task = build(options)
     except Exception as error:
-        raise TaskError(f"{name}() raised {_described(error)}.") from error
+        raise TaskError(f"{name}() raised {_error_with_line(error)}.") from error
     if not isinstance(task, Task):
         raise TaskError(f"{name}() returned {type(task).__name__}, expected an ignite_engine.Task.")
     if (problem := problem_of_metrics(task.metrics)) is not None:
@@ -134,11 +134,13 @@ def problem_of_metrics(metrics: Any) -> str | None:
 
 def _find_file(where: str, folder: Path | None) -> Path:
     folders = [Path.cwd()] if folder is None else [folder, *folder.parents, Path.cwd()]
-    tried = [each / where for each in folders]  # an absolute path stays itself
+    tried = [folder / where for folder in folders]  # an absolute path stays itself
     for path in tried:
         if path.is_file():
             return path.resolve()
-    names = sorted({path.name for each in tried if each.parent.is_dir() for path in each.parent.glob("*.py")})
+    names = sorted(
+        {path.name for candidate in tried if candidate.parent.is_dir() for path in candidate.parent.glob("*.py")}
+    )
     here = "" if Path.cwd() in folders[:-1] else f" or {Path.cwd()}"
     places = "" if Path(where).is_absolute() else f" in {folders[0]} or the folders above it{here}"
     raise TaskError(f"got {where!r}, but there is no such file{places}{did_you_mean(Path(where).name, names)}")
@@ -160,7 +162,7 @@ def _module_from_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise TaskError(f"{path} could not be executed: {_described(error)}.") from error
+        raise TaskError(f"{path} could not be executed: {_error_with_line(error)}.") from error
     return module
 
 
@@ -172,12 +174,12 @@ def _module_from_name(name: str) -> ModuleType:
             raise TaskError(
                 f"got {name!r}, but there is no module '{error.name}'; a file's name ends in .py."
             ) from error
-        raise TaskError(f"module {name} could not be imported: {_described(error)}.") from error
+        raise TaskError(f"module {name} could not be imported: {_error_with_line(error)}.") from error
     except Exception as error:
-        raise TaskError(f"module {name} could not be imported: {_described(error)}.") from error
+        raise TaskError(f"module {name} could not be imported: {_error_with_line(error)}.") from error
 
 
-def _described(error: Exception) -> str:
+def _error_with_line(error: Exception) -> str:
     """``KeyError: 'width' (at model.py:31)``: the line is the innermost one in the user's code."""
     text = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, SyntaxError):

@@ -19,7 +19,7 @@ def hash_ids(ids: Tensor, buckets: int, salt: int | Tensor = 0) -> Tensor:
         salt: another one gives other numbers; a tensor is broadcast, for instance one for each column of ``ids``.
 
     Raises:
-        TypeError, ValueError: ids are no whole numbers, or there is no bucket.
+        TypeError, ValueError: ids are not whole numbers, or there is no bucket.
 
     Source: the SplitMix64 finaliser, Steele, Lea and Flood 2014, as ``rng.mix(salt, id)``.
     """
@@ -30,10 +30,10 @@ def hash_ids(ids: Tensor, buckets: int, salt: int | Tensor = 0) -> Tensor:
 
 
 def whole_ids(ids: Tensor) -> Tensor:
-    """As int64: others wrap around elsewhere, and would be other ids.
+    """Ids as int64: other types wrap around elsewhere, which gives other ids.
 
     Raises:
-        TypeError: they are no whole numbers.
+        TypeError: they are not whole numbers.
     """
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise TypeError(f"ids must be whole numbers, got {ids.dtype}: give ids.long(), if that is what they are.")
@@ -83,7 +83,7 @@ class IdRows(nn.Module):
         return torch.where(has_own, self.own_rows[place], rows)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each id its place in :attr:`ids`, and whether it is there; otherwise the place means nothing."""
+        """The index of each id in :attr:`ids`, and whether it is there; otherwise the index means nothing."""
         if not len(self.ids):
             return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         place = torch.searchsorted(self.ids, ids.contiguous()).clamp_(max=len(self.ids) - 1)
@@ -102,7 +102,7 @@ class IdRows(nn.Module):
         self.ids, self.own_rows = ids.to(device), rows.to(device)
 
     def get_extra_state(self) -> Tensor:
-        """Shape ``(2, rows - shared)``, whatever is given out: ids, and their rows or -1."""
+        """Ids, and their rows or -1; shape ``(2, rows - shared)``, however many rows are given out."""
         state = torch.full((2, self.rows - self.shared), -1, dtype=torch.int64)
         state[0, : len(self.ids)], state[1, : len(self.ids)] = self.ids, self.own_rows
         return state
