@@ -108,9 +108,15 @@ class RunDirectory:
         write_whole(self.environment, json.dumps(values, indent=1) + "\n")
 
     def note(self, what: str, iteration: int, reason: str | None = None) -> None:
-        """Add to the history: ``started``, ``resumed``, or how a start ended (``completed``, ``interrupted``, ...)."""
+        """Add to the history: ``started``, ``resumed``, or how a start ended (``completed``, ``interrupted``, ...).
+
+        That of a start has its settings, where the folder has a config.
+        """
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        line = json.dumps({"what": what, "iteration": iteration, "reason": reason, "at": now})
+        values: dict[str, Any] = {"what": what, "iteration": iteration, "reason": reason, "at": now}
+        if what in ("started", "resumed") and (config := self._stored_config()) is not None:
+            values["config"] = config
+        line = json.dumps(json_values(values), default=str)
         self.path.mkdir(parents=True, exist_ok=True)
         with self.history.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

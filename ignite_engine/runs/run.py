@@ -169,6 +169,7 @@ class Run:
             if refused and finished:  # it has not become another run
                 self.directory.put_back(finished)
             else:
+                self._keep_record(finished)
                 report = self._write_report()
                 if status == "interrupted":
                     self._log_outcome(summary, report)
@@ -176,8 +177,21 @@ class Run:
                 raise error from raised
             raise
         summary = self._write_summary(trainer.state.status, resumed)
+        self._keep_record(finished)
         self._log_outcome(summary, self._write_report())
         return summary
+
+    def _keep_record(self, finished: Mapping[Path, str]) -> None:
+        """Of a finished run of which no more was trained, the settings that it was trained with."""
+        if not finished or self.trainer.state.iteration != self.first_iteration:
+            return
+        self.directory.put_back({path: text for path, text in finished.items() if path != self.directory.summary})
+        if self._differences:
+            logger.info(
+                "The run was at its end, so nothing was trained with the settings that differ: %s stays as it was, and "
+                "%s has those of each start.",
+                *(self.directory.config.name, self.directory.history.name),
+            )
 
     @contextlib.contextmanager
     def _held_directory(self) -> Iterator[None]:

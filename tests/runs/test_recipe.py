@@ -234,6 +234,30 @@ def test_finished_run_is_only_evaluated(build: Callable[..., Run]) -> None:
     assert lines_of(again) == lines
 
 
+def test_finished_run_that_trains_nothing_keeps_the_record_of_what_was_trained(
+    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its settings were never in force; the history has those of each start."""
+    first = build()
+    first.train()
+    files = [first.directory.config, first.directory.environment]
+    before = [path.read_text() for path in files]
+    caplog.set_level(logging.INFO)
+    again = build({"update": {"clip_norm": 0.123457}, "optimizer": {"lr": 0.5}})
+    again.train()
+
+    assert [path.read_text() for path in files] == before
+    assert "nothing was trained with the settings that differ: config.yaml stays as it was" in caplog.text
+    starts = [line["config"] for line in again.directory.read_history() if line["what"] in ("started", "resumed")]
+    assert [config["update"]["clip_norm"] for config in starts] == [first.config["update"]["clip_norm"], 0.123457]
+    page = (again.directory.path / "report.html").read_text()
+    assert "0.123457" not in page
+
+    longer = build({"update": {"clip_norm": 0.123457}, "run": {"max_iterations": 11}})
+    longer.train()
+    assert yaml.safe_load(longer.directory.config.read_text())["update"]["clip_norm"] == 0.123457
+
+
 def test_finished_run_continues_when_it_is_made_longer(
     build: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -302,7 +326,8 @@ def test_changed_setting_of_the_optimizer_is_one_line(
     longer = {**changed, "run": {"max_iterations": 11}, "checkpoint": {"ignore": ["optimizer"]}}
     brought_back, *others = lines(longer)
     assert brought_back.startswith("lr_schedule restores the base LR 0.001 and not 0.9")
-    assert others == ["Config differs from the run's last start: optimizer.betas: [0.8, 0.9] -> not set"]
+    # the betas were never in force, so that config.yaml has none
+    assert others == ["Config differs from the run's last start: optimizer.lr: 0.001 -> 0.9"]
 
 
 def test_section_that_went_is_left_out_of_what_is_resumed(build: Callable[..., Run]) -> None:
