@@ -110,6 +110,8 @@ class AgreedSource(DataSource):
 
     def freeze(self) -> None:
         if self._ahead is not None:
+            if isinstance(self.data, Iterator):
+                self.reader.fetched = self._ahead.fetched
             self.place, self._ahead = replace(self.place, held=self._held()), None
         else:
             super().freeze()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
@@ -70,6 +70,8 @@ class LookAhead:
         self._taken = 0
         self._places = 0
         self._unread: list[Exception] = []
+        self.fetched: Sequence[Any] = ()
+        """What was fetched and not taken yet, with what could not be read."""
         self._group: Group | None = None
         self._weights: list[float] = []
         self._exchange: Callable[[], list[list[float]]] | None = None
@@ -124,6 +126,7 @@ class LookAhead:
         try:
             places = self._interruptible()
             self._group, self._unread = split(places)
+            self.fetched = places
             self._places = len(places)
             if self._weigh is not None:
                 self._weights = [check_weight(self._weigh(batch)) for batch in self._group]
@@ -160,6 +163,7 @@ class LookAhead:
         assert group is not None
         if not places:
             raise StopIteration
+        self.fetched = ()
         if self._left is not None:
             self._left -= places
         if self._read_errors is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import IterableDataset, SequentialSampler
@@ -36,8 +36,8 @@ class Replayed:
 
     def __init__(self, data: Any) -> None:
         self.data = data
-        self.reads_on = False
-        """An iterator that can be read only once, which stands at the place already."""
+        self.fetched: Sequence[Any] | None = None
+        """Of an iterator that can be read only once and goes on: what was fetched of it and is not consumed."""
 
     @property
     def inexact(self) -> str | None:
@@ -62,8 +62,10 @@ class Replayed:
 
     def open(self, place: Place, begin: Begin) -> Iterator[Any]:
         """The batches from ``place`` on."""
-        iterator = begin()
-        if place.batch and not self.reads_on:
+        iterator, fetched, self.fetched = begin(), self.fetched, None
+        if fetched is not None:
+            return chain(fetched, iterator)
+        if place.batch:
             logger.warning(
                 "%s keeps no state: the %d batches that were consumed are loaded again and skipped.",
                 type(self.data).__name__,
@@ -71,7 +73,6 @@ class Replayed:
             )
             for _ in islice(iterator, place.batch):
                 pass
-        self.reads_on = False
         return iterator
 
     def held(self) -> Held:

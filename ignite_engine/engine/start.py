@@ -274,7 +274,7 @@ def _place(
     elif start is Start.CONTINUED:
         if data is progress.user_data or source.data is before.data:
             source.load_state_dict({**position.data, "fingerprint": None})  # what it holds may have changed since
-            if isinstance(source, DataSource):
-                source.reader.reads_on = isinstance(data, Iterator)
+            if isinstance(data, Iterator) and isinstance(source, DataSource) and isinstance(before, DataSource):
+                source.reader.fetched = before.reader.fetched or ()
         else:
             source.continue_at(before.place)

@@ -160,7 +160,27 @@ def without_statistics(rank: int) -> Any:
     return [seen[:4], seen[4:]]
 
 
+def one_iterator(rank: int) -> Any:
+    """An iterator that can be read only once, of 9 or 5 batches in groups of 2: what a run that pauses trains on."""
+
+    def run(pause: Callable[[Trainer], None] | None) -> list[Any]:
+        trainer, seen = trainer_and_seen(2)
+        data = iter(Stream(rank, (9, 5)[rank]))
+        if pause is not None:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=lambda _, count: count in (1, 4)), pause)
+        while trainer.state.iteration < 5:
+            trainer.run(data, max_iters=5)
+        return seen
+
+    def stop(trainer: Trainer) -> None:
+        trainer.vote_at_next_boundary()
+        trainer.request_stop("a pause")
+
+    return [run(None), run(lambda trainer: trainer.interrupt()), run(stop)]
+
+
 CASES: dict[str, Callable[[int], Any]] = {
+    "one iterator": one_iterator,
     "uneven epochs": uneven_epochs,
     "groups": groups,
     "error": error_of_one,
@@ -216,6 +236,12 @@ def test_a_signal_ends_the_wait_for_data_that_is_looked_ahead(reports: list[dict
         assert (stop["code"], stop["waited"]) == (143, False)
         assert stop["seen"] == [(1, [100 * rank + index], 2) for index in range(3)]
         assert stop["rest"] == [(1, [100 * rank + index], 2) for index in range(3, 6)]
+
+
+def test_an_iterator_goes_on_after_a_pause_without_losing_what_was_looked_ahead(reports: list[dict[str, Any]]) -> None:
+    for each in reports:
+        whole, interrupted, stopped = each["one iterator"]
+        assert len(whole) == 5 and interrupted == whole and stopped == whole
 
 
 def test_a_rank_without_a_batch_trains_along(reports: list[dict[str, Any]]) -> None:
