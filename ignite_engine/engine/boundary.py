@@ -59,8 +59,8 @@ class StepBoundary:
         Where what was published ends the epoch, the rest is left to the boundary at its end.
         """
         state, engine = self._state, self._engine
-        # all ranks end an epoch together: where one has called terminate(), here is where they learn of it
-        agreed = self._agree(now=last or not within_epoch)
+        # all ranks end an epoch, and pause, together: where one has called terminate(), here is where they learn of it
+        agreed = self._agree(now=last or not within_epoch or engine.should_interrupt)
         stopping = bool(agreed & STOP)
         if stopping:
             terminate(engine)

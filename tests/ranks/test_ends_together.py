@@ -39,7 +39,13 @@ def terminates_on_nan(trainer: Trainer, rank: int) -> None:
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=7), handler)
 
 
+def terminates_where_all_pause(trainer: Trainer, rank: int) -> None:
+    terminates(Events.ITERATION_COMPLETED(once=3))(trainer, rank)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.interrupt)
+
+
 CASES: dict[str, Callable[[Trainer, int], object]] = {
+    "pausing": terminates_where_all_pause,
     "start": terminates(Events.STARTED),
     "epoch started": terminates(Events.EPOCH_STARTED(once=2)),
     "fetching": terminates(Events.GET_BATCH_STARTED(once=5)),
