@@ -90,8 +90,8 @@ def memory_groups(process: Path = Path("/proc/self/cgroup"), root: Path = Path("
     if path is None:
         return []
     # within a container its own group may be mounted as the top
-    own = top / path.strip("/")
-    folders = [own, *own.parents] if own.is_dir() else [top]
+    own_folder = top / path.strip("/")
+    folders = [own_folder, *own_folder.parents] if own_folder.is_dir() else [top]
     return [folder for folder in folders if folder.is_relative_to(top) and _files_of(folder) is not None]
 
 

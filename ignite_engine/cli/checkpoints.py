@@ -113,18 +113,18 @@ def _row(checkpoint: CheckpointInfo, names: list[str]) -> tuple[str, ...]:
 def _verify(options: argparse.Namespace) -> int:
     where: Path = options.where
     if (where / MANIFEST_NAME).exists() or named_iteration(where) is not None:
-        found = {where: CheckpointStore(where.parent).verify(where)}
+        problems_by_path = {where: CheckpointStore(where.parent).verify(where)}
     elif where.name in NAMES and not where.exists():
-        found = _verified(*split_name(where))
+        problems_by_path = _verified(*split_name(where))
     else:
         directory = find_directory(where)
         readable, unreadable = scan(directory)
-        found = {path: [reason] for path, reason in unreadable}
+        problems_by_path = {path: [reason] for path, reason in unreadable}
         store = CheckpointStore(directory)
-        found |= {checkpoint.path: store.verify(checkpoint.path) for checkpoint in readable}
-    for path, problems in sorted(found.items()):
+        problems_by_path |= {checkpoint.path: store.verify(checkpoint.path) for checkpoint in readable}
+    for path, problems in sorted(problems_by_path.items()):
         print(f"{path.name}  {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
-    return int(any(found.values()))
+    return int(any(problems_by_path.values()))
 
 
 def _verified(where: Path, which: str) -> dict[Path, list[str]]:
@@ -132,15 +132,15 @@ def _verified(where: Path, which: str) -> dict[Path, list[str]]:
     store = CheckpointStore(find_directory(where))
     if which != "best":
         newest = store.latest()
-        found = {path: [reason] for path, reason in newest.skipped}
-        return found | ({newest.checkpoint.path: []} if newest.checkpoint else {})
+        problems_by_path = {path: [reason] for path, reason in newest.skipped}
+        return problems_by_path | ({newest.checkpoint.path: []} if newest.checkpoint else {})
     metric, mode = scored_by(store)
-    found = {}
+    problems_by_path = {}
     for checkpoint in ranked(of_one_run(store.checkpoints()), metric, mode):
-        found[checkpoint.path] = store.verify(checkpoint.path)
-        if not found[checkpoint.path]:
+        problems_by_path[checkpoint.path] = store.verify(checkpoint.path)
+        if not problems_by_path[checkpoint.path]:
             break
-    return found
+    return problems_by_path
 
 
 def _diff(options: argparse.Namespace) -> int:

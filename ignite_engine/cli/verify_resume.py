@@ -57,8 +57,8 @@ def verify(options: argparse.Namespace, config: Config) -> None:
     """
     kill_at, iterations = options.kill_at, options.iterations
     if iterations < 3 or (kill_at is not None and not 2 <= kill_at < iterations):
-        given = f"--iterations {iterations}" + (f" --kill-at {kill_at}" if kill_at is not None else "")
-        raise ConfigError(f"{given}: expected at least 3 iterations and a kill after the first and before the last.")
+        settings = f"--iterations {iterations}" + (f" --kill-at {kill_at}" if kill_at is not None else "")
+        raise ConfigError(f"{settings}: expected at least 3 iterations and a kill after the first and before the last.")
     with tempfile.TemporaryDirectory(prefix="verify-resume-", ignore_cleanup_errors=True) as folder:
         try:
             comparison = _ThreeRuns(options, config, Path(folder)).compare()
@@ -115,9 +115,9 @@ class _ThreeRuns:
 
     def _save_every(self, kill_at: int) -> int:
         """The config's own interval if it saves before the kill; otherwise one that saves shortly before it."""
-        own = self.config.checkpoint.every
-        if own is not None and own.iterations is not None and own.iterations < kill_at:
-            return own.iterations
+        every = self.config.checkpoint.every
+        if every is not None and every.iterations is not None and every.iterations < kill_at:
+            return every.iterations
         return max(1, kill_at - max(1, kill_at // 5))
 
     def _records(self, phase: str) -> list[list[BoundaryRecord]]:

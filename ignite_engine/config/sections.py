@@ -80,8 +80,8 @@ class RunSection(Section):
     @model_validator(mode="after")
     def _one_length(self) -> RunSection:
         if (self.max_iterations is None) == (self.max_epochs is None):
-            given = "both; set the other to null" if self.max_epochs is not None else "neither"
-            raise ValueError(f"expected one of max_iterations and max_epochs, got {given}")
+            complaint = "both; set the other to null" if self.max_epochs is not None else "neither"
+            raise ValueError(f"expected one of max_iterations and max_epochs, got {complaint}")
         return self
 
 
@@ -149,8 +149,8 @@ class OptimizerSection(Section):
             key = next(
                 (key for key in options if key != "lr" and key.rstrip("s") in complaint), ""
             )  # "Invalid beta ..."
-            given = f"got {display(options[key])}, but " if key else ""
-            raise _fault(key, f"{given}{kind} says: {complaint}.") from None
+            value_given = f"got {display(options[key])}, but " if key else ""
+            raise _fault(key, f"{value_given}{kind} says: {complaint}.") from None
         return self
 
 

@@ -270,8 +270,8 @@ def _attach(
             divergence_threshold=stopping.divergence_threshold,
         ).attach(trainer)
     section = config.checkpoint
-    given = {option.name: getattr(section, option.name, None) for option in fields(SaveOptions)}
-    options = {name: value for name, value in given.items() if value is not None}
+    values = {option.name: getattr(section, option.name, None) for option in fields(SaveOptions)}
+    options = {name: value for name, value in values.items() if value is not None}
     run.checkpoint = handlers.Checkpoint(
         run.directory.checkpoints, must_be_new=config.run.must_be_new, config=run.config, **options
     )
@@ -329,9 +329,9 @@ def _loading(config: Config, task: Task, run: Run) -> Callable[[], object]:
 
 
 def _source(config: Config, key: str, section: LoadSection) -> LoadSource:
-    given = {"parts": section.parts, "include": section.include, "ignore": section.ignore, "rename": section.rename}
+    values = {"parts": section.parts, "include": section.include, "ignore": section.ignore, "rename": section.rename}
     preset = {"fine_tune": LoadPlan.fine_tune, "warm_start": LoadPlan.warm_start, "resume": LoadPlan.resume}
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in values.items() if value is not None}
     assert section.path is not None  # it is one of the config's sources
     try:
         plan = preset[section.plan](**settings, weights=section.weights, strict=section.strict)

@@ -243,8 +243,8 @@ class Run:
 
     def _schedule_section(self, optimizer: str) -> str:
         """The dotted key of the section of an optimizer's schedule."""
-        own = self.config["optimizers"].get(optimizer, {}).get("schedule")
-        return f"optimizers.{optimizer}.schedule" if own else "schedule"
+        own_schedule = self.config["optimizers"].get(optimizer, {}).get("schedule")
+        return f"optimizers.{optimizer}.schedule" if own_schedule else "schedule"
 
     def evaluate(self, checkpoint: Path | str | None = None) -> dict[str, float | int | str]:
         """Metrics of every validation and test set with the weights of a checkpoint; a collective, nothing is written.
@@ -311,9 +311,9 @@ class Run:
 
     def _log_differences(self, resumed: Path | None) -> None:
         """A changed setting of an optimizer that was resumed is not among them: that it has no effect is said there."""
-        said = resumed is not None and "optimizer" not in self.ignore
+        optimizer_resumed = resumed is not None and "optimizer" not in self.ignore
         for line in self._differences:
-            if not (said and line.startswith(("optimizer.", "optimizers."))):
+            if not (optimizer_resumed and line.startswith(("optimizer.", "optimizers."))):
                 logger.info("Config differs from the run's last start: %s", line)
 
     def _log_outcome(self, summary: Mapping[str, Any], report: Path | None) -> None:
@@ -367,17 +367,17 @@ class Run:
         if asked is not None and str(asked) not in NAMES:
             return find_source(asked)
         rule = self.best or followed(store.checkpoints())
-        found = None
+        checkpoint_found = None
         if asked == "best" or (asked is None and rule):
-            found = store.best(*(rule or scored_by(store)))  # which says how to set one
-        if found is None and asked != "best":
-            found = store.latest().checkpoint
-        if found is None:
+            checkpoint_found = store.best(*(rule or scored_by(store)))  # which says how to set one
+        if checkpoint_found is None and asked != "best":
+            checkpoint_found = store.latest().checkpoint
+        if checkpoint_found is None:
             scored = f" with {rule[0]}" if asked == "best" and rule else ""
             raise FileNotFoundError(
                 f"{store.directory} holds no valid checkpoint{scored}; train first, or give --checkpoint."
             )
-        return found.path
+        return checkpoint_found.path
 
     def _plain_metrics(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """What was measured, as JSON has it; handlers may have written a value after the last log point."""
@@ -396,8 +396,8 @@ class Run:
         if best is None:
             return None
         mode = self.config["checkpoint"]["mode"]
-        at = {"iteration": best.iteration, "checkpoint": best.path.name}
-        return {"metric": best.metric, "mode": mode, "value": best.value, **at}
+        place_of_best = {"iteration": best.iteration, "checkpoint": best.path.name}
+        return {"metric": best.metric, "mode": mode, "value": best.value, **place_of_best}
 
     def _write_failure(self, line: str) -> None:
         """A rank failed; this one writes it, whichever it is. The main thread may be blocked and never do so."""

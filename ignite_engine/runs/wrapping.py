@@ -144,8 +144,8 @@ def _renewed(
     now = dict(model.named_parameters())
 
     def renewed(parameters: Any) -> list[Any]:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return [now[names[id(parameter)]] if id(parameter) in names else parameter for parameter in given]
+        given_parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return [now[names[id(parameter)]] if id(parameter) in names else parameter for parameter in given_parameters]
 
     return [
         {**group, "params": renewed(group["params"])} if isinstance(group, dict) else renewed(group)[0]

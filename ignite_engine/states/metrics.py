@@ -23,7 +23,7 @@ _DEVICE, _TENSOR = "__device__", "__tensor__"
 
 def metrics_of(engine: Engine) -> dict[str, Metric]:
     """Every metric whose handlers ``engine`` has, by the name under which it writes; not those inside another one."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     unnamed: dict[int, Metric] = {}
     for handlers in engine._event_handlers.values():
         for handler, arguments, _ in handlers:
@@ -31,12 +31,12 @@ def metrics_of(engine: Engine) -> dict[str, Metric]:
             if metric is not None:
                 words = [argument for argument in arguments if isinstance(argument, str)]
                 if words:
-                    found[words[0]] = metric
+                    metrics[words[0]] = metric
                 else:
                     unnamed[id(metric)] = metric
-    covered = {id(inner) for metric in found.values() for inner in inner_metrics(metric)}
+    covered = {id(inner) for metric in metrics.values() for inner in inner_metrics(metric)}
     left = [metric for key, metric in unnamed.items() if key not in covered]
-    return found | {f"unnamed {index} {type(metric).__name__}": metric for index, metric in enumerate(left)}
+    return metrics | {f"unnamed {index} {type(metric).__name__}": metric for index, metric in enumerate(left)}
 
 
 def unsupported_reason(metric: Metric) -> str | None:
@@ -44,8 +44,8 @@ def unsupported_reason(metric: Metric) -> str | None:
     for name, value in _changeable(metric):
         try:
             for inner in _metrics_in(value):
-                if (found := unsupported_reason(inner)) is not None:
-                    return found
+                if (reason := unsupported_reason(inner)) is not None:
+                    return reason
             refuse_what_cannot_be_loaded({name: _packed(value)})
         except (CheckpointError, TooDeep):
             kind = type(value)

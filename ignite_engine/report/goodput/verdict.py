@@ -142,9 +142,9 @@ def verdict(figures: Figures) -> Verdict | None:
     """The cause that has cost most; None: nothing is wrong, or too little was measured."""
     if figures.steps < FEWEST_STEPS or figures.total_s < SHORTEST_S:
         return None
-    verdicts = [found for rule in _RULES if (found := rule(figures)) is not None]
+    verdicts = [verdict for rule in _RULES if (verdict := rule(figures)) is not None]
     # what slows everything else cannot be told as a share, and is the cause of the other shares
-    return max(verdicts, key=lambda found: found.share, default=None)
+    return max(verdicts, key=lambda verdict: verdict.share, default=None)
 
 
 def _threads(figures: Figures) -> Verdict | None:
@@ -212,11 +212,11 @@ def _one_step(figures: Figures) -> Verdict | None:
 def _slow_rank(figures: Figures) -> Verdict | None:
     if len(figures.ranks) < 2:
         return None
-    own = [sum(seconds for part, seconds in rank.items() if part != "reduction") for rank in figures.ranks]
-    slowest = max(range(len(own)), key=own.__getitem__)
+    own_seconds = [sum(seconds for part, seconds in rank.items() if part != "reduction") for rank in figures.ranks]
+    slowest = max(range(len(own_seconds)), key=own_seconds.__getitem__)
     others = [rank for number, rank in enumerate(figures.ranks) if number != slowest]
-    usual = median(seconds for number, seconds in enumerate(own) if number != slowest)
-    excess = own[slowest] - usual
+    usual = median(seconds for number, seconds in enumerate(own_seconds) if number != slowest)
+    excess = own_seconds[slowest] - usual
     share = excess / figures.total_s
     if share <= SLOW_RANK:
         return None
@@ -226,7 +226,7 @@ def _slow_rank(figures: Figures) -> Verdict | None:
     where = PART_NAMES[part]
     return Verdict(
         f"rank {slowest}",
-        f"it takes {1e3 * own[slowest] / figures.steps:.3g} ms an iteration where the others take "
+        f"it takes {1e3 * own_seconds[slowest] / figures.steps:.3g} ms an iteration where the others take "
         f"{1e3 * usual / figures.steps:.3g} ms and wait for it; {1e3 * more[part] / figures.steps:.3g} ms of that in "
         f"{where}",
         "look at that rank's machine, and at its share of the data"
