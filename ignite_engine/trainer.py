@@ -351,7 +351,7 @@ class Trainer(Engine):
 
     def _begin_again(self, arguments: start.RunArguments) -> Loop:
         """Resume what was loaded; what was requested meanwhile is requested still."""
-        stop = self.requests.stop
+        stop, end = self.requests.stop, self.requests.end
         try:
             loop = self._begin(arguments_again(arguments, self.state, self.progress))
         except BaseException as failure:
@@ -359,6 +359,8 @@ class Trainer(Engine):
             raise
         if stop is not None:
             self.requests.request_stop(*stop)
+        if end is not None:
+            self.requests.request_end(*end)
         self.requests.request_save()  # a run that is killed from there on knows what to leave out
         return loop
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ignite.handlers import TerminateOnNan
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, Update, loader
+from ignite_engine.handlers import Checkpoint
 from tests.builders import Numbers, linear, mse, on_two_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
@@ -44,6 +46,28 @@ def terminates_where_all_pause(trainer: Trainer, rank: int) -> None:
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.interrupt)
 
 
+def terminates_before_going_back(rank: int, directory: Path) -> list[Any]:
+    """``terminate()`` on rank 1 in the iteration before one that is not finite, for which the run goes back."""
+    model = DistributedDataParallel(linear())
+    update = Update(model, torch.optim.SGD(model.parameters(), 0.01), mse, non_finite="rollback")
+    trainer, broken = Trainer(update), list[int]()
+    Checkpoint(directory).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=4))
+    def terminate_once() -> None:
+        if rank == 1 and not broken:
+            trainer.terminate()
+
+    @trainer.on(Events.ITERATION_STARTED(once=5))
+    def break_once() -> None:
+        if not broken:
+            broken.append(trainer.state.iteration)
+            trainer.state.batch = [value * float("nan") for value in trainer.state.batch]
+
+    state = trainer.run(loader(Numbers(80)), max_epochs=3)
+    return [broken, state.iteration, state.status, state.reason]
+
+
 CASES: dict[str, Callable[[Trainer, int], object]] = {
     "pausing": terminates_where_all_pause,
     "start": terminates(Events.STARTED),
@@ -58,9 +82,11 @@ CASES: dict[str, Callable[[Trainer, int], object]] = {
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     def cases(rank: int) -> dict[str, Any]:
-        return {name: ending(prepare, rank) for name, prepare in CASES.items()}
+        answers = {name: ending(prepare, rank) for name, prepare in CASES.items()}
+        return {**answers, "going back": terminates_before_going_back(rank, folder / "checkpoints")}
 
-    return on_two_ranks(cases, tmp_path_factory.mktemp("ranks") / "store")
+    folder = tmp_path_factory.mktemp("ranks")
+    return on_two_ranks(cases, folder / "store")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,3 +98,10 @@ def test_terminate_on_one_rank_ends_all_at_the_same_iteration(name: str, endings
 
 def test_terminate_at_the_start_or_at_the_end_of_an_epoch_ends_there(endings: dict[str, list[Any]]) -> None:
     assert endings["start"][0][:2] == [0, 0] and endings["epoch completed"][0][:2] == [80, 2]
+
+
+def test_terminate_is_not_forgotten_where_the_run_goes_back(endings: dict[str, list[Any]]) -> None:
+    first, second = endings["going back"]
+
+    assert first == second and first[0] == [5] and first[1] < 120
+    assert first[2:] == ["completed", "terminate() on rank 1"]
