@@ -164,7 +164,8 @@ def test_own_update_is_one_part_and_nothing_is_left_over() -> None:
         return {"loss": 1.0}
 
     trainer = Trainer(update)
-    times, began = StepTimes(), time.perf_counter()
+    began = time.perf_counter()
+    times = StepTimes(since=began)
     times.attach(trainer, Events.ITERATION_COMPLETED(every=5))
     trainer.run([torch.ones(1)] * 10, max_epochs=1)
 
