@@ -227,8 +227,8 @@ class Trainer(Engine):
     def terminate(self, skip_completed: bool = False) -> None:
         """End the run as Ignite does: at once, without the rest of the epoch.
 
-        On several ranks, where perhaps not all of them call it, all end at the next step boundary at which they vote:
-        that of the epoch's end, or one within about 0.25 s.
+        On several ranks, where perhaps not all of them call it, all end at the next step boundary at which they ask
+        each other for it: every 16 iterations, and at the end of the epoch.
         """
         if self.requests.single_process or self.state.status != "running":
             super().terminate(skip_completed)

@@ -79,4 +79,4 @@ def test_only_a_whole_task_is_taken() -> None:
     with pytest.raises(TaskError, match=r"returned int, expected an ignite_engine\.Task\."):
         build_task(lambda options: 3, {})
     with pytest.raises(TaskError, match=r"gave metrics \(accuracy\) but no predict"):
-        build_task(lambda options: Task(linear(), mse, Numbers(4), metrics={"accuracy": None}), {})  # type: ignore[dict-item]
+        build_task(lambda options: Task(linear(), mse, Numbers(4), metrics={"accuracy": Average()}), {})

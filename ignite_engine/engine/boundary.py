@@ -16,6 +16,10 @@ from ignite_engine.state import Boundary, TrainingState
 _METRICS_READY, _RESUME_POINT = TrainingEvents.METRICS_READY, TrainingEvents.RESUME_POINT
 
 
+_ENDS_EVERY = 16
+"""Iterations after which ranks ask each other, beside the ends of epochs, whether one has called ``terminate()``."""
+
+
 class RunEnds(Exception):
     """``terminate()`` was called, or all ranks agreed to stop: the run ends where it is."""
 
@@ -59,8 +63,9 @@ class StepBoundary:
         Where what was published ends the epoch, the rest is left to the boundary at its end.
         """
         state, engine = self._state, self._engine
-        # all ranks end an epoch, and pause, together: where one has called terminate(), here is where they learn of it
-        agreed = self._agree(now=last or not within_epoch or engine.should_interrupt)
+        # where a rank has called terminate(), its peers learn of it at places that do not depend on the clock
+        ends_here = not self._requests.single_process and state.iteration % _ENDS_EVERY == 0
+        agreed = self._agree(now=last or not within_epoch or engine.should_interrupt or ends_here)
         stopping = bool(agreed & STOP)
         if stopping:
             terminate(engine)

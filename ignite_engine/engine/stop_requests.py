@@ -100,7 +100,9 @@ class StopRequests:
             return 0  # at each boundary with a handler of RESUME_POINT, such as Checkpoint's
         wanted = (
             (STOP if self.stop else 0) | (SAVE if self._save else 0) | (BACKGROUND_DONE if self._background_done else 0)
-        ) | ((TICK if self._due else 0) | (END if self.end else 0))
+        ) | (TICK if self._due else 0)
+        if self.end is not None and now:  # not where the clock says: the last iteration would depend on it
+            wanted |= END
         agreed = self._vote.poll(iteration, wanted, now=now)
         if agreed & STOP:
             reasons = agreement.gather_objects(self.stop)

@@ -15,8 +15,8 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.checkpointing import CheckpointStore
+from ignite_engine.engine.boundary import StepBoundary
 from ignite_engine.engine.bus import handlers_of
-from ignite_engine.engine.loop import Loop
 from ignite_engine.handlers import Checkpoint, Evaluation, SaveEvery, StopFile, WallClockLimit, limits
 from tests.builders import numbers_loader, trainer_of, weights
 
@@ -337,7 +337,7 @@ def test_quiet_iterations_ask_for_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     for handler in (SaveEvery(minutes=60), WallClockLimit(hours=1), StopFile(tmp_path / "stop")):
         handler.attach(trainer)
     edges = list[int]()
-    monkeypatch.setattr(Loop, "_boundary", lambda loop, *, last: edges.append(loop.state.iteration))
+    monkeypatch.setattr(StepBoundary, "at", lambda boundary, *, last: edges.append(trainer.state.iteration))
     trainer.run(numbers_loader(8), max_epochs=2)
 
     assert edges == [4, 8] and not handlers_of(trainer, TrainingEvents.RESUME_POINT)

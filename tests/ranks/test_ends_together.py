@@ -96,6 +96,15 @@ def test_terminate_on_one_rank_ends_all_at_the_same_iteration(name: str, endings
     assert first == second and first[2:] == ["completed", "terminate() on rank 1"] and first[0] < 120
 
 
+def test_terminate_ends_at_an_iteration_that_no_clock_decides(endings: dict[str, list[Any]]) -> None:
+    """A run that is killed and run again ends at the same one, with the same bits."""
+    reached = {name: first[0] for name, (first, _) in endings.items()}
+
+    assert (
+        reached["iteration"] == reached["fetching"] == reached["not a number"] == 16 and reached["epoch started"] == 48
+    )
+
+
 def test_terminate_at_the_start_or_at_the_end_of_an_epoch_ends_there(endings: dict[str, list[Any]]) -> None:
     assert endings["start"][0][:2] == [0, 0] and endings["epoch completed"][0][:2] == [80, 2]
 
