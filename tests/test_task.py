@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ignite.metrics import Average
 
 from ignite_engine.task import Task, TaskError, build_task, find_task
 from tests.builders import Numbers, linear, mse
