@@ -35,6 +35,7 @@ from benchmarks.ratios import ratio_of_medians
 from benchmarks.turns import Times, take_turns
 from benchmarks.workload import Training, tensors_of
 from ignite_engine import Trainer, Update
+from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.handlers import Checkpoint
 
 SECTIONS = ("waited", "background", "restore")
@@ -226,9 +227,13 @@ def refuses_a_flipped_byte(training: Training, directory: Path) -> bool:
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
-    refused = restores(training)["ours"][1](folder)() is None
-    shutil.rmtree(folder)
-    return refused
+    try:
+        restores(training)["ours"][1](folder)()
+    except CheckpointError:
+        return True
+    finally:
+        shutil.rmtree(folder)
+    return False
 
 
 def synchronize(path: Path, *, evict: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,9 @@ def test_what_cannot_be_saved_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="was not saved"):
         checkpoint.save(tmp_path / "file")
     holder = start_child(lambda: _hold(tmp_path / "held"))
-    while not (tmp_path / "held" / filesystem.LOCK_NAME).exists():
-        pass
+    lock = tmp_path / "held" / filesystem.LOCK_NAME
+    while not (lock.exists() and lock.read_text()):  # its number is written after the file is made
+        time.sleep(0.01)
     with pytest.raises(CheckpointError, match=r"held is in use by process \d+"):
         checkpoint.save(tmp_path / "held")
     (tmp_path / "done").touch()
