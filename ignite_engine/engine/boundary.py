@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from ignite.engine import Engine
@@ -37,7 +37,7 @@ class StepBoundary:
 
     def __init__(self, engine: Engine, state: TrainingState, progress: Progress, requests: StopRequests) -> None:
         self._engine, self._state, self._progress, self._requests = engine, state, progress, requests
-        self._fire = partial(bus.fire, engine)
+        self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
 
     def after_iteration(self) -> None:
         """The boundary of an iteration that does not complete its epoch; does nothing where nothing can happen."""

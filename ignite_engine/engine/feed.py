@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 from typing import Any
 
 from ignite.engine import Engine, Events
 
 from ignite_engine.data.windowed_source import WindowedSource
-from ignite_engine.engine import bus
 from ignite_engine.engine.boundary import RunEnds, StepBoundary, terminate
 from ignite_engine.engine.position import EpochIs, is_done
 from ignite_engine.engine.progress import Progress
@@ -37,7 +35,7 @@ class Feed:
     ) -> None:
         self._engine, self._state, self._progress = engine, state, progress
         self._requests, self._boundary = requests, boundary
-        self._fire = partial(bus.fire, engine)
+        self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
         self._began_at = state.iteration
 
     def open(self) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -61,7 +60,7 @@ class Loop:
         self.requests, self.registry, self.resume = requests, registry, resume
         self.boundary = StepBoundary(engine, state, progress, requests)
         self.feed = Feed(engine, state, progress, requests, self.boundary)
-        self._fire = partial(bus.fire, engine)
+        self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
         self._reported: BaseException | None = None
 
     def run(self) -> bool:
