@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ignite.engine import Engine, State
 
@@ -63,9 +63,8 @@ class Metrics(dict[str, Any]):
         return self[key]
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """What all ranks have agreed on for a step boundary."""
+class Boundary(NamedTuple):
+    """What all ranks have agreed on for a step boundary; false in each field at most of them."""
 
     last: bool = False
     """It is the run's last."""
@@ -90,10 +89,10 @@ class OngoingEvaluation:
 
 
 class _MetricsField:
-    """``state.metrics``: a plain dict that a user assigns becomes :class:`Metrics`, all of it new."""
+    """``state.metrics``: a plain dict that a user assigns becomes :class:`Metrics`, all of it new.
 
-    def __get__(self, state: Any, owner: type) -> Any:
-        return self if state is None else state.__dict__["metrics"]
+    Without a ``__get__`` the instance's own value is read, without a call.
+    """
 
     def __set__(self, state: Any, values: Mapping[str, Any]) -> None:
         if not isinstance(values, Metrics):

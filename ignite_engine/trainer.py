@@ -11,12 +11,13 @@ from ignite.engine.events import EventsList
 from torch import nn
 
 from ignite_engine.checkpointing import SaveFilter
-from ignite_engine.engine import bus, start
+from ignite_engine.engine import bus, saved_progress, start
+from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.intervals import Interval, Intervals
 from ignite_engine.engine.length import Length
 from ignite_engine.engine.loop import Loop
 from ignite_engine.engine.position import last_iteration
-from ignite_engine.engine.progress import Ending, Grouping, Left, Progress
+from ignite_engine.engine.progress import Ending, Left, Progress
 from ignite_engine.engine.roll_back import RollBacks, arguments_again
 from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import Interrupted, RollBack, is_whole
@@ -103,14 +104,13 @@ class Trainer(Engine):
         self.intervals = Intervals()
         self.progress = Progress(
             self.state,
-            self.resume_state,
             Grouping(accumulation_steps, global_micro_batches),
             may_be_empty=rank_invariant,
             weigh=None if rank_invariant else getattr(update, "weight_fn", None),
             waiting=self.requests,
             max_read_errors=max_read_errors,
         )
-        for name, part in self.progress.parts().items():
+        for name, part in saved_progress.parts(self.progress, self.resume_state).items():
             self.registry.register(name, part, kind={"trainer": "counters"}.get(name, name))
         for name, obj, shared in getattr(update, "stateful", lambda: ())():
             self.registry.register(name, obj, shared=shared)
@@ -130,7 +130,7 @@ class Trainer(Engine):
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
-        self.progress.change_accumulation(steps)
+        self.progress.groupings.change_accumulation(steps, running=self.state.status == "running")
 
     @property
     def global_micro_batches(self) -> int | None:

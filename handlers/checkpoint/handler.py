@@ -395,10 +395,13 @@ class Checkpoint:
         return trainer.registry.times_replaced not in (self._replaced, self._evaluated)
 
     def _save_if_due(self, trainer: Trainer) -> None:
-        state, saver = trainer.state, self._saver
+        state, saver, replaced = trainer.state, self._saver, trainer.registry.times_replaced
+        asked = self._due or self._must or self._elsewhere or any(state.boundary)
+        if not asked and replaced == self._replaced:
+            return
         if self._is_of_other_weights(trainer):
             self._measured = (-1, {})
-        self._replaced = trainer.registry.times_replaced
+        self._replaced = replaced
         at_end = state.last and (self.options.save_at_end or state.stopping)
         must = self._must or at_end or state.save_requested
         due = self._due or must

@@ -11,7 +11,6 @@ import hashlib
 import io
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -180,7 +179,7 @@ class OngoingProgress:
         """Save the progress after ``batches`` batches; every rank calls it after the same number."""
         if self._failed or batches <= self.start:
             return
-        self._source.place = replace(self._source.place, batch=batches)
+        self._source.place = self._source.place._replace(batch=batches)
         try:
             states = agreement.agreed(self._state)
             saved = {**self._what, "weights": self._digests(), "batches": batches, "states": states}

@@ -57,7 +57,7 @@ class AgreedSource(DataSource):
         if self.read_errors is not None:
             self.read_errors.clear()
         held, left = self.place.held, None if self.batches is None else self.batches - self.place.batch
-        self.place = replace(self.place, held=replace(held, rng=None))
+        self.place = self.place._replace(held=replace(held, rng=None))
         self._opened_at = self.place.held if held.loader is not None or held.exhausted else None
         self._ahead = LookAhead(
             iter(()) if held.exhausted else self._open(),
@@ -112,7 +112,7 @@ class AgreedSource(DataSource):
         if self._ahead is not None:
             if isinstance(self.data, Iterator):
                 self.reader.fetched = self._ahead.fetched
-            self.place, self._ahead = replace(self.place, held=self._held()), None
+            self.place, self._ahead = self.place._replace(held=self._held()), None
         else:
             super().freeze()
 

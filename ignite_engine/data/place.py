@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Held:
     """The pass before has ended, and this one is not open yet; ``loader`` is the state at that end."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Batch ``batch`` of pass ``pass_number`` is the next that is not consumed."""
 
     pass_number: int = 0
@@ -32,7 +31,7 @@ class Place:
     """The pass was at its end when the place was saved: it yields nothing more."""
     skipped: int = 0
     """Samples at the start of the pass that another number of ranks consumed; batches are counted after them."""
-    held: Held = field(default_factory=Held)
+    held: Held = Held()
 
     @property
     def was_begun(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -133,7 +132,7 @@ class SharedSource(DataSource):
 
     def _open(self) -> Iterator[Any]:
         assert self.sampler is not None
-        place, self.place = self.place, replace(self.place, held=Held())
+        place, self.place = self.place, self.place._replace(held=Held())
         self.sampler.pass_number, self.sampler.start = place.pass_number, place.batch * self._dealing.batch_size
         return self._begin()
 

@@ -114,7 +114,7 @@ class DataSource:
 
     def _open(self) -> Iterator[Any]:
         """This rank's batches from the place on; from now on the loader itself is at its place."""
-        place, self.place = self.place, replace(self.place, held=Held(exhausted=self.place.held.exhausted))
+        place, self.place = self.place, self.place._replace(held=Held(exhausted=self.place.held.exhausted))
         self.reader.set_pass(place)
         return self.reader.open(place, self._begin)
 
@@ -134,7 +134,7 @@ class DataSource:
 
     def consumed(self, batches: int) -> None:
         """So many are trained on."""
-        self.place = replace(self.place, batch=self.place.batch + batches)
+        self.place = self.place._replace(batch=self.place.batch + batches)
         if self.read_errors is not None:
             self.read_errors.clear()
 
@@ -167,7 +167,7 @@ class DataSource:
     def freeze(self) -> None:
         """Keep the place as it is now, whatever becomes of the loader: it is discarded, or others iterate it."""
         if self.reader.keeps_state and self._iterator is not None:
-            self.place = replace(self.place, held=self._held())
+            self.place = self.place._replace(held=self._held())
 
     def _has_ended(self) -> bool:
         consumed = self.batches is not None and self.place.batch >= self.batches
@@ -175,10 +175,10 @@ class DataSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The place, and what must be the same for it to mean the same."""
-        place = replace(self.place, held=self._held())
+        place = self.place._replace(held=self._held())
         if ended := self._has_ended():
             # batch 0 of the next pass; but the end of the one before has not been reported yet
-            place = replace(place, pass_number=place.pass_number + 1, batch=0, skipped=0)
+            place = place._replace(pass_number=place.pass_number + 1, batch=0, skipped=0)
         state: dict[str, Any] = {
             "pass": place.pass_number,
             "batch": place.batch,

@@ -62,25 +62,27 @@ class StepBoundary:
 
         Where what was published ends the epoch, the rest is left to the boundary at its end.
         """
-        state, engine = self._state, self._engine
+        state, engine, requests = self._state, self._engine, self._requests
         # where a rank has called terminate(), its peers learn of it at places that do not depend on the clock
-        ends_here = not self._requests.single_process and state.iteration % _ENDS_EVERY == 0
-        agreed = self._agree(now=last or not within_epoch or engine.should_interrupt or ends_here)
+        ends_here = not requests.single_process and state.iteration % _ENDS_EVERY == 0
+        agreed = 0
+        if requests.pending or not requests.single_process:
+            agreed = self._agree(now=last or not within_epoch or engine.should_interrupt or ends_here)
         stopping = bool(agreed & STOP)
         if stopping:
             terminate(engine)
         last = last or bool(agreed & END)
         save, collect = bool(agreed & SAVE), bool(agreed & BACKGROUND_DONE)
-        state.boundary = Boundary(last=last or stopping, stopping=stopping, save=save, collect=collect)
+        state.boundary = Boundary(last or stopping, stopping, save, collect)
         self.publish()
         self._progress.epoch_ends = self._progress.epoch_iteration > 0 and engine.should_terminate_single_epoch
         last = state.boundary.last or bool(engine.should_terminate)  # what was measured may have ended the run
-        state.boundary = Boundary(last=last, stopping=stopping, save=save, collect=collect)
+        state.boundary = Boundary(last, stopping, save, collect)
         if within_epoch and engine.should_terminate_single_epoch and not last:
             self._requests.request_again(agreed)
         elif bus.handlers_of(engine, _RESUME_POINT):  # else `last_event_name` stays Ignite's
             self._fire(_RESUME_POINT)
-        state.boundary = Boundary(last=last, stopping=stopping)
+        state.boundary = Boundary(last, stopping)
 
     def before_the_end(self) -> None:
         """``terminate()`` outside an iteration: the boundary before it was not known to be the last."""

@@ -19,7 +19,6 @@ In short (``docs/the_loop.md`` has all of it)::
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,17 +29,16 @@ from ignite_engine import rng
 from ignite_engine.engine import bus
 from ignite_engine.engine.boundary import EpochEnds, RunEnds, RunPauses, StepBoundary
 from ignite_engine.engine.feed import End, Feed
+from ignite_engine.engine.handler_warnings import warn_of_handlers
 from ignite_engine.engine.position import Next, next_of
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import RollBack
-from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
-
-logger = logging.getLogger(__name__)
 
 
 class Loop:
@@ -100,8 +98,8 @@ class Loop:
         self._fire(Events.STARTED)
         self.registry.check_all_claimed()
         self.boundary.agree_to_end()
-        self._warn_unused_window_handlers()
-        self._warn_of_batches_made_by_rank()
+        if agreement.rank() == 0:
+            warn_of_handlers(engine, self.update, has_windows=self.progress.windows is not None)
         self.resume.restore_metrics()
         within = self._within_epoch()
         if within and self.progress.epoch_ends:
@@ -182,27 +180,6 @@ class Loop:
     def _restore_rng(self) -> None:
         if self.resume.rng is not None:
             rng.restore(self.resume.rng)
-
-    def _warn_unused_window_handlers(self) -> None:
-        for event in (TrainingEvents.WINDOW_STARTED, TrainingEvents.WINDOW_COMPLETED):
-            handlers = bus.handlers_of(self.engine, event)
-            if handlers and self.progress.windows is None and agreement.rank() == 0:
-                logger.warning(
-                    "%s of %s will not be called, as the data has no windows: give run() Windows, or attach to another "
-                    "event.",
-                    *(", ".join(bus.name_of(handler) for handler, _, _ in handlers), bus.event_name(event)),
-                )
-
-    def _warn_of_batches_made_by_rank(self) -> None:
-        handlers = [handler for handler, _, _ in bus.handlers_of(self.engine, Events.GET_BATCH_COMPLETED)]
-        theirs = [bus.name_of(handler) for handler in handlers if bus.phase_of(handler) == Phase.OTHER]
-        if theirs and getattr(self.update, "rank_invariant", False) is True and agreement.rank() == 0:
-            logger.warning(
-                "%s on GET_BATCH_COMPLETED has the micro-batches of its rank only: random numbers that it puts into "
-                "them are others on another number of ranks, whatever rank_invariant does. Draw them in the dataset or "
-                "in loss_fn, where they belong to the sample or the micro-batch.",
-                ", ".join(theirs),
-            )
 
     def _finish_resume(self) -> None:
         """After the first EPOCH_STARTED, which within an epoch is one more than in the uninterrupted run."""

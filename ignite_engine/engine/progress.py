@@ -18,12 +18,10 @@ from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.windowed_source import WindowedSource
 from ignite_engine.data.windows import Windows
+from ignite_engine.engine.grouping import Grouping, Groupings
 from ignite_engine.engine.position import EpochIs, Plan, Position, is_done
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.state import COUNTERS, TOTALS, TrainingState
-from ignite_engine.states.registry import Stateful
-from ignite_engine.states.resume_state import ResumeState
-from ignite_engine.step.micro_batches import check_steps
+from ignite_engine.state import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +51,6 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Grouping:
-    """What an iteration is made of."""
-
-    accumulation_steps: int | None = None
-    global_micro_batches: int | None = None
-
-    def __str__(self) -> str:
-        sizes = ((name, getattr(self, name)) for name in ("accumulation_steps", "global_micro_batches"))
-        return ", ".join(f"{name}={size}" for name, size in sizes if size) or "no grouping"
-
-
-@dataclass(frozen=True)
 class _Fetched:
     """The group that is being trained on."""
 
@@ -77,7 +63,7 @@ class _Fetched:
 
 
 class Progress:
-    """Where the run is; the parts ``trainer``, ``data`` and ``rng`` of a checkpoint.
+    """Where the run is; ``engine/saved_progress.py`` makes the parts of a checkpoint of it.
 
     Args:
         grouping: as the Trainer was built.
@@ -87,7 +73,6 @@ class Progress:
     def __init__(
         self,
         state: TrainingState,
-        resume: ResumeState,
         grouping: Grouping,
         *,
         may_be_empty: bool = False,
@@ -95,12 +80,10 @@ class Progress:
         waiting: Waiting | None = None,
         max_read_errors: int = 0,
     ) -> None:
-        self.state, self._resume = state, resume
+        self.state = state
         self._may_be_empty, self._weigh, self._waiting = may_be_empty, weigh, waiting
         self.max_read_errors = max_read_errors
-        self.built = self.grouping = grouping
-        self._next_steps: int | None = None
-        """What ``accumulation_steps`` changes to with the next pass."""
+        self.groupings = Groupings(grouping)
         self.source: Source | None = None
         self.user_data: Any = None
         """The user's own object behind :attr:`source`."""
@@ -144,8 +127,8 @@ class Progress:
     ) -> None:
         """A run begins at ``position``: assigns all of it, and cannot fail."""
         state = self.state
-        self.source, self.user_data, self.grouping = source, data, grouping
-        self._next_steps = None if fresh else self._next_steps
+        self.source, self.user_data = source, data
+        self.groupings.begin(grouping, fresh=fresh)
         self.epoch_is, self._fetched = plan.epoch_is, None
         self.epochs_completed, self.epoch_iteration = position.epochs, position.epoch_iteration
         self.epoch_ends = position.epoch_ends
@@ -170,47 +153,21 @@ class Progress:
         """Over what is iterated now: the source, or its open window."""
         return self.source.window if isinstance(self.source, WindowedSource) else self.source
 
-    # -- groups -------------------------------------------------------------------------------------------------------
-
-    def change_accumulation(self, steps: int) -> None:
-        """Group other numbers of batches from the next pass over the data on, or, before a run, in all of it.
-
-        Raises:
-            ValueError: it is below 1, or batches are not grouped by it.
-        """
-        check_steps(steps, "accumulation_steps")
-        if self.grouping.accumulation_steps is None:
-            how = "global_micro_batches" if self.grouping.global_micro_batches is not None else "no grouping"
-            raise ValueError(
-                f"accumulation_steps can change in a Trainer that was made with some, and this one has {how}: make it "
-                "Trainer(update, accumulation_steps=1)."
-            )
-        if self.state.status == "running":
-            self._next_steps = steps
-        else:
-            self.built = self.grouping = Grouping(steps)
+    @property
+    def grouping(self) -> Grouping:
+        """What an iteration is made of now."""
+        return self.groupings.now
 
     @property
     def length_as_built(self) -> int | None:
         """Iterations of the run had it not changed its accumulation itself; None: it did not, or that is not known."""
-        source, state, steps = self.source, self.state, self.built.accumulation_steps
-        changed = self._next_steps is not None or self.grouping != self.built
-        if not changed or self.epoch_is is not EpochIs.A_PASS:
+        source, state, steps = self.source, self.state, self.groupings.built.accumulation_steps
+        if not self.groupings.changed or self.epoch_is is not EpochIs.A_PASS:
             return None
         if state.max_iters is not None or state.max_epochs is None:
             return None
         assert isinstance(source, DataSource) and source.batches is not None and steps is not None
         return state.max_epochs * -(-source.batches // steps)
-
-    def _change_steps(self) -> None:
-        steps, self._next_steps = self._next_steps, None
-        if steps is None or steps == self.grouping.accumulation_steps:
-            return
-        self.grouping = Grouping(steps)
-        if isinstance(self.source, DataSource):
-            self.source.steps = steps
-        if agreement.rank() == 0:
-            logger.info("From iteration %d on an iteration is %d micro-batches.", self.state.iteration + 1, steps)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -253,7 +210,7 @@ class Progress:
             assert self.state.epoch_length is not None
             return repeat(None, self.state.epoch_length)
         if self.source.place.held.between_passes:
-            self._change_steps()
+            self._change_grouping()
             self.source.agree_lengths()  # the data may have grown
             self._forget_group()
             if self.epoch_is is EpochIs.A_PASS and self.source.iterations:
@@ -262,6 +219,14 @@ class Progress:
             return iter(self.source)
         with rng.isolated():  # the uninterrupted run made this iterator earlier
             return iter(self.source)
+
+    def _change_grouping(self) -> None:
+        if (steps := self.groupings.begin_pass()) is None:
+            return
+        if isinstance(self.source, DataSource):
+            self.source.steps = steps
+        if agreement.rank() == 0:
+            logger.info("From iteration %d on an iteration is %d micro-batches.", self.state.iteration + 1, steps)
 
     def _replace_data(self, data: Any) -> None:
         """A handler or ``set_data()`` gave other data in the middle of a run: a new pass over it."""
@@ -397,58 +362,3 @@ class Progress:
             return "max_epochs"
         by_windows = state.max_windows is not None and state.windows_completed >= state.max_windows
         return "max_windows" if by_windows else "terminate"
-
-    # -- in checkpoints -----------------------------------------------------------------------------------------------
-
-    def parts(self) -> dict[str, Stateful]:
-        """The parts of a checkpoint by name: all of :attr:`position`, the counters, and the random numbers."""
-        return {
-            "trainer": _Part(self.state_dict, self.load_state_dict),
-            "data": _Part(lambda: {} if self.source is None else self.source.state_dict(), self._set_data_state),
-            "rng": _Part(rng.capture, self._set_rng_state),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counters and settings that a resumed run needs."""
-        counters = {name: getattr(self.state, name) for name in ("iteration", *COUNTERS)}
-        counters |= {name: total for name in TOTALS if (total := getattr(self.state, name)) is not None}
-        return counters | {
-            "epochs_completed": self.epochs_completed,
-            "epoch_iteration": self.epoch_iteration,
-            "epoch_ends": self.epoch_ends,
-            "accumulation_steps": self.grouping.accumulation_steps,
-            "accumulation_built_with": self.built.accumulation_steps,
-            "next_accumulation_steps": self._next_steps,
-            "micro_batch_limit": self.state.micro_batch_limit,
-            "global_micro_batches": self.grouping.global_micro_batches,
-        }
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from these counters; the next run is a resumed one."""
-        for name in ("iteration", *COUNTERS):
-            setattr(self.state, name, saved[name])
-        for name in TOTALS:
-            setattr(self.state, name, saved.get(name))
-        self.epochs_completed, self.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
-        self.epoch_ends = saved["epoch_ends"]
-        self.state.micro_batch_limit = saved["micro_batch_limit"]
-        self.state.epoch = self.epochs_completed
-        built_with = saved["accumulation_built_with"]
-        if built_with is not None and built_with == self.built.accumulation_steps:
-            # the same program: a change within the run is not undone by a resume
-            self.grouping = Grouping(saved["accumulation_steps"])
-            self._next_steps = saved["next_accumulation_steps"]
-        self._resume.counters = Grouping(saved["accumulation_steps"], saved["global_micro_batches"])
-
-    def _set_data_state(self, saved: dict[str, Any]) -> None:
-        self._resume.data = saved
-
-    def _set_rng_state(self, saved: dict[str, Any]) -> None:
-        self._resume.rng = saved
-
-
-class _Part:
-    """A part of a checkpoint made of two functions."""
-
-    def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        self.state_dict, self.load_state_dict = get, put

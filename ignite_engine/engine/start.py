@@ -97,7 +97,7 @@ def begin(
         raise ValueError(
             f"Windows(per_epoch=...) sets the length of an epoch, got epoch_length={arguments.epoch_length}."
         )
-    grouping = progress.built if start is Start.FRESH else progress.grouping
+    grouping = progress.groupings.built if start is Start.FRESH else progress.grouping
     position = _position(start, state, progress)
     # a new source may begin a stream again, and draw random numbers for its loaders
     random_numbers = rng.capture() if start is Start.CONTINUED else None

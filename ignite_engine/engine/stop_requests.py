@@ -70,6 +70,7 @@ class StopRequests:
     def request_ticks(self, due: list[int]) -> None:
         """Clocks of rank 0, by their places, have reached their time."""
         self._due += due
+        self.pending = True
 
     def take_ticks(self) -> list[int]:
         """Those on which all ranks have agreed since it was asked last."""
@@ -96,8 +97,6 @@ class StopRequests:
             now: vote at this iteration even if it is not its turn; every rank must say the same.
         """
         self.pending = False
-        if self.single_process and self.stop is None and not (self._save or self._background_done or self._due):
-            return 0  # at each boundary with a handler of RESUME_POINT, such as Checkpoint's
         wanted = (
             (STOP if self.stop else 0) | (SAVE if self._save else 0) | (BACKGROUND_DONE if self._background_done else 0)
         ) | (TICK if self._due else 0)

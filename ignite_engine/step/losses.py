@@ -34,8 +34,9 @@ def whole(value: Tensor) -> Tensor:
 
 def scalar(value: Tensor) -> Tensor:
     """A reported value of one element: detached, floating, shape ``()``, whole, and in memory of its own."""
-    # only what an operation has made, other than a view, is known to share no memory with a parameter or buffer
-    is_fresh = value.grad_fn is not None and not value._is_view()
+    # only what an operation has made, other than a view, is known to share no memory with a parameter or buffer, nor to
+    # be a part of a larger tensor, which it would keep alive until the next log point
+    is_fresh = value.requires_grad and not value.is_leaf and not value._is_view()
     value = value.detach()
     if type(value) is not Tensor:
         value = whole(value)
@@ -43,8 +44,7 @@ def scalar(value: Tensor) -> Tensor:
         value = value.reshape(())
     if not value.is_floating_point():
         return value.float()  # a count is averaged too
-    # a part of a larger tensor would keep all of it alive until the next log point
-    return value if is_fresh and value.untyped_storage().nbytes() == value.itemsize else value.clone()
+    return value if is_fresh else value.clone()
 
 
 def parts(result: Any) -> tuple[Tensor, Mapping[str, Tensor] | None]:

@@ -459,7 +459,7 @@ def test_loader_that_begins_the_next_pass_at_once_is_counted_right() -> None:
     trainer.registry.load(saved, source="memory")
     trainer.add_event_handler(
         TrainingEvents.RESUME_POINT,
-        lambda: seen.append((trainer.state.epoch, trainer.progress.parts()["data"].state_dict())),
+        lambda: seen.append((trainer.state.epoch, trainer.registry.objects["data"].state_dict())),
     )
     trainer.run(Prompt(4, sized=True), max_epochs=3)
 

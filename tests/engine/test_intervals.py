@@ -13,6 +13,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, every, loader
+from ignite_engine.engine.saved_progress import counters
 from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger
 from tests.builders import Numbers, Passes, linear, numbers_loader, on_two_ranks, trainer_of
 
@@ -100,7 +101,7 @@ def test_what_no_interval_needs_is_not_counted() -> None:
     seen_at(trainer, epochs=0.5), seen_at(trainer, iterations=2)
     assert sum(map(len, trainer._event_handlers.values())) == handlers + 2
     assert trainer.run(numbers_loader(), max_epochs=1).samples is None
-    assert not {"samples", "tokens"} & set(trainer.progress.state_dict())
+    assert not {"samples", "tokens"} & set(counters(trainer.progress))
 
 
 def test_one_event_serves_several_handlers_and_trainers() -> None:

@@ -11,8 +11,10 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, seed_everything
 from ignite_engine.data.place import Place
+from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.position import EpochIs, Plan, Position
-from ignite_engine.engine.progress import Grouping, Progress
+from ignite_engine.engine.progress import Progress
+from ignite_engine.engine.saved_progress import parts
 from ignite_engine.handlers import Checkpoint, LRSchedule
 from ignite_engine.schedules import warmup_cosine
 from ignite_engine.state import TrainingState
@@ -22,7 +24,7 @@ from tests.builders import linear, numbers_loader, on_two_ranks, trainer_of, wei
 
 
 def progress_over(data: Any, accumulation_steps: int | None = None, position: Position | None = None) -> Progress:
-    progress = Progress(TrainingState(), ResumeState(), Grouping(accumulation_steps))
+    progress = Progress(TrainingState(), Grouping(accumulation_steps))
     source = progress.new_source(data)
     plan = Plan(max_epochs=9, epoch_length=source.iterations, epoch_is=EpochIs.A_PASS)
     progress.begin(source, data, progress.grouping, plan, position or Position(), fresh=True)
@@ -56,8 +58,8 @@ def test_discarded_group_does_not_come_again() -> None:
 def test_loaded_counters_make_the_next_run_a_resumed_one() -> None:
     saved = progress_over([1, 2, 3], position=Position(5, epochs=1, epoch_iteration=2))
     resume = ResumeState()
-    progress = Progress(TrainingState(), resume, Grouping())
-    progress.parts()["trainer"].load_state_dict(saved.parts()["trainer"].state_dict())
+    progress = Progress(TrainingState(), Grouping())
+    parts(progress, resume)["trainer"].load_state_dict(parts(saved, ResumeState())["trainer"].state_dict())
 
     assert resume.counters and progress.state.iteration == 5
     assert (progress.epochs_completed, progress.epoch_iteration, progress.state.epoch) == (1, 2, 1)

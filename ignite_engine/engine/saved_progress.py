@@ -1,0 +1,73 @@
+"""Where a run is, as a checkpoint holds it: the parts ``trainer``, ``data`` and ``rng``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ignite_engine import rng
+from ignite_engine.engine.grouping import Grouping
+from ignite_engine.engine.progress import Progress
+from ignite_engine.state import COUNTERS, TOTALS
+from ignite_engine.states.registry import Stateful
+from ignite_engine.states.resume_state import ResumeState
+
+
+def parts(progress: Progress, resume: ResumeState) -> dict[str, Stateful]:
+    """The parts by name: all of :attr:`Progress.position`, the counters, and the random numbers.
+
+    Args:
+        resume: takes what cannot be set before the run begins.
+    """
+
+    def data() -> dict[str, Any]:
+        return {} if progress.source is None else progress.source.state_dict()
+
+    def set_counters(saved: dict[str, Any]) -> None:
+        _set_counters(progress, saved)
+        resume.counters = Grouping(saved["accumulation_steps"], saved["global_micro_batches"])
+
+    def set_data(saved: dict[str, Any]) -> None:
+        resume.data = saved
+
+    def set_rng(saved: dict[str, Any]) -> None:
+        resume.rng = saved
+
+    return {
+        "trainer": _Part(lambda: counters(progress), set_counters),
+        "data": _Part(data, set_data),
+        "rng": _Part(rng.capture, set_rng),
+    }
+
+
+def counters(progress: Progress) -> dict[str, Any]:
+    """Counters and settings that a resumed run needs."""
+    state = progress.state
+    values = {name: getattr(state, name) for name in ("iteration", *COUNTERS)}
+    values |= {name: total for name in TOTALS if (total := getattr(state, name)) is not None}
+    return values | {
+        "epochs_completed": progress.epochs_completed,
+        "epoch_iteration": progress.epoch_iteration,
+        "epoch_ends": progress.epoch_ends,
+        "micro_batch_limit": state.micro_batch_limit,
+        **progress.groupings.state_dict(),
+    }
+
+
+def _set_counters(progress: Progress, saved: dict[str, Any]) -> None:
+    state = progress.state
+    for name in ("iteration", *COUNTERS):
+        setattr(state, name, saved[name])
+    for name in TOTALS:
+        setattr(state, name, saved.get(name))
+    state.micro_batch_limit, state.epoch = saved["micro_batch_limit"], saved["epochs_completed"]
+    progress.epochs_completed, progress.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
+    progress.epoch_ends = saved["epoch_ends"]
+    progress.groupings.load_state_dict(saved)
+
+
+class _Part:
+    """A part of a checkpoint made of two functions."""
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        self.state_dict, self.load_state_dict = get, put
