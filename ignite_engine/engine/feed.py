@@ -144,6 +144,7 @@ class Feed:
         """No window came in this epoch: the run is over, and the epoch is none."""
         if not self._state.windows:
             raise ValueError(f"No window with a batch came from {windows.data.stream!r}: give windows that have some.")
+        self._state.epoch -= 1  # or what is logged from here on is of an epoch without an iteration
         self._state.reason, self._engine.should_terminate = "end of data", True
         raise RunEnds
 

@@ -325,8 +325,30 @@ def test_windows_that_come_later_are_waited_for(tmp_path: Path) -> None:
     state = trainer.run(windows, max_epochs=3)
     writer.join()
     assert [window.name for _, window in seen] == ["hour_000.txt", "hour_002.txt", "hour_002.txt"]
-    assert (state.reason, state.epoch, state.status) == ("end of data", 2, "completed")
+    assert (state.reason, state.epoch, state.status) == ("end of data", 1, "completed")
     assert trainer.progress.epochs_completed == 1, "an epoch without a window is none"
+
+
+@pytest.mark.parametrize("per_epoch", [None, 1])
+def test_run_at_the_end_of_its_data_writes_the_same_lines_again(tmp_path: Path, per_epoch: int | None) -> None:
+    data, folder = write_windows(tmp_path / "hours", 2, 3), tmp_path / "run"
+    (data / "done").touch()
+    logs = []
+    for _ in range(2):
+        trainer = trainer_of()
+        every = Events.ITERATION_COMPLETED(every=2)
+        MetricLogger(folder, console=False).attach(trainer, every)
+        predict_mean = {"mean": Average(output_transform=lambda output: output.mean())}
+        evaluator = create_evaluator(trainer.update.model, lambda model, batch: model(batch[0]), predict_mean)
+        Evaluation(evaluator, open_numbers(2)).attach(trainer, Events.EPOCH_COMPLETED | Events.COMPLETED)
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        windows = Windows(Files(data, "hour_*", end="done"), open_file, per_epoch=per_epoch)
+        state = trainer.run(windows, max_epochs=9)
+        assert (state.reason, state.epoch) == ("end of data", trainer.progress.epochs_completed)
+        logs.append((folder / "metrics.jsonl").read_text())
+    assert logs[0] == logs[1]
 
 
 def test_wait_ends_with_its_time(tmp_path: Path) -> None:
