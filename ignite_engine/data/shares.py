@@ -111,6 +111,9 @@ class SharedSource(DataSource):
         assert self.batches is not None
         return min(self.steps, self.batches - self.place.batch)
 
+    def own_batches(self, batches: int) -> int:
+        return len(range(self._first, min(self._end, batches)))
+
     def padded(self, count: int) -> tuple[int, int]:
         """Of ``count`` micro-batches over all ranks: how many of this rank's weigh nothing, and how many do not."""
         return int(count <= self._first and not self._may_be_empty), count
@@ -125,7 +128,7 @@ class SharedSource(DataSource):
         last: list[Any] = []
         for begin in range(begun, self.batches, self.steps):
             size = min(self.steps, self.batches - begin)
-            group = Group(islice(batches, len(range(self._first, min(self._end, size)))))
+            group = Group(islice(batches, self.own_batches(size)))
             last = group[-1:] or last
             yield group if group or self._may_be_empty else Group(last or [self._last_batch()])
         next(batches, None)  # the loader ends its workers when it is exhausted

@@ -128,6 +128,10 @@ class DataSource:
             return self.read_errors.batches
         return len(group) if type(group) is Group else 1
 
+    def own_batches(self, batches: int) -> int:
+        """How many of the next ``batches`` are this rank's."""
+        return batches
+
     def padded(self, count: int) -> tuple[int, int]:
         """Of the next ``count`` batches: how many repeat the last, and how many do not, over all data ranks."""
         return 0, count

@@ -278,7 +278,7 @@ class Progress:
             return None
         size, order = source.data.batch_size, copy(source.sampler)
         order.start = source.place.batch * size
-        return [index for _, index in islice(order, self._fetched.batches * size)]
+        return [index for _, index in islice(order, source.own_batches(self._fetched.batches) * size)]
 
     def group_consumed(self) -> None:
         """The update of the group is done."""

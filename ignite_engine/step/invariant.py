@@ -155,7 +155,7 @@ class RankInvariance:
         """
         self._check_buffers()
         self._agree_names(losses, extras)
-        products = self._products(losses, extras)
+        self._own_products = products = self._products(losses, extras)
         if agreement.world_size() == 1:
             gradients = self._tree.total()
         else:
@@ -165,6 +165,10 @@ class RankInvariance:
         self._seed_generators(self._iteration, _BETWEEN_UPDATES)
         assert self._names is not None
         return dict(zip(self._names, products.sum(dim=1).unbind(), strict=True))
+
+    def own_loss(self) -> Tensor:
+        """The weighted mean over this rank's micro-batches of the last :meth:`reduce`; 0 where none weighs anything."""
+        return self._own_products[0].sum() / (sum(self._scales) or 1.0)
 
     # -- its parts ------------------------------------------------------------------------------------------------
 

@@ -329,7 +329,8 @@ class Update:
             return True
         if self.scaler is not None:
             self.scaler.discard()
-        self.non_finite.act(engine, loss, norm)
+        own_loss = loss if self._invariance is None else self._invariance.own_loss()
+        self.non_finite.act(engine, own_loss, norm)
         return False
 
     def _skip(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -358,3 +358,26 @@ def test_two_ranks_act_alike(tmp_path: Path) -> None:
     assert rows[0]["loss None"][-1][0].startswith("The loss of iteration 3 was the first that is not finite on rank 1.")
     assert rows[0]["loss None"][1].isnan().all()
     assert "iteration 4 was the first that is not finite on every rank" in rows[0]["gradients None"][-1][0]
+
+
+def _rank_invariant_journal(rank: int, folder: str) -> None:
+    model = linear()
+    update = Update(
+        model, torch.optim.SGD(model.parameters(), 0.01), planted_loss, non_finite="skip", rank_invariant=True
+    )
+    logging.basicConfig(filename=Path(folder, f"{rank}.txt"), format="%(message)s", force=True)
+    Trainer(update, global_micro_batches=3).run(loader(Planted(23, (7, 22)), 2), max_epochs=1)
+    assert update.non_finite is not None
+    torch.save(update.non_finite.journal, Path(folder, f"{rank}.pt"))
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_rank_invariant_journal_has_the_samples_and_the_loss_of_each_rank(tmp_path: Path) -> None:
+    on_ranks(2, _rank_invariant_journal, tmp_path)
+    journal = torch.load(tmp_path / "0.pt")
+    assert journal.keys() == {2, 4}
+    samples, losses = (list(zip(*(entry[key] for entry in journal.values()))) for key in ("samples", "loss"))
+    assert samples == [([6, 7, 8, 9], [18, 19, 20, 21]), ([10, 11], [22])], "the last batch is a short one"
+    assert [[math.isnan(loss) for loss in of_rank] for of_rank in losses] == [[True, False], [False, True]]
+    assert "The loss of iteration 2 is nan on rank 0: " in (tmp_path / "0.txt").read_text()
