@@ -18,7 +18,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.ranks.agreement import gather_floats
 from ignite_engine.ranks.mesh import by_data_rank
 from ignite_engine.step.device_peaks import peak_flops as peak_of
-from ignite_engine.step.flops import FlopCount, obstacle
+from ignite_engine.step.flops import CompiledCalls, FlopCount, obstacle
 from ignite_engine.step.micro_batches import first_dimension, micro_batches_of
 from ignite_engine.step.precision import DTYPES
 
@@ -291,6 +291,7 @@ class _CountedIteration:
     def __init__(self, throughput: Throughput) -> None:
         self._throughput = throughput
         self._count: FlopCount | None = None
+        self._compiled = CompiledCalls()
         self._iterations, self._limit = 0, None
         self._flops: tuple[float, float] | None = None  # useful, executed
         self._units = (0, 0, 0)
@@ -315,8 +316,10 @@ class _CountedIteration:
     def _begin(self, trainer: Any) -> None:
         self._iterations += 1
         if self._iterations == 1:  # in which torch compiles, and DDP makes its buckets
+            self._compiled.start()
+            trainer.call_at_end(self._break_off)
             return
-        why = obstacle(trainer.update)
+        why = obstacle(trainer.update, calls_compiled=self._compiled.found)
         if why is not None:
             self._done()
             if agreement.rank() == 0:
@@ -339,10 +342,12 @@ class _CountedIteration:
             self._count.start()
 
     def _break_off(self, trainer: Any) -> None:
+        self._compiled.stop()
         self._pause(trainer)
         self._count = None
 
     def _end(self, trainer: Any) -> None:
+        self._compiled.stop()
         if self._count is None:
             return
         count, state = self._count, trainer.state

@@ -134,13 +134,46 @@ def _convolution_backward(
     return forward * int(computed[0] + computed[1])
 
 
-def obstacle(update: Any) -> str | None:
-    """Why the FLOPs of ``update`` cannot be counted, or not without changing what it computes; None: they can."""
+class CompiledCalls:
+    """Whether code of torch.compile is called between :meth:`start` and :meth:`stop`, wherever it was compiled."""
+
+    def __init__(self) -> None:
+        self.found = False
+        self._graphs = 0
+        self._stop: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        self._graphs = _graphs_compiled()
+        frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # where nothing was compiled it is not loaded
+        if frames is None:
+            return
+        enter = frames._maybe_set_eval_frame  # which each compiled function calls, and without a callback to leave
+
+        def noting(callback: Any) -> Any:
+            self.found |= callback is not None
+            return enter(callback)
+
+        frames._maybe_set_eval_frame = noting
+        self._stop = partial(setattr, frames, "_maybe_set_eval_frame", enter)
+
+    def stop(self) -> None:
+        """Look no more; nothing if it does not look."""
+        stop, self._stop = self._stop, lambda: None
+        stop()
+        self.found |= _graphs_compiled() > self._graphs
+
+
+def obstacle(update: Any, *, calls_compiled: bool = False) -> str | None:
+    """Why the FLOPs of ``update`` cannot be counted, or not without changing what it computes; None: they can.
+
+    Args:
+        calls_compiled: it has called code of torch.compile, which may be in none of its parts.
+    """
     model = getattr(update, "model", None)
     updates = [update, *getattr(update, "updates", {}).values()]
     parts = [*updates, *(getattr(each, "loss_fn", None) for each in updates)]
     parts += model.modules() if isinstance(model, nn.Module) else ()
-    if any(_is_compiled(part) for part in parts) or _graphs_compiled():
+    if calls_compiled or any(_is_compiled(part) for part in parts):
         # under the counter torch falls back to the eager code, to other bits
         return "torch.compile is in use, whose code the counter does not see"
     if mesh.data_size() < agreement.world_size():

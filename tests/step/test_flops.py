@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpt import GPT, Shape, flops_per_token
-from ignite_engine import Trainer, Update, Updates
+from ignite_engine import Trainer, Update, Updates, loader
+from ignite_engine.handlers import Throughput
 from ignite_engine.step.flops import FlopCount, _graphs_compiled, obstacle
-from tests.builders import linear, mse
+from tests.builders import Numbers, linear, mse
 
 SHAPE = Shape(2, 4, 128, 64, 512)
 
@@ -158,19 +160,30 @@ def test_what_is_compiled_or_shared_is_an_obstacle() -> None:
 
 
 @pytest.mark.slow
-def test_a_function_that_was_compiled_somewhere_else_is_an_obstacle() -> None:
-    model = linear()
-    product = torch.compile(lambda inputs: inputs * 2, backend="eager")
-    product(torch.ones(2))
-    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)
-    assert "torch.compile is in use" in str(obstacle(update))
-    torch._dynamo.utils.counters.clear()  # other tests of this process compile nothing
-    assert obstacle(update) is None and "torch._dynamo.utils" in sys.modules
+@pytest.mark.parametrize("compiled_before", [True, False])
+def test_a_compiled_function_is_an_obstacle_where_it_is_called(
+    compiled_before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    double = torch.compile(lambda inputs: inputs * 2, backend="eager")
+    inner = torch.compile(lambda inputs: inputs * 3, backend="eager")
+    inner(torch.ones(2, 4))  # in this process something is compiled, which no run below calls
+    if compiled_before:
+        double(torch.ones(2, 4))
+    for calls, loss_fn in ((False, mse), (True, lambda model, batch: mse(model, (double(batch[0]), batch[1])))):
+        model = linear()
+        trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
+        Throughput(flops=True).attach(trainer, Events.COMPLETED)
+        caplog.clear()
+        trainer.run(loader(Numbers(8), batch_size=2), max_epochs=1)
+        assert ("torch.compile is in use" in caplog.text) == calls
+        assert ("throughput/tflops_per_s" in trainer.state.metrics) != calls
+    torch._dynamo.utils.counters.clear()
 
 
 def test_the_parts_of_torch_that_the_count_relies_on_are_there() -> None:
     counter = FlopCounterMode(display=False)
     assert isinstance(counter.flop_registry, dict) and counter.mod_tracker.is_bw is False
+    assert callable(importlib.import_module("torch._dynamo.eval_frame")._maybe_set_eval_frame)
     for direction in ("", "_backward"):
         name = f"_scaled_dot_product_flash_attention{direction}"
         assert getattr(torch.ops.aten, name) in counter.flop_registry
@@ -178,8 +191,6 @@ def test_the_parts_of_torch_that_the_count_relies_on_are_there() -> None:
 
 
 def test_a_run_that_fails_in_the_counted_iteration_leaves_no_counter_behind() -> None:
-    from ignite_engine.handlers import Throughput
-
     def step(engine: Any, batch: Any) -> None:
         if engine.state.iteration == 2:
             raise ZeroDivisionError
