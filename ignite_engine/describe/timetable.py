@@ -81,9 +81,10 @@ class ActingTimes:
         return f"{rhythm}, {plural} (at {_listed(times)})"
 
     def _rhythm(self) -> str:
+        units = f"{self.unit}s" if self.unit.islower() else self.unit  # else the name of an event
         if self.every is None:
-            return f"at certain {self.unit}s"
-        return f"every {self.unit}" if self.every == 1 else f"every {self.every:,} {self.unit}s"
+            return f"at certain {units}"
+        return f"every {self.unit}" if self.every == 1 else f"every {self.every:,} {units}"
 
 
 class _Lazy(Sequence[int]):
@@ -117,7 +118,7 @@ def _of_interval(interval: Interval, length: Length) -> Sequence[int] | None:
 def times_of(entry: Attached, length: Length) -> ActingTimes:
     """When one entry of the bus acts; unknown filters are named, not evaluated."""
     event = entry.event
-    unit = "iteration" if event in _BY_ITERATION else "epoch" if event in _BY_EPOCH else event_name(event).lower()
+    unit = "iteration" if event in _BY_ITERATION else "epoch" if event in _BY_EPOCH else event_name(event)
     options = filter_options(entry.handler)
     if isinstance(interval := getattr(entry.handler, "filter", None), Interval):
         return ActingTimes(_of_interval(interval, length), unit, None, interval.words)
@@ -151,7 +152,7 @@ def timetable(engine: Engine, entries: Sequence[Attached], length: Length) -> li
             continue
         if entry.event in (Events.STARTED, Events.COMPLETED) and not (saves or evaluates):
             continue
-        if entry.event not in _RHYTHMIC and not filter_options(entry.handler):
+        if entry.event not in _RHYTHMIC and filter_options(entry.handler) == {}:
             continue
         if (
             entry.event == Events.ITERATION_COMPLETED

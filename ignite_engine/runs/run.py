@@ -401,10 +401,27 @@ class Run:
 
     def _write_failure(self, line: str) -> None:
         """A rank failed; this one writes it, whichever it is. The main thread may be blocked and never do so."""
+        so_far = {} if self.first_iteration is None else self._so_far()
         try:
-            self.directory.write_summary({**self.directory.read_summary(), "status": "failed", "reason": line})
+            summary = {**self.directory.read_summary(), **so_far, "status": "failed", "reason": line}
+            self.directory.write_summary(summary)
         except OSError as error:
             logger.error("%s could not be written: %s.", self.directory.summary, error)
+
+    def _so_far(self) -> dict[str, Any]:
+        """Of ``summary.json`` what changes while the run trains, and is the same on every rank."""
+        state = self.trainer.state
+        before = self._metrics_before if state.iteration == self.first_iteration else {}
+        return {
+            "iteration": state.iteration,
+            "epoch": state.epoch,
+            "optimizer_steps": state.optimizer_steps,
+            "skipped_steps": state.skipped_steps,
+            "read_errors": state.read_errors,
+            "metrics": self._plain_metrics(before),
+            "wall_s": time.perf_counter() - self.startup.began,
+            "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
 
     def _write_summary(self, status: str, resumed: Path | None) -> dict[str, Any]:
         """Write ``summary.json`` on rank 0 and return its content."""
@@ -416,7 +433,6 @@ class Run:
         if status != "running" and not (failed and any(map(is_sharded, model.state_dict().values()))):
             with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
                 digest = weights_sha256(model)
-        before = self._metrics_before if state.iteration == self.first_iteration else {}
         start = "restart" if resumed else "fresh" if self.load is None else "fine-tune"
         has_started = self.first_iteration is not None
         is_timed = status != "running" and self.config["logging"]["throughput"] and agreement.rank() == 0
@@ -424,12 +440,7 @@ class Run:
         summary: dict[str, Any] = {
             "status": status,
             "reason": state.reason if status != "running" else None,
-            "iteration": state.iteration,
-            "epoch": state.epoch,
-            "optimizer_steps": state.optimizer_steps,
-            "skipped_steps": state.skipped_steps,
-            "read_errors": state.read_errors,
-            "metrics": self._plain_metrics(before),
+            **self._so_far(),
             "best": self._best(),
             "weights_sha256": digest,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -438,10 +449,8 @@ class Run:
             "resumed_from": resumed.name if resumed else None,
             "startup_s": dict(self.startup.seconds),
             "checkpoints": self.checkpoint.times.as_dict() if self.checkpoint else {},
-            "wall_s": time.perf_counter() - self.startup.began,
             "goodput": ledger and ledger.as_values(),
             "verdict": ledger and ledger.verdict,
-            "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         self.summary = summary
         if agreement.rank() == 0:

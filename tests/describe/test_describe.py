@@ -117,6 +117,24 @@ def test_a_filter_with_a_text_of_its_own_is_named_by_it() -> None:
     assert "when its filter says so (every 30 s)" in trainer.describe()
 
 
+def test_handlers_with_any_filter_on_any_event_are_in_the_timetable() -> None:
+    trainer = trainer_of()
+
+    @trainer.on(TrainingEvents.OPTIMIZER_STEP_COMPLETED(event_filter=lambda engine, count: count == 3))
+    def by_filter() -> None: ...
+
+    @trainer.on(TrainingEvents.EVALUATION_COMPLETED(every=2))
+    def by_number() -> None: ...
+
+    @trainer.on(TrainingEvents.CHECKPOINT_SAVED)
+    def always() -> None: ...
+
+    timetable, _, _ = re.sub(" +", " ", trainer.describe(numbers_loader(), max_epochs=2)).partition("Parameters")
+    assert "by_filter when its filter says so (lambda)\n" in timetable
+    assert "by_number every 2 EVALUATION_COMPLETED\n" in timetable
+    assert "always" not in timetable, "it has no rhythm of its own"
+
+
 def test_rates_are_told_of_each_schedule() -> None:
     trainer = trainer_of(lr=0.5)
     LRSchedule(warmup_cosine(optimizer_of(trainer), 4, total=60)).attach(trainer)

@@ -7,6 +7,7 @@ each checkpoint, so that it is known what had been spent when the state was save
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -147,12 +148,24 @@ class LedgerFile:
         Args:
             fresh: the run starts over. What an earlier one has left is dropped, unless it was killed: then the same run
                 is started again, and what it had done is wasted.
+
+        Raises:
+            OSError: the file cannot be written, or another process writes it.
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = _lines(path) if fresh else []
         over = bool(earlier) and earlier[-1].get("status", "running") != "running"
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if fresh and over else 0), 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(self._file)
+            raise OSError(f"{path} is being written by another process, give this run a directory of its own") from None
+        except OSError:
+            pass  # a file system without locks
+        if fresh and over:
+            os.ftruncate(self._file, 0)
         self._at = os.fstat(self._file).st_size
         if self._at and os.pread(self._file, 1, self._at - 1) != b"\n":
             os.pwrite(self._file, b"\n", self._at)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -19,7 +21,7 @@ from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loa
 from ignite_engine.handlers import Checkpoint, Evaluation, StepTimes
 from ignite_engine.report.goodput import PARTS, LedgerFile, read_ledger
 from ignite_engine.report.goodput.ledger import COUNTED
-from tests.builders import Numbers, linear, mse
+from tests.builders import Numbers, linear, mse, numbers_loader, trainer_of
 
 RECORDS = "slept.jsonl"
 SAVED_EVERY, EVALUATED_EVERY = 10, 8
@@ -98,6 +100,26 @@ def test_newest_line_is_written_over_and_those_before_stay(tmp_path: Path) -> No
     file.write(line(4.0, 3))
     file.close()
     assert [json.loads(each)["elapsed"] for each in path.read_text().splitlines()] == [2.0, 4.0]
+
+
+HOLDER = "import fcntl, sys; file = open(sys.argv[1], 'r+b'); fcntl.lockf(file, fcntl.LOCK_EX); print(); input()"
+
+
+def test_ledger_that_another_process_writes_is_left_alone_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "goodput.jsonl"
+    path.write_text(json.dumps(line(3.0, 2, status="completed")) + "\n")
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        before, trainer = path.read_bytes(), trainer_of()
+        StepTimes(tmp_path).attach(trainer)
+        assert trainer.run(numbers_loader()).status == "completed"
+        holder.kill()
+    assert path.read_bytes() == before
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("The ledger of the run's time cannot be written: ") and "another process" in said
 
 
 @pytest.mark.parametrize(("status", "starts"), [("completed", 1), ("failed", 1), ("interrupted", 1), ("running", 2)])
