@@ -6,7 +6,7 @@ import difflib
 import errno
 import shutil
 import signal as signals
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
@@ -136,6 +136,21 @@ def one_line(error: BaseException) -> str:
         lines = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == kind] or lines
         return lines[-1]
     return lines[0] if isinstance(error, CheckpointError) else f"{type(error).__name__}: {lines[0]}"
+
+
+def shapes_of(value: object, depth: int = 3) -> str:
+    """``(Tensor [8, 3] float32, Tensor [8] int64)``: what a batch or an output holds, for an error about it."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if not isinstance(value, Mapping | list | tuple) or not depth:
+        return type(value).__name__
+    keys = [f"{key!r}: " for key in value] if isinstance(value, Mapping) else [""] * len(value)
+    elements = value.values() if isinstance(value, Mapping) else value
+    shown = [f"{key}{shapes_of(element, depth - 1)}" for key, element in zip(keys, elements)]
+    if len(set(shown)) == 1 and len(shown) > 3:
+        shown = [f"{len(shown)} of {shown[0]}"]
+    opening, closing = "{}" if isinstance(value, Mapping) else "[]" if isinstance(value, list) else "()"
+    return f"{opening}{shortened(shown, 6)}{closing}"
 
 
 def free_space(directory: Path) -> str:

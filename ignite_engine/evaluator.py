@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from ignite_engine.data.own_state import generators_of
 from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.engine import bus
-from ignite_engine.errors import check_type
+from ignite_engine.errors import check_type, shapes_of
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.ranks.ddp_buffers import data_parallel, own_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
@@ -142,12 +142,16 @@ def create_evaluator(
 
     def step(engine: Engine, batch: Any) -> Any:
         device = evaluator.device or device_of(bare)
-        with evaluator.no_grad:
-            if device.type == "cpu" and precision == "fp32" and not inner:
-                return predict(bare, batch)
-            (batch,) = to_device([batch], device)
-            with autocast(precision, device.type), own_buffers(inner) if inner else nullcontext():
-                return predict(bare, batch)
+        try:
+            with evaluator.no_grad:
+                if device.type == "cpu" and precision == "fp32" and not inner:
+                    return predict(bare, batch)
+                (batch,) = to_device([batch], device)
+                with autocast(precision, device.type), own_buffers(inner) if inner else nullcontext():
+                    return predict(bare, batch)
+        except Exception as error:
+            error.add_note(f"The batch: {shapes_of(batch)}.")
+            raise
 
     evaluator = _Evaluator(step)
     evaluator.model = bare

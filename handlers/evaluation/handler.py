@@ -191,7 +191,7 @@ class Evaluation:
                 self._windows.done()
             self._evaluated_at, self._unfinished_at = state.iteration, None
             for key, value in self.evaluator.state.metrics.items():
-                number = _number(value)
+                number = number_of(value)
                 if number is not None:
                     state.metrics[f"{self.label}/{key}"] = number
             if self._changes and self._windows is None and state.windows > state.windows_completed:
@@ -267,7 +267,8 @@ class Evaluation:
         return unwrap(model) if isinstance(model, nn.Module) else None
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
+    """A metric's value as a number; None: it is several, or none."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else None
     return float(value) if isinstance(value, Real) else None

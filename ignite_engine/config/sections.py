@@ -254,6 +254,7 @@ class EvaluationSection(Section):
     every: Every | None = Every(epochs=1)  # null: only at the start and end, see below
     at_start: bool = False
     at_end: bool = True
+    sanity_batches: Annotated[int, Field(ge=0)] = 2  # of each set, evaluated before a fresh run trains; 0: none
     progressive: bool = False  # each window, before it is trained on, as the set "progressive"
     limit: Count | None = None  # batches per set and rank; default: all
     progress_every: Count | None = None  # batches after which a long one saves its progress; default: never

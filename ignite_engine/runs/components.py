@@ -196,12 +196,7 @@ def check_fit(config: Config, task: Task) -> None:
     }
     for key in (key for key, has_no_effect in own.items() if has_no_effect):
         config.warn(key, f"{key} has no effect: the task makes its own.")
-    named = {
-        "checkpoint.best": config.checkpoint.best,
-        "early_stopping.metric": config.early_stopping.metric,
-        **{f"{key}.metric": section.metric for key, section in config.schedules.values()},
-    }
-    for key, metric in named.items():
+    for key, metric in followed_metrics(config).items():
         if metric is None or metric in known or task.handlers:  # a user's handler may write any key
             continue
         near = did_you_mean(metric, known)
@@ -209,6 +204,15 @@ def check_fit(config: Config, task: Task) -> None:
         is_possible = metric.partition("/")[0] in sets and task.metrics
         if not is_possible or not near.startswith("; known"):
             raise config.error(key, f"got {metric!r}, expected a metric of this run{near}")
+
+
+def followed_metrics(config: Config) -> dict[str, str | None]:
+    """The metrics that something acts on, by the setting that names each."""
+    return {
+        "checkpoint.best": config.checkpoint.best,
+        "early_stopping.metric": config.early_stopping.metric,
+        **{f"{key}.metric": section.metric for key, section in config.schedules.values()},
+    }
 
 
 def _check_groups(config: Config, groups: Any) -> None:

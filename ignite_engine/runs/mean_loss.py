@@ -10,7 +10,7 @@ from ignite.metrics import Average, Metric
 from torch import nn
 
 from ignite_engine.step.device import widest_float
-from ignite_engine.step.losses import LossFn, parts
+from ignite_engine.step.losses import LossFn, parts, unusable_result
 
 
 def mean_loss(
@@ -27,7 +27,13 @@ def mean_loss(
     """
 
     def predict(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
-        loss = parts(loss_fn(model, batch))[0]
+        result = loss_fn(model, batch)
+        try:
+            loss = parts(result)[0].reshape(())
+        except Exception as error:
+            if (unusable := unusable_result(result)) is not None:
+                raise ValueError(unusable) from error
+            raise
         weight = float(weight_fn(batch)) if weight_fn is not None else float(_samples(batch))
         wide = loss.to(widest_float(loss.device))
         return wide * weight if weight else torch.zeros_like(wide), weight

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ignite_engine.config.sections import LoadSection, ScheduleSection
 from ignite_engine.data import Windows
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import TrainingEvents
+from ignite_engine.handlers.evaluation.sanity import SanityCheck, Trial
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.rng import seed_everything
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
@@ -31,6 +33,7 @@ from ignite_engine.runs.components import (
     check_fit,
     check_ranks_agree,
     data_loader,
+    followed_metrics,
     make_optimizers,
     make_schedules,
     set_up_torch,
@@ -183,6 +186,32 @@ def _evaluator(config: Config, task: Task, model: nn.Module) -> Engine:
     return create_evaluator(model, predict, metrics, precision=precision)
 
 
+def _sanity_check(config: Config, task: Task, model: nn.Module) -> SanityCheck:
+    """Of each validation set that can be read from its beginning at any time."""
+    section, batches = config.evaluation, config.evaluation.sanity_batches
+    # of the run's workers one is enough; what a dataset opens, it opens there
+    data = config.data.model_copy(
+        update={"num_workers": min(1, config.data.num_workers), "persistent_workers": False, "prefetch_factor": None}
+    )
+    few = config.model_copy(update={"data": data})
+    try:
+        own = replace(task, metrics=copy.deepcopy(dict(task.metrics)))
+    except Exception:  # one that cannot be copied is reset by each evaluation, as it would be without a check
+        own = task
+    trials = {
+        name: Trial(
+            _evaluator(config, own, model),
+            data_loader(few, task, dataset, training=False),
+            min(batches, section.limit or batches),
+            section.limit,
+        )
+        for name, dataset in task.val_sets.items()
+        if batches and not isinstance(dataset, Windows)
+    }
+    followed = {key: metric for key, metric in followed_metrics(config).items() if metric is not None}
+    return SanityCheck(trials, followed=followed, others_write=bool(task.handlers), error=config.error)
+
+
 def _progressive(config: Config, task: Task, run: Run) -> handlers.Evaluation:
     """Evaluates each window before it is trained on."""
     trained, evaluated = run.loader, data_loader(config, task, task.train_set, training=False)
@@ -222,6 +251,8 @@ def _attach(
 
     log_point = interval_event(logging.every or _log_interval(run.total), task)
     trainer.add_event_handler(Events.STARTED, run.log_length)
+    if evaluation.sanity_batches and evaluations:
+        _sanity_check(config, task, run.trainer.update.model).attach(trainer)  # type: ignore[attr-defined]  # an Update
     for name, schedule in schedules.items():
         handler_name = run.schedule_name(name)
         if task.schedule is not None:

@@ -1,0 +1,193 @@
+"""A few batches of each evaluation before training: what is wrong with it ends the run in its first second."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from ignite.engine import Engine, Events
+from ignite.metrics import Metric
+from torch import nn
+
+from ignite_engine import Phase, Trainer, rng
+from ignite_engine.data.workers import begin_pass, end_workers
+from ignite_engine.errors import did_you_mean, one_line, shapes_of
+from ignite_engine.evaluator import eval_mode
+from ignite_engine.handlers.evaluation.handler import number_of
+from ignite_engine.ranks import agreement
+from ignite_engine.ranks.mesh import metrics_of_this_rank
+from ignite_engine.state import Start
+from ignite_engine.states.metrics import metrics_of
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried of one set: an evaluator and a loader that nothing else uses, and batches of it.
+
+    ``limit`` is that of its evaluations.
+    """
+
+    evaluator: Engine
+    data: Iterable[Any]
+    batches: int
+    limit: int | None = None
+
+
+class SanityCheck:
+    """Evaluates a few batches of each set before a fresh run trains, and leaves nothing of it behind.
+
+    Args:
+        trials: by the name of the set.
+        followed: by the setting that names it, a metric that something acts on, such as ``val/accuracy``.
+        others_write: handlers of the user may write a metric that no evaluation does.
+        error: makes the exception of a setting (``task``: a part of it) and a complaint.
+
+    Each rank measures its own batches and nothing is exchanged but their number. A metric that cannot be computed of a
+    few batches, as one that needs samples of each class, is on one process tried on the whole set before it is refused,
+    and on several not judged. An error of ``predict``, of the loss function or of the data leaves as it was raised,
+    with a note.
+    """
+
+    phase = Phase.PREPARE
+
+    def __init__(
+        self,
+        trials: Mapping[str, Trial],
+        *,
+        followed: Mapping[str, str],
+        others_write: bool,
+        error: Callable[[str, str], Exception],
+    ) -> None:
+        self.trials, self.error = trials, error
+        self.followed, self.others_write = followed, others_write
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(Events.STARTED, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Check now, unless the run continues one that was checked when it began."""
+        if trainer.state.start is not Start.FRESH:
+            return
+        measured: dict[str, Any] = {}
+        for name, trial in self.trials.items():
+            model = getattr(trainer.update, "model", None)
+            with rng.isolated(), _buffers_of(model), warnings.catch_warnings(action="ignore"):
+                values = self._values(name, trial)
+            if values is None:  # what it would have measured is not known
+                return
+            measured |= {f"{name}/{key}": value for key, value in values.items()}
+        for setting, metric in self.followed.items():
+            self._check_followed(setting, metric, measured)
+
+    def _values(self, name: str, trial: Trial) -> Mapping[str, Any] | None:
+        """What the evaluator measures; None: the set has no batch, or too few for a metric.
+
+        Raises:
+            Exception: ``error`` of a metric that cannot be used, or what ``predict`` or the data has raised.
+        """
+        batches, alone = _first(trial.data, trial.batches), agreement.world_size() == 1
+        # where a forward waits for peers, each makes as many
+        batches = batches[: int(min(row[0] for row in agreement.gather_floats([float(len(batches))])))]
+        if not batches:
+            return None
+        try:
+            return _run(trial.evaluator, batches)
+        except Exception as raised:
+            error = raised
+        if (found := _metric_of(error)) is not None and found[1] == "completed":
+            if not alone:
+                return None
+            try:
+                return _run(trial.evaluator, trial.data, trial.limit)
+            except Exception as raised:
+                error = raised
+        self._raise(name, trial.evaluator, error)
+        return None
+
+    def _raise(self, name: str, evaluator: Engine, error: Exception) -> None:
+        if (found := _metric_of(error)) is None:
+            error.add_note(
+                f"Raised in the sanity check of {name!r}, before training: predict(model, batch) must return what the "
+                "metrics take, most of them (predictions, targets)."
+            )
+            raise error
+        metric, kind = found[0], type(found[0]).__name__
+        names = [f"{key!r} ({kind})" for key, value in metrics_of(evaluator).items() if value is metric]
+        complaint = self.error(
+            "task",
+            f"the metric {names[0] if names else kind} cannot use what predict returned for "
+            f"{name!r}, {shapes_of(evaluator.state.output)}: {one_line(error)} Let predict(model, batch) return what "
+            "the metrics take, most of them (predictions, targets), or give the metric an output_transform.",
+        )
+        # of a metric of the user's own the place in it matters
+        raise complaint from (None if type(metric).__module__.startswith("ignite.") else error)
+
+    def _check_followed(self, setting: str, metric: str, measured: Mapping[str, Any]) -> None:
+        group = metric.partition("/")[0]
+        if metric in measured:
+            value = measured[metric]
+            if number_of(value) is None:
+                raise self.error(
+                    setting,
+                    f"got {metric!r}, which is {_kind_of(value)}, expected a metric that is one number: give "
+                    "the metric an average, or follow another one.",
+                )
+        elif group in self.trials and not self.others_write:
+            numbers = [key for key, value in measured.items() if number_of(value) is not None]
+            raise self.error(
+                setting, f"got {metric!r}, expected a metric of this run{did_you_mean(metric, ['loss', *numbers])}"
+            )
+
+
+def _kind_of(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" if shape is None else f"a {type(value).__name__} of shape {tuple(shape)}"
+
+
+def _first(data: Iterable[Any], count: int) -> list[Any]:
+    """The first batches of a pass, which is ended then."""
+    iterator = begin_pass(data)
+    try:
+        return list(islice(iterator, count))
+    finally:
+        end_workers(iterator, data)
+
+
+def _run(evaluator: Engine, batches: Iterable[Any], limit: int | None = None) -> Mapping[str, Any]:
+    """Evaluate on this rank alone."""
+    model, state = getattr(evaluator, "model", None), evaluator.state
+    state.max_epochs = state.epoch_length = None
+    evaluator.logger = logging.Logger("sanity check", logging.WARNING)  # the run's log says nothing of it
+    with eval_mode(model) if model is not None else nullcontext(), metrics_of_this_rank():
+        return evaluator.run(batches if limit is None else islice(batches, limit), max_epochs=1).metrics
+
+
+def _metric_of(error: BaseException) -> tuple[Metric, str] | None:
+    """The metric in which an error was raised, and which of its methods was called; None: elsewhere."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if isinstance(owner := frame.f_locals.get("self"), Metric):
+            return owner, frame.f_code.co_name
+        traceback = traceback.tb_next
+    return None
+
+
+@contextmanager
+def _buffers_of(model: Any) -> Iterator[None]:
+    """Put back the buffers of a model whose forward changes some, also in eval mode."""
+    buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
+    before = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before):
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)

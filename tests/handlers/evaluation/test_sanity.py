@@ -1,0 +1,254 @@
+"""A wrong metric, ``predict`` or ``best`` ends a run before it trains; a right one leaves no trace of the check."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Accuracy, EpochMetric, Loss, Metric, MetricsLambda, Precision
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ignite_engine import Trainer, fit
+from ignite_engine.config import ConfigError
+from tests.builders import on_two_ranks
+from tests.runs.test_fit import QUIET, TRAIN, VAL, loss_fn, net
+
+
+def trained(directory: Path, **arguments: Any) -> Any:
+    given = {"max_epochs": 1, "batch_size": 4, **QUIET, **arguments}
+    return fit(
+        given.pop("model", None) or net(),
+        given.pop("loss_fn", loss_fn),
+        TRAIN,
+        given.pop("val_set", VAL),
+        directory=directory,
+        **given,
+    )
+
+
+def predict(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0]), batch[1]
+
+
+def refuse_to_train(trainer: Trainer) -> None:
+    raise AssertionError("it trains")
+
+
+UNTRAINED = [(refuse_to_train, Events.ITERATION_STARTED)]
+
+
+class Broken(Metric):
+    """A metric of the user's own with a mistake in it."""
+
+    def reset(self) -> None:
+        self.total = 0
+
+    def update(self, output: Any) -> None:
+        self.total += output["logits"]
+
+    def compute(self) -> float:
+        return float(self.total)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"metrics": {"accuracy": Accuracy(is_multilabel=True)}},
+            r"^fit\(\): the metric 'accuracy' \(Accuracy\) cannot use what predict returned for 'val', \(Tensor \[4, "
+            r"3\] float32, Tensor \[4\] int64\): ValueError: .* Let predict\(model, batch\) return what the",
+        ),
+        (
+            {"metrics": {"accuracy": Accuracy()}, "predict": lambda model, batch: model(batch[0])},
+            r"^fit\(\): the metric 'accuracy' .* returned for 'val', Tensor \[4, 3\] float32: ValueError",
+        ),
+        (
+            {"metrics": {"twice": MetricsLambda(lambda value: 2 * value, Accuracy(is_multilabel=True))}},
+            r"^fit\(\): the metric Accuracy cannot use what predict returned",
+        ),
+        (
+            {"metrics": {"own": Broken()}},
+            r"^fit\(\): the metric 'own' \(Broken\) cannot use .* TypeError: tuple indices",
+        ),
+        (
+            {"metrics": {"precision": Precision()}, "best": "val/precision", "mode": "max"},
+            r"^fit\(\): best: got 'val/precision', which is a Tensor of shape \(3,\), expected a metric that is one",
+        ),
+        (
+            {"metrics": {"accuracy": Accuracy()}, "best": "val/zzz", "mode": "max"},
+            r"^fit\(\): best: got 'val/zzz', expected a metric of this run; known: loss, val/accuracy\.",
+        ),
+    ],
+)
+def test_wrong_part_of_an_evaluation_ends_the_run_before_it_trains(
+    tmp_path: Path, arguments: dict[str, Any], words: str
+) -> None:
+    handlers = [] if "best" in arguments else UNTRAINED  # a handler may write the metric
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=words) as refusal:
+        trained(tmp_path, handlers=handlers, **arguments)
+    assert "\n" not in str(refusal.value) and time.monotonic() - began < 5
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["iteration"]) == ("failed", 0)
+
+
+def test_error_of_predict_is_raised_as_it_was_and_says_what_it_must_return(tmp_path: Path) -> None:
+    def wrong(model: nn.Module, batch: Any) -> Any:
+        return model(batch["x"]), batch["y"]
+
+    with pytest.raises(TypeError, match="list indices") as refusal:
+        trained(tmp_path, metrics={"accuracy": Accuracy()}, predict=wrong, handlers=UNTRAINED)
+    notes = refusal.value.__notes__
+    assert "The batch: [Tensor [4, 4] float32, Tensor [4] int64]." in notes
+    assert any("sanity check of 'val', before training: predict(model, batch) must return" in note for note in notes)
+
+
+@pytest.mark.parametrize("result", [lambda loss: loss.item(), lambda loss: loss.expand(4), lambda loss: None])
+def test_loss_that_cannot_be_trained_on_is_said_as_in_training(tmp_path: Path, result: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(ValueError, match=r"^loss_fn returned .*: return "):
+        trained(tmp_path, loss_fn=lambda model, batch: result(loss_fn(model, batch)), handlers=UNTRAINED)
+
+
+class Counting(Dataset[Any]):
+    """Augments by random numbers of each kind."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        noise = torch.randn(4) + random.random() + float(np.random.rand())
+        return VAL[0][index] + noise, VAL[1][index]
+
+
+class Tracing(nn.Module):
+    """Draws in each forward, counts them in a buffer, and remembers in which modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("drawn", torch.zeros(3))
+        self.modes: list[bool] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        self.drawn += torch.rand(3)
+        self.modes.append(self.training)
+        return self.inner(self.norm(inputs))  # type: ignore[no-any-return]  # a tensor
+
+
+class Remembering(Accuracy):
+    """Keeps what ``reset`` does not clear."""
+
+    def __init__(self) -> None:
+        self.computed = 0
+        super().__init__()
+
+    def compute(self) -> float:
+        self.computed += 1
+        return super().compute() + self.computed
+
+
+def test_run_is_as_without_the_check(tmp_path: Path) -> None:
+    runs, models, sets = list[Any](), list[Any](), list[Counting]()
+    for batches in (0, 2):
+        models.append(Tracing())
+        sets.append(Counting())
+        runs.append(
+            trained(
+                tmp_path / str(batches),
+                model=models[-1],
+                val_set=sets[-1],
+                metrics={"accuracy": Remembering(), "nll": Loss(nn.functional.cross_entropy)},
+                evaluation={"sanity_batches": batches},
+            )
+        )
+
+    without, checked = runs
+    assert sets[1].read == sets[0].read + 8  # it happened
+    assert models[1].modes == [False] * 2 + models[0].modes
+    assert checked.summary["weights_sha256"] == without.summary["weights_sha256"]  # buffers are in it
+    assert checked.metrics == without.metrics and checked.metrics["val/accuracy"] > 1
+    assert {path.name for path in checked.directory.path.rglob("*")} == {
+        path.name for path in without.directory.path.rglob("*")
+    }
+    lines = [(run.directory.path / "metrics.jsonl").read_text() for run in runs]
+    assert lines[0] == lines[1]
+    assert checked.trainer.state.evaluations == without.trainer.state.evaluations == 1
+
+
+def test_resumed_run_is_not_checked_again(tmp_path: Path) -> None:
+    trained(tmp_path)
+    data = Counting()
+    trained(tmp_path, val_set=data, max_epochs=2)
+    assert data.read == 12  # the evaluation of the second epoch
+
+
+def needs_each_class(predictions: Tensor, targets: Tensor) -> float:
+    if len(set(targets.tolist())) < 3:
+        raise ValueError("only some of the classes are there")
+    return 1.0
+
+
+def test_metric_that_needs_more_than_a_few_batches_is_not_refused(tmp_path: Path) -> None:
+    order = torch.argsort(VAL[1])
+    ordered = (VAL[0][order], VAL[1][order])
+    run = trained(
+        tmp_path / "right",
+        val_set=ordered,
+        batch_size=1,
+        metrics={"all": EpochMetric(needs_each_class, check_compute_fn=False)},
+    )
+    assert run.metrics["val/all"] == 1.0
+    with pytest.raises(ConfigError, match=r"the metric 'all' \(EpochMetric\) .*only some of the classes are there"):
+        trained(
+            tmp_path / "wrong",
+            val_set=(ordered[0][:2], ordered[1][:2]),
+            metrics={"all": EpochMetric(needs_each_class, check_compute_fn=False)},
+            handlers=UNTRAINED,
+        )
+
+
+@pytest.mark.distributed
+def test_ranks_check_their_own_batches(tmp_path: Path) -> None:
+    def case(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        runs = [
+            trained(
+                tmp_path / str(batches),
+                metrics={"accuracy": Accuracy(), "all": EpochMetric(needs_each_class, check_compute_fn=False)},
+                evaluation={"sanity_batches": batches},
+            )
+            for batches in (0, 1)
+        ]
+        try:
+            trained(tmp_path / "wrong", metrics={"accuracy": Accuracy(is_multilabel=True)}, handlers=UNTRAINED)
+            refused = "not"
+        except Exception as error:
+            refused = str(error)
+        few = trained(tmp_path / "few", val_set=(VAL[0][:1], VAL[1][:1]), metrics={"accuracy": Accuracy()})
+        digests = [run.summary["weights_sha256"] for run in runs]
+        return {
+            "same": digests[0] == digests[1] and runs[0].metrics == runs[1].metrics,
+            "refused": refused,
+            "few": few.metrics["val/accuracy"],
+        }
+
+    answers = on_two_ranks(case, tmp_path / "meeting")
+    assert answers["same"] == [True, True]
+    assert all("metric 'accuracy' (Accuracy) cannot use" in refused for refused in answers["refused"])
+    assert answers["few"][0] == answers["few"][1]
