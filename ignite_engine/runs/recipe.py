@@ -318,7 +318,7 @@ def _attach(
     )
     if by_clock:
         handlers.SaveEvery(**{unit: number}).attach(trainer)
-    _attach_stops(config, run)
+    _attach_stops(config, run, evaluations)
     for place, users_own in enumerate(task.handlers):
         handler, *events = users_own if isinstance(users_own, tuple) else (users_own,)
         if hasattr(handler, "attach"):
@@ -372,8 +372,9 @@ def _source(config: Config, key: str, section: LoadSection) -> LoadSource:
         raise config.error(key, str(error)) from None
 
 
-def _attach_stops(config: Config, run: Run) -> None:
+def _attach_stops(config: Config, run: Run, evaluations: Sequence[handlers.Evaluation]) -> None:
     handlers.GracefulStop().attach(run.trainer)
+    handlers.RequestFiles(run.directory.path, evaluations).attach(run.trainer)
     limit, path = config.run.time_limit, config.run.stop_file
     if limit is not None:  # the start-up counts as well
         since = time.monotonic() - (time.perf_counter() - run.startup.began)

@@ -17,8 +17,8 @@ from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.engine.boundary import StepBoundary
 from ignite_engine.engine.bus import handlers_of
-from ignite_engine.handlers import Checkpoint, Evaluation, SaveEvery, StopFile, WallClockLimit, limits
-from tests.builders import numbers_loader, trainer_of, weights
+from ignite_engine.handlers import Checkpoint, Evaluation, RequestFiles, SaveEvery, StopFile, WallClockLimit, limits
+from tests.builders import numbers_loader, on_two_ranks, trainer_of, weights
 
 
 class Clock:
@@ -341,3 +341,118 @@ def test_quiet_iterations_ask_for_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     trainer.run(numbers_loader(8), max_epochs=2)
 
     assert edges == [4, 8] and not handlers_of(trainer, TrainingEvents.RESUME_POINT)
+
+
+# -- request files ----------------------------------------------------------------------------------------------------
+
+
+def evaluation_of(trainer: Trainer, metrics: dict[str, Any] | None = None) -> Evaluation:
+    evaluator = create_evaluator(trainer.update.model, lambda model, batch: None, metrics)  # type: ignore[attr-defined]
+    return Evaluation(evaluator, [0])
+
+
+def requested(directory: Path, trainer: Trainer, *names: str, at: int) -> None:
+    """Make the files of these requests at the beginning of an iteration."""
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED(once=at), lambda: [(directory / f"{name}.request").touch() for name in names]
+    )
+
+
+def test_requests_are_done_at_step_boundaries_and_change_no_bit(clock: Clock, tmp_path: Path) -> None:
+    trainer, other, evaluated = saving(tmp_path / "saved"), trainer_of(), list[int]()
+    passing(trainer, clock, 1.0)
+    evaluation = evaluation_of(trainer)
+    evaluation.attach(trainer, Events.COMPLETED)
+    RequestFiles(tmp_path, [evaluation]).attach(trainer)
+    trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: evaluated.append(trainer.state.iteration))
+    requested(tmp_path, trainer, "save", at=3)
+    requested(tmp_path, trainer, "evaluate", at=5)
+    requested(tmp_path, trainer, "evaluate", "save", at=8)
+    state = trainer.run(numbers_loader(24, shuffle=True), max_epochs=1)
+    other.run(numbers_loader(24, shuffle=True), max_epochs=1)
+
+    assert (state.status, state.iteration, saved(tmp_path / "saved")) == ("completed", 12, [4, 9, 12])
+    assert evaluated == [7, 10, 12] and not list(tmp_path.glob("*.request"))
+    assert torch.equal(weights(trainer), weights(other))
+
+
+def test_stop_request_ends_the_run_saved_and_the_next_one_is_not_stopped(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> Any:
+        trainer = saving(tmp_path / "saved")
+        passing(trainer, clock, 1.0)
+        RequestFiles(tmp_path).attach(trainer)
+        requested(tmp_path, trainer, "stop", "evaluate", at=4)
+        return trainer.run(numbers_loader(20), max_epochs=1)
+
+    state = run()
+    assert (state.status, state.reason) == ("interrupted", f"request file {tmp_path / 'stop.request'}")
+    assert saved(tmp_path / "saved") == [5] and not list(tmp_path.glob("*.request"))
+    assert f"{tmp_path / 'evaluate.request'} has no effect: this run has no evaluation." in caplog.messages
+
+    (tmp_path / "stop.request").touch()
+    trainer = trainer_of()
+    RequestFiles(tmp_path).attach(trainer)
+    assert trainer.run(numbers_loader(20), max_epochs=1).status == "completed"
+    assert "was there before this run and has no effect" in caplog.messages[-1]
+
+
+def test_stop_request_interrupts_an_evaluation(clock: Clock, tmp_path: Path) -> None:
+    trainer, batches = saving(tmp_path / "saved"), list[int]()
+
+    def predict(model: Any, batch: Any) -> Any:
+        clock.now += 0.6
+        batches.append(len(batches))
+        if len(batches) == 5:
+            (tmp_path / "stop.request").touch()
+
+    Evaluation(create_evaluator(trainer.update.model, predict), [0] * 100).attach(  # type: ignore[attr-defined]
+        trainer, Events.ITERATION_COMPLETED(once=2)
+    )
+    RequestFiles(tmp_path).attach(trainer)
+    state = trainer.run(numbers_loader(20), max_epochs=1)
+
+    assert (state.status, state.iteration, state.evaluations) == ("interrupted", 2, 0) and len(batches) < 10
+
+
+def test_request_that_cannot_be_removed_is_taken_once(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    trainer, asked = trainer_of(), list[int]()
+    passing(trainer, clock, 1.0)
+    monkeypatch.setattr(trainer, "request_save", lambda: asked.append(trainer.state.iteration))
+    RequestFiles(tmp_path).attach(trainer)
+    requested(tmp_path, trainer, "save", at=3)
+    trainer.run(numbers_loader(20), max_epochs=1)
+
+    assert asked == [3]
+
+
+@pytest.mark.distributed
+def test_two_ranks_do_what_is_asked_at_the_same_iterations(tmp_path: Path) -> None:
+    def one_rank(rank: int) -> dict[str, Any]:
+        trainer, evaluated = saving(tmp_path / "saved"), list[int]()
+        evaluation = evaluation_of(trainer)
+        evaluation.attach(trainer, Events.COMPLETED)
+        RequestFiles(tmp_path, [evaluation]).attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_STARTED, lambda: time.sleep(0.01))
+        trainer.add_event_handler(
+            TrainingEvents.EVALUATION_COMPLETED, lambda: evaluated.append(trainer.state.iteration)
+        )
+        if rank == 1:  # rank 0 looks
+            requested(tmp_path, trainer, "save", "evaluate", at=10)
+            trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: (tmp_path / "stop.request").touch())
+        state = trainer.run(numbers_loader(8), max_iters=2000)
+        return {"end": (state.status, state.reason, state.iteration), "evaluated": evaluated}
+
+    answers = on_two_ranks(one_rank, tmp_path / "meeting")
+    (status, reason, iteration), other = answers["end"]
+    assert (status, reason) == ("interrupted", f"request file {tmp_path / 'stop.request'}")
+    assert other == answers["end"][0] and iteration < 2000
+    assert answers["evaluated"][0] == answers["evaluated"][1] and len(answers["evaluated"][0]) == 1
+    assert len(saved(tmp_path / "saved")) == 2
