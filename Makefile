@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test ignite check lint types imports format campaign search bench docs house clean
+.PHONY: help install train test device ignite check lint types imports format campaign search bench docs house clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -34,8 +34,11 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 3 minutes on 2 cores); ARGS="run.seed=1 ..."
 	$(BIN)/python -m ignite_engine train $(CONFIG) $(ARGS)
 
-test: $(STAMP)  ## run the tests but the slow ones (SLOW=1: all); PYTEST_ARGS="-k schedule"
-	$(BIN)/python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal $(if $(SLOW),,-m "not slow") $(PYTEST_ARGS)
+test: $(STAMP)  ## run the tests but the slow ones (SLOW=1: these, too); PYTEST_ARGS="-k schedule"
+	$(BIN)/python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal -m "not cuda and not accelerator$(if $(SLOW),, and not slow)" $(PYTEST_ARGS)
+
+device: $(STAMP)  ## run the tests that need a device, on this machine's or on fake ones; docs/devices.md
+	$(BIN)/python -m tests.device $(PYTEST_ARGS)
 
 ignite: $(STAMP)  ## run Ignite's own tests against the Trainer; downloads its source, or ARGS="--source CHECKOUT"
 	$(BIN)/python -m tests.ignite_suite $(ARGS)

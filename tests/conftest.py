@@ -1,4 +1,4 @@
-"""For every test: one thread per process, GPU tests skipped where there is no GPU, a record of what was skipped."""
+"""For every test: one thread per process, tests of a device skipped where there is none, a record of all skips."""
 
 from __future__ import annotations
 
@@ -13,8 +13,21 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
-import pytest
-import torch
+NO_DEVICE = "needs a CUDA device, this machine has none: `make device` runs it on a fake one"
+KIND = os.environ.get("TEST_DEVICE")  # a fake device, of a kind that tests/device/fake.py names
+if KIND:  # before torch is imported
+    from tests.device import fake
+
+    try:
+        fake.load(KIND)
+    except fake.Unavailable as error:
+        NO_DEVICE = str(error)
+    else:  # and in the processes that tests start
+        startup = str(Path(__file__).parent / "device" / "startup")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH"))))
+
+import pytest  # noqa: E402  # after a fake device, as torch
+import torch  # noqa: E402
 
 SKIPPED = pytest.StashKey[list[dict[str, str]]]()
 
@@ -29,12 +42,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    no_gpu = pytest.mark.skip(reason="needs a CUDA device, this machine has none")
+    there = {"cuda": torch.cuda.is_available(), "accelerator": torch.accelerator.is_available()}
     for item in items:
-        if item.get_closest_marker("cuda"):
-            item.add_marker(no_gpu)
+        if any(item.get_closest_marker(name) and not is_there for name, is_there in there.items()):
+            item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
+
+
+@pytest.fixture(autouse=True)
+def streams_wait_for_each_other() -> Iterator[None]:
+    """A fake device knows when an operation uses memory that another stream has not done with."""
+    yield
+    if KIND and torch.accelerator.is_available():
+        fake.set_options(no_waits=0, limit=0)
+        assert fake.counts().get("races", 0) == 0, "a stream did not wait for another one"
 
 
 @pytest.fixture(autouse=True)

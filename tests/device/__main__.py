@@ -1,0 +1,58 @@
+"""Runs the tests that need a device, on this machine's if it has one, else on each fake one; a skipped test fails.
+
+Usage: ``python -m tests.device [--kind cuda|fake|plain] [arguments of pytest]``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.device.fake import KINDS, VARIABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(arguments: list[str]) -> int:
+    kinds: tuple[str | None, ...] = KINDS
+    if arguments[:1] == ["--kind"]:
+        kinds, arguments = (arguments[1],), arguments[2:]
+    elif _has_accelerator():
+        kinds = (None,)
+    return max(_run(kind, arguments) for kind in kinds)
+
+
+def _has_accelerator() -> bool:
+    """Asked in another process: a fake device is to be loaded before torch."""
+    question = "import sys, torch; sys.exit(0 if torch.accelerator.is_available() else 1)"
+    return subprocess.run([sys.executable, "-c", question]).returncode == 0
+
+
+def _run(kind: str | None, arguments: list[str]) -> int:
+    markers = ["accelerator"] if kind in ("fake", "plain") else ["accelerator", "cuda"]
+    marks = [f"pytest.mark.{marker}" for marker in markers]
+    files = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if any(mark in path.read_text(encoding="utf-8") for mark in marks)
+    ]
+    own = [argument for argument in arguments if argument.endswith(".py") or "::" in argument]
+    print(f"Device: {kind or 'of this machine'}", flush=True)
+    environment = os.environ | ({} if kind is None else {VARIABLE: kind})
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as skipped:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--skipped-to={skipped.name}"]
+        command += ["-m", " or ".join(markers), *arguments, *([] if own else files)]
+        code = subprocess.run(command, cwd=ROOT, env=environment).returncode
+        lines = [json.loads(line) for line in Path(skipped.name).read_text().splitlines()]
+    for line in lines:
+        if "test" in line:
+            print(f"SKIPPED {line['test']}: {line['reason']}")
+    return code or int(any("test" in line for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
