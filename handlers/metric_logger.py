@@ -138,13 +138,12 @@ class MetricLogger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        rows = state["rows"] if "rows" in state else state["interval"]  # as it was called before there were sums
-        self._rows, self._means = _as_rows(rows), {}
-        for name, mean in state.get("means", {}).items():
+        self._rows, self._means = _as_rows(state["rows"]), {}
+        for name, mean in state["means"].items():
             self._means[name] = Running("mean")
             self._means[name].load_state_dict(mean)
         self._not_finite_at = state["not_finite_at"]
-        self._loaded = dict(state.get("meters", {}))
+        self._loaded = dict(state["meters"])
         for meter in self._meters.values():
             meter.reset()
 
@@ -244,12 +243,9 @@ def _as_columns(rows: Sequence[tuple[int, Row]]) -> list[Any]:
 
 
 def _as_rows(columns: Iterable[Any]) -> list[tuple[int, Row]]:
-    """The rows of :func:`_as_columns`; earlier releases saved the rows."""
+    """The rows of :func:`_as_columns`."""
     rows: list[tuple[int, Row]] = []
     for iterations, values in columns:
-        if isinstance(iterations, int):
-            rows.append((iterations, values))
-            continue
         by_name = {name: unpacked(column) for name, column in values.items()}
         rows += [(iteration, {name: by_name[name][at] for name in by_name}) for at, iteration in enumerate(iterations)]
     return rows
