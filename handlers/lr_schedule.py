@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ignite_engine import Trainer, Updates
-from ignite_engine.errors import StateMismatch, leave_out
+from ignite_engine.errors import StateMismatch, change_on_resume, leave_out
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.followed_metric import FollowedMetric
 from ignite_engine.ranks import agreement
@@ -87,6 +87,7 @@ class LRSchedule:
             )
         self.scheduler: Any = scheduler
         self.name = name
+        self._part = "optimizer"
         self._followed = None if metric is None else FollowedMetric(metric, f"LRSchedule(metric={metric!r})")
         self._called = isinstance(scheduler, (ParamScheduler, ParamGroupScheduler))
         self._primed = not self._called
@@ -110,6 +111,10 @@ class LRSchedule:
                 "make the scheduler from the optimizer that was given to Update."
             )
         self._prepare(trainer)
+        if isinstance(trainer, Trainer):
+            parts = trainer.registry.objects.items()
+            of_mine = (part for part, obj in parts if getattr(obj, "optimizer", obj) is self._optimizer)
+            self._part = next(of_mine, self._part)
         if hasattr(trainer, "register"):
             # before subscribing, which would register it as unshared
             trainer.register(self.name, self, shared=True, kind="schedule")
@@ -189,9 +194,9 @@ class LRSchedule:
         self.scheduler.load_state_dict(state["scheduler"])
         if not was_loaded and built != (bases := _bases(self.scheduler)) and agreement.rank() == 0:
             logger.warning(
-                "%s restores the base LR %s and not %s, with which the optimizer was built: to begin a schedule again "
-                "from that, leave it out with %s.",
-                *(self.name, _text(bases), _text(built), leave_out("schedule")),
+                "%s restores the base LR %s and not %s, with which the optimizer was built. To go on from there with "
+                "another, give %s.",
+                *(self.name, _text(bases), _text(built), change_on_resume(self._part, {("", "lr"): built[0]}, 1)),
             )
         self._primed, self._used = True, list(state["used"])
         for group, lr in zip(groups, state["lrs"]):

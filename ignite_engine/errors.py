@@ -8,6 +8,7 @@ import shutil
 import signal as signals
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
 
@@ -81,6 +82,27 @@ def is_number(value: object) -> bool:
 def leave_out(*parts: str) -> str:
     """How to resume without a part that does not fit."""
     return f"resume(ignore={list(parts)}), or checkpoint.ignore in a config"
+
+
+def change_on_resume(part: str, changed: Mapping[tuple[str, str], Any], groups: int) -> str:
+    """How to resume with other settings of an optimizer.
+
+    Args:
+        part: the optimizer.
+        changed: the new value by group and option.
+        groups: how many the optimizer has; what is the same in all of them is named once.
+    """
+    values: dict[str, Any] = {}
+    for (group, option), value in changed.items():
+        in_all = [new for (_, name), new in changed.items() if name == option] == [value] * groups
+        name = option if in_all or groups == 1 else f"{group}.{option}"
+        values[f"{dotted_part(part)}.{name}"] = list(value) if isinstance(value, tuple) else value
+    return f"Checkpoint(..., override={values}), checkpoint.override in a config, or resume=... to fit()"
+
+
+def dotted_part(part: str) -> str:
+    """The name of an optimizer's part as a config has it: ``optimizers.dense`` for ``optimizer/dense``."""
+    return part.replace("/", ".").replace("optimizer.", "optimizers.", 1)
 
 
 def require_exact(what: str, reasons: Sequence[str]) -> None:

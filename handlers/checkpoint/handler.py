@@ -29,6 +29,7 @@ from ignite_engine.checkpointing.load.sources import Found, load_sources
 from ignite_engine.checkpointing.retention import of_one_run, ranked
 from ignite_engine.checkpointing.save_options import SaveKeywords
 from ignite_engine.errors import check_type
+from ignite_engine.handlers.checkpoint.override import Override
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.checkpoint.times import Times, Transfer
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
@@ -44,6 +45,9 @@ class Checkpoint:
         directory: of all checkpoints of the run, shared by the ranks.
         name: of the handler's own state in a checkpoint.
         must_be_new: refuse a directory that holds checkpoints when the run starts or resumes; nothing is changed.
+        override: settings of optimizers that :meth:`resume` replaces, such as ``{"optimizer.lr": 1e-3}``, or
+            ``optimizers.NAME.lr`` of several, ``optimizer.GROUP.lr`` of one parameter group. Schedules go on from where
+            they are with the new base; moments stay. The same value in the next start changes nothing more.
         options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`: ``keep_last``, ``best``,
             ``keep_best``, ``mode``, ``keep_every``, ``config``, ``labels``, ``exclude``, ``keep_fn``, ``delta_rows``,
             ``background``, ``when_busy``, ``writers``, ``on_exception``, ``strict``.
@@ -58,12 +62,14 @@ class Checkpoint:
         *,
         name: str = "checkpoint",
         must_be_new: bool = False,
+        override: Mapping[str, Any] | None = None,
         **options: Unpack[SaveKeywords],
     ) -> None:
         check_type("directory", directory, bool(directory) and isinstance(directory, str | PathLike), "a path")
         check_type("must_be_new", must_be_new, isinstance(must_be_new, bool), "True or False")
         self.name, self.options = name, SaveOptions(**options)
         self._must_be_new = must_be_new
+        self._override = Override(override)
         self._saver = Saver(directory, self.options)
         best = self.options.best
         self._followed = (
@@ -248,6 +254,7 @@ class Checkpoint:
                 on all of them.
             NotExact: with ``strict``, it says that it is not exact, or was saved in another environment: number of
                 ranks or threads, torch, devices.
+            StateMismatch: the state does not fit what was built, or ``override`` the optimizers.
             RuntimeError: it is not attached to a trainer yet.
         """
         if self._trainer is None:
@@ -256,8 +263,11 @@ class Checkpoint:
             raise ValueError(f"ignore is a list, got {ignore!r}: write [{ignore!r}].")
         self._refuse_old()
         store, began = self.store, time.perf_counter()
+        self._override.announce(self._trainer)
         path = self._trainer.registry.resume(store, ignore=ignore, strict=self.options.strict)
-        if path is not None:
+        if path is None:
+            self._override.begin_fresh(self._trainer)
+        else:
             took = time.perf_counter() - began
             manifest = self._saver.resumed(self._trainer, path)
             self.times.loaded = Transfer.of(manifest, took)
@@ -267,6 +277,7 @@ class Checkpoint:
             logger.log(
                 level, "Resumed from %s at iteration %d: %s.", path, self._trainer.state.iteration, self.times.loaded
             )
+            self._override.apply(self._trainer)
         return path
 
     def _refuse_old(self) -> None:
@@ -292,6 +303,7 @@ class Checkpoint:
         if path is not None:
             took = time.perf_counter() - began
             self.times.loaded = Transfer.of(saver.resumed(trainer, path), took)
+            self._override.apply(trainer)
         return path
 
     def load(self, path: str | Path | Sequence[LoadSource], plan: LoadPlan | None = None) -> LoadTable:
@@ -322,15 +334,22 @@ class Checkpoint:
         return table
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far; which checkpoints there are is read from disk."""
-        followed = self._followed
+        """The best value so far, and what ``override`` gave; which checkpoints there are is read from disk."""
+        followed, given = self._followed, self._override.given_before
+        state: dict[str, Any] = {"override": dict(given)} if given else {}
         if followed is None:
-            return {}
-        return {"key": followed.key, "mode": self.options.mode, "best": self._best, "measured_at": followed.seen_at}
+            return state
+        return state | {
+            "key": followed.key,
+            "mode": self.options.mode,
+            "best": self._best,
+            "measured_at": followed.seen_at,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         followed, mode = self._followed, self.options.mode
-        if followed is None or not state:
+        self._override.given_before = dict(state.get("override", {}))
+        if followed is None or "key" not in state:
             return
         if (state["key"], state["mode"]) != (followed.key, mode):
             logger.warning(
@@ -342,6 +361,7 @@ class Checkpoint:
 
     def _start(self, trainer: Trainer) -> None:
         self._refuse_old()
+        self._override.start(trainer)
         self._due = self._must = False
         if self.options.on_exception and agreement.world_size() > 1:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")

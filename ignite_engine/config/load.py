@@ -130,8 +130,9 @@ class Config(Section):
         if self.early_stopping.metric is None:
             for key in _changed(self.early_stopping):
                 yield f"early_stopping.{key} has no effect: early_stopping.metric names no metric"
-        if not self.logging.clearml and self.logging.clearml_project != "ignite_engine":
-            yield "logging.clearml_project has no effect: logging.clearml is false"
+        trackers = ("clearml", "wandb", "mlflow")
+        if self.logging.project != "ignite_engine" and not any(getattr(self.logging, name) for name in trackers):
+            yield f"logging.project has no effect: {', '.join(trackers)} of logging are false"
         if self.ema.decay is None:
             for key in _changed(self.ema):
                 yield f"ema.{key} has no effect: ema.decay is not given, so there is no average"

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
 from ignite_engine.config.yaml_file import SCIENTIFIC, display
@@ -326,6 +327,7 @@ class CheckpointSection(Section):
     delta_rows: list[str] | None = None  # tables whose changed rows alone are saved, such as embedding.*
     exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*
     ignore: list[str] | None = None  # parts of the run's own newest checkpoint that a resume leaves out
+    override: dict[str, Any] | None = None  # settings of optimizers that a resume changes, such as optimizer.lr: 1e-4
     load: Annotated[  # what a run starts from; if several sources contain a name, the last one wins
         Annotated[LoadSection, Tag("<one>")] | Annotated[list[LoadSection], Tag("<several>")],
         Discriminator(_form_of_load),
@@ -350,6 +352,19 @@ class CheckpointSection(Section):
             raise _fault(f"{missing.removeprefix('checkpoint.')}.path", "this is missing, expected what to load.")
         return self
 
+    @field_validator("override", mode="before")
+    @classmethod
+    def _numbers_as_yaml_writes_them(cls, values: object) -> object:
+        if not isinstance(values, Mapping):
+            return values
+        settings = {
+            dotted(path): value for path, value in walk(values, whole=lambda value: not isinstance(value, Mapping))
+        }
+        return {
+            key: [_as_number(element) for element in value] if isinstance(value, list) else _as_number(value)
+            for key, value in settings.items()
+        }
+
     @model_validator(mode="after")
     def _an_exception_is_not_exact(self) -> CheckpointSection:
         if self.strict and self.on_exception:
@@ -371,12 +386,10 @@ class LoggingSection(Section):
     flops: bool = False  # count the FLOPs of one update, for FLOP/s and MFU
     peak_flops: Positive | None = None  # of one device, FLOP/s; default: by a table of data sheets
     clearml: bool = True  # a ClearML task: in the run's folder, or on the server that the user has configured
-    clearml_project: Annotated[str, Field(min_length=1)] = "ignite_engine"
     tensorboard: bool = False  # scalars in the run's folder
     wandb: bool = False  # a Weights & Biases run; needs ignite-engine[wandb]
-    wandb_project: Annotated[str, Field(min_length=1)] = "ignite_engine"
     mlflow: bool = False  # an MLflow run; needs ignite-engine[mlflow]
-    mlflow_experiment: Annotated[str, Field(min_length=1)] = "ignite_engine"
+    project: Annotated[str, Field(min_length=1)] = "ignite_engine"  # of ClearML, Weights & Biases; experiment of MLflow
     csv: bool = False  # a table of all values in the run's folder
     report: bool = True  # a page with the curves, when the run ends
 

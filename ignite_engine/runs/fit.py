@@ -65,6 +65,7 @@ _ARGUMENTS = {
     "update.clip_norm": "clip_norm",
     "checkpoint.best": "best",
     "checkpoint.mode": "mode",
+    "checkpoint.override": "resume",
     "max_iterations": "max_iters",
     "null": "None",
 }
@@ -93,6 +94,7 @@ def fit(
     clip_norm: float | None = None,
     num_workers: int | None = None,
     seed: int | None = None,
+    resume: Mapping[str, Any] | None = None,
     test_set: Data | Mapping[str, Data] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     weight_fn: Callable[[Any], int | float] | None = None,
@@ -130,6 +132,9 @@ def fit(
         clip_norm: largest norm of the gradients.
         num_workers: processes that load data; default 0.
         seed: of order, augmentation and dropout, default 0; the model has been made already, see ``seed_everything``.
+        resume: settings of the optimizer that a resumed run changes, such as ``{"lr": 1e-4}``: its schedule goes on
+            from where it is with the new base, and moments stay. The names are those of ``checkpoint.override``, with
+            or without ``optimizer.``.
         test_set: evaluated by ``run.evaluate()`` only.
         collate_fn, weight_fn, tokens_fn: see :class:`~ignite_engine.Task`.
         handlers: attached last; objects with ``attach(trainer)``, or pairs of one, or of a function, with its event.
@@ -166,6 +171,8 @@ def fit(
         raise ConfigError("fit(): metrics: got some, but no val_set to measure them on.")
     if metrics and predict is None:
         _check_pairs(task)
+    check_type("resume", resume, resume is None or isinstance(resume, Mapping), "a mapping such as {'lr': 0.0001}")
+    override = None if resume is None else {_setting(key): value for key, value in _plain(resume).items()}
     values = _values(sections)
     given: dict[str, dict[str, Any]] = {
         "run": {"directory": str(directory), "max_epochs": max_epochs, "max_iterations": max_iters, "seed": seed},
@@ -173,7 +180,7 @@ def fit(
         "optimizer": {"lr": lr},
         "schedule": {},
         "update": {"precision": precision, "accumulation_steps": accumulation_steps, "clip_norm": clip_norm},
-        "checkpoint": {"best": best, "mode": _mode(best, mode, task)},
+        "checkpoint": {"best": best, "mode": _mode(best, mode, task), "override": override},
     }
     if isinstance(optimizer, str | Mapping):
         given["optimizer"] |= {"name": optimizer} if isinstance(optimizer, str) else _plain(optimizer)
@@ -205,6 +212,10 @@ def fit(
     else:
         train()
     return runs[0]
+
+
+def _setting(name: str) -> str:
+    return name if name.startswith(("optimizer.", "optimizers.")) else f"optimizer.{name}"
 
 
 def _predict_pair(model: nn.Module, batch: Any) -> Any:

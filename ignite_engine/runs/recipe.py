@@ -304,7 +304,11 @@ def _attach(
     values = {option.name: getattr(section, option.name, None) for option in fields(SaveOptions)}
     options = {name: value for name, value in values.items() if value is not None}
     run.checkpoint = handlers.Checkpoint(
-        run.directory.checkpoints, must_be_new=config.run.must_be_new, config=run.config, **options
+        run.directory.checkpoints,
+        must_be_new=config.run.must_be_new,
+        override=section.override,
+        config=run.config,
+        **options,
     )
     run.checkpoint.announces_best = False  # the run's last line does
     run.ignore = section.ignore or ()
@@ -387,16 +391,13 @@ def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
     logging, path = config.logging, run.directory.path
     sinks: list[Any] = []
     if logging.clearml:
-        project, task = logging.clearml_project, config.name
-        sinks.append(handlers.ClearMLLogger(path, project=project, task=task, config=run.config))
+        sinks.append(handlers.ClearMLLogger(path, project=logging.project, task=config.name, config=run.config))
     if logging.tensorboard:
         sinks.append(handlers.TensorBoardSink(path, config=run.config))
     if logging.wandb:
-        project, run_name = logging.wandb_project, config.name
-        sinks.append(handlers.WandBSink(path, project=project, run_name=run_name, config=run.config))
+        sinks.append(handlers.WandBSink(path, project=logging.project, run_name=config.name, config=run.config))
     if logging.mlflow:
-        experiment, run_name = logging.mlflow_experiment, config.name
-        sinks.append(handlers.MLflowSink(path, experiment=experiment, run_name=run_name, config=run.config))
+        sinks.append(handlers.MLflowSink(path, experiment=logging.project, run_name=config.name, config=run.config))
     if logging.csv:
         sinks.append(handlers.CSVSink(path / "metrics.csv"))
     run.log_states = frozenset({"clearml", "csv", "mlflow", "tensorboard", "wandb"})

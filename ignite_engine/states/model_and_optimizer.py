@@ -19,7 +19,7 @@ from ignite_engine.checkpointing.shards import (
     is_sharded,
     replicated,
 )
-from ignite_engine.errors import StateMismatch, leave_out
+from ignite_engine.errors import StateMismatch, change_on_resume, leave_out
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,8 @@ class OptimizerState:
         self._kind, self._built_groups, self._built_frozen = type(optimizer).__name__, self._groups(), self._frozen()
         self.rate_is_scheduled_anew = False
         """A schedule that is not loaded sets the rate, whatever is loaded here."""
+        self.overridden: set[tuple[str, str]] = set()
+        """Groups (empty: all) and options that a resume replaces, so that no warning is due."""
         self._made_with_state = bool(optimizer.state)  # Adagrad's is there before the first step
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,6 +250,12 @@ class OptimizerState:
                     if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                         loaded[key] = value.to(loaded[key].device, copy=True)
 
+    def note_override(self, group: int, option: str, value: Any) -> None:
+        """An option is ``value`` from here on; for a rate it is the base of its schedule."""
+        self._built_groups = [
+            {**own, **({option: value} if index == group else {})} for index, own in enumerate(self._built_groups)
+        ]
+
     def _parameters(self) -> dict[str, Tensor]:
         """Everything that an optimizer may hold, by the name that it has in the state."""
         model = unwrap(self.model)
@@ -306,19 +314,24 @@ class OptimizerState:
         )
 
     def _warn_of_options(self, built: list[dict[str, Any]]) -> None:
-        changed = [
-            f"{name} {then[name]} to {now[name]}" + (f" in group {index}" if len(built) > 1 else "")
-            for index, (then, now) in enumerate(zip(built, self._built_groups, strict=True))
-            for name in then
-            if name != "params" and name in now and then[name] != now[name]
-            if name != "lr" or not self.rate_is_scheduled_anew
-        ]
+        changed: dict[tuple[str, str], Any] = {}
+        said = []
+        for index, (then, now) in enumerate(zip(built, self._built_groups, strict=True)):
+            group = str(self.optimizer.param_groups[index].get("name", index))
+            for name in then:
+                is_new = name != "params" and name in now and then[name] != now[name]
+                overridden = self.overridden & {("", name), (group, name), (str(index), name)}
+                if is_new and not overridden and (name != "lr" or not self.rate_is_scheduled_anew):
+                    changed[group, name] = now[name]
+                    said.append(
+                        f"{name} {then[name]} to {now[name]}" + (f" in group {index}" if len(built) > 1 else "")
+                    )
         if changed:
             logger.warning(
-                "The optimizer was changed (%s): no effect on a resumed run, which restores the saved options; set "
-                "them after resume(), or begin a schedule again from the new rate with %s.",
-                ", ".join(changed),
-                leave_out("schedule"),
+                "The optimizer was changed (%s): no effect on a resumed run, which restores the saved options. To "
+                "change them, give %s.",
+                ", ".join(said),
+                change_on_resume(self.part, changed, len(built)),
             )
 
 

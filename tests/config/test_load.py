@@ -265,7 +265,7 @@ def test_misspelt_required_key_is_reported_before_the_missing_one(tmp_path: Path
         ("data.persistent_workers=true", "data.persistent_workers"),
         ("update.grad_scaler={init_scale: 8}", "update.grad_scaler"),
         ("checkpoint.keep_best=2", "checkpoint.keep_best"),
-        ("logging={clearml: false, clearml_project: mine}", "logging.clearml_project"),
+        ("logging={clearml: false, project: mine}", "logging.project"),
         ("checkpoint.mode=max", "checkpoint.mode"),
     ],
 )

@@ -692,7 +692,7 @@ def test_logs_are_those_that_are_asked_for_and_a_resumed_run_does_without(
     for name in [name for name in os.environ if name.startswith("CLEARML_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
-    build({"logging": {"clearml": True, "clearml_project": "mine", "tensorboard": True, "csv": True}}).train()
+    build({"logging": {"clearml": True, "project": "mine", "tensorboard": True, "csv": True}}).train()
     run = build({"run": {"max_iterations": 11}})
     summary = run.train()
 
