@@ -7,11 +7,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from ignite.metrics import Metric
 from torch import nn
@@ -26,6 +26,10 @@ IN_PYTHON = "python:fit"
 """The task of a run whose parts were given to ``fit``: no config can build it again."""
 
 
+Data = Dataset[Any] | Windows | Iterable[Any]
+"""Map-style data, a loader of batches, a stream of samples, or windows."""
+
+
 class TaskError(ValueError):
     """A task that cannot be found or built; one line."""
 
@@ -38,8 +42,9 @@ class Task:
         model: on any device; the run moves and wraps it.
         loss_fn: ``loss_fn(model, batch)``, a scalar: the mean over the micro-batch; or ``(scalar, {name: scalar})``; or
             several losses by name, which are summed, in the place of the scalar.
-        train_set: map-style, or :class:`~ignite_engine.Windows` whose ``open`` returns map-style data, or loaders.
-        val_sets: by name, also windows; a metric ``loss`` of the set ``val`` is logged as ``val/loss``.
+        train_set: map-style; a ``DataLoader``, or another loader of batches; an ``IterableDataset`` of samples; or
+            :class:`~ignite_engine.Windows` whose ``open`` returns map-style data, or loaders.
+        val_sets: by name, of the same kinds; a metric ``loss`` of the set ``val`` is logged as ``val/loss``.
         predict: ``predict(model, batch)`` gives what ``metrics`` take. None: the loss alone is evaluated.
         metrics: Ignite's, by name, used for each of the sets in turn.
         parameter_groups: as a torch optimizer takes them; the LR of one with a ``name`` is logged under it. Where the
@@ -53,25 +58,31 @@ class Task:
         optimizer: ``optimizer(model)`` makes the optimizer, or several by name, of the model as it is trained, instead
             of the config's sections.
         schedule: ``schedule(optimizer)`` makes a scheduler for each optimizer, instead of the config's sections.
+        schedule_per: whether it steps with the optimizer (``step``), once per ``epoch``, or as is ``usual``: torch's
+            once per epoch, except those that its documentation steps after each batch.
+        sampler: the order of a map-style ``train_set``, instead of ``data.shuffle``; see
+            :func:`~ignite_engine.loader`.
         parallelize: ``parallelize(model, mesh)`` splits the model over the ranks of a one-dimensional mesh, in place,
             as torch's ``parallelize_module`` does; called with ``distributed.tensor_parallel`` above 1.
     """
 
     model: nn.Module
     loss_fn: LossFn
-    train_set: Dataset[Any] | Windows
-    val_sets: Mapping[str, Dataset[Any] | Windows] = field(default_factory=dict)
+    train_set: Data
+    val_sets: Mapping[str, Data] = field(default_factory=dict)
     predict: Callable[[Any, Any], Any] | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     parameter_groups: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None
     weight_fn: Callable[[Any], int | float] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     tokens_fn: Callable[[Any], int] | None = None
-    test_sets: Mapping[str, Dataset[Any] | Windows] = field(default_factory=dict)
+    test_sets: Mapping[str, Data] = field(default_factory=dict)
     handlers: Sequence[Any] = ()
     parallelize: Callable[[Any, Any], Any] | None = None
     optimizer: Callable[[Any], Optimizer | Mapping[str, Optimizer]] | None = None
     schedule: Callable[[Optimizer], Any] | None = None
+    schedule_per: Literal["step", "epoch", "usual"] = "step"
+    sampler: Any = None
 
 
 def find_task(name: str, folder: Path | None = None) -> Callable[[Mapping[str, Any]], Task]:

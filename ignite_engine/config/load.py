@@ -173,7 +173,9 @@ def _without_effect_in(where: str, schedule: ScheduleSection) -> Iterator[str]:
         for key in ("metric", "mode", "factor", "patience", "min_delta"):
             if getattr(schedule, key) is not None:
                 yield f"{where}.{key} has no effect: {named}, expected plateau"
-    if schedule.name == "constant":
+    if schedule.name == "none" and schedule.warmup:
+        yield f"{where}.warmup has no effect: {named}"
+    if schedule.name in ("none", "constant"):
         if schedule.min_ratio is not None:
             yield f"{where}.min_ratio has no effect: {named}"
         if schedule.total is not None and isinstance(schedule.warmup, int):

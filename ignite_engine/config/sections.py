@@ -179,9 +179,12 @@ def _with_usual_mode(values: object, key: str) -> object:
 
 
 class ScheduleSection(Section):
-    """The learning rate over the run, in updates: a warm-up from 0 to ``optimizer.lr``, then the named shape."""
+    """The learning rate over the run, in updates: a warm-up from 0 to ``optimizer.lr``, then the named shape.
 
-    name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt", "polynomial", "plateau"] = "constant"
+    With ``none`` nothing sets it but what the task or a handler attaches.
+    """
+
+    name: Literal["none", "constant", "linear", "cosine", "wsd", "inverse_sqrt", "polynomial", "plateau"] = "constant"
     warmup: StepsOrFraction = 0  # updates, or a fraction of the total
     total: Count | None = None  # updates; default: the length of the run
     min_ratio: Annotated[NotNegative, Field(le=1)] | None = None  # the last rate over the peak rate; default 0

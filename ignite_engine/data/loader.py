@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_engine import rng
-from ignite_engine.data.sampler import ResumableSampler, SeededDataset
+from ignite_engine.data.sampler import DrawnSampler, ResumableSampler, SeededDataset
 from ignite_engine.data.workers import WorkerInit
 from ignite_engine.errors import EmptyData, check_type, is_whole
 from ignite_engine.ranks import agreement, mesh
@@ -40,6 +48,7 @@ def loader(
     *,
     shuffle: bool = False,
     seed: int = 0,
+    sampler: Any = None,
     **dataloader_options: Any,
 ) -> DataLoader[Any]:
     """A ``DataLoader`` over ``dataset`` that resumes at any batch, bit for bit.
@@ -49,6 +58,8 @@ def loader(
         batch_size: samples per batch and data-parallel rank; the last batch may be smaller.
         shuffle: a new order each epoch, a function of (seed, epoch).
         seed: the same on every rank.
+        sampler: in the place of ``shuffle``, an order of your own, such as a ``WeightedRandomSampler``: indices for all
+            ranks together, drawn for each epoch as a function of (seed, epoch).
         dataloader_options: further arguments of ``DataLoader`` (``num_workers``, ``collate_fn``, ``pin_memory``, ...).
 
     Raises:
@@ -60,7 +71,9 @@ def loader(
             f"loader() needs a dataset with __len__ and __getitem__, got {type(dataset).__name__}: "
             "give iterable data to run() in a plain DataLoader."
         )
-    for option in ("sampler", "batch_sampler", "generator"):
+    if sampler is not None and shuffle:
+        raise TypeError("loader() got shuffle with a sampler, which has an order of its own: leave shuffle out.")
+    for option in ("batch_sampler", "generator"):
         if option in dataloader_options:
             raise TypeError(f"loader() sets {option} itself: use a plain DataLoader for an order of your own.")
     check_type("batch_size", batch_size, is_whole(batch_size), "a whole number of samples")
@@ -69,13 +82,14 @@ def loader(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
     if not len(dataset):
         raise EmptyData("The dataset is empty: it must hold at least one sample.")
-    sampler = ResumableSampler(dataset, shuffle=shuffle, seed=seed, rank=mesh.data_rank(), world_size=mesh.data_size())
+    place: dict[str, Any] = {"seed": seed, "rank": mesh.data_rank(), "world_size": mesh.data_size()}
+    order = ResumableSampler(dataset, shuffle=shuffle, **place) if sampler is None else DrawnSampler(sampler, **place)
     collate_fn = dataloader_options.pop("collate_fn", None) or default_collate
     init = dataloader_options.pop("worker_init_fn", None)
     return DataLoader(
         SeededDataset(dataset, collate_fn, seed),
         batch_size=batch_size,
-        sampler=sampler,
+        sampler=order,
         collate_fn=_already_collated,
         worker_init_fn=WorkerInit(init) if dataloader_options.get("num_workers") else None,
         # an own generator: making an iterator would else draw from the global one
@@ -84,7 +98,7 @@ def loader(
     )
 
 
-def resumable(data: Any, seed: int | None = None) -> Any:
+def resumable(data: Any, seed: int | None = None, *, any_sampler: bool = False) -> Any:
     """``data``, or the same plain ``DataLoader`` rebuilt by :func:`loader`, sharded over the ranks.
 
     Only a ``DataLoader`` itself (no subclass) over map-style data with torch's sequential, random (without
@@ -93,6 +107,8 @@ def resumable(data: Any, seed: int | None = None) -> Any:
 
     Args:
         seed: of a random order that has no generator of its own; None: the seed of the process.
+        any_sampler: also rebuild one with another sampler of torch's, or on one process with any, whose order is then
+            drawn for each pass as a function of (seed, pass).
     """
     if type(data) is not DataLoader or isinstance(data.dataset, IterableDataset):
         return data
@@ -101,6 +117,7 @@ def resumable(data: Any, seed: int | None = None) -> Any:
     sampler = data.sampler
     if isinstance(sampler, ResumableSampler) or not hasattr(data.dataset, "__len__") or not len(data.dataset):
         return data
+    drawn: Any = None
     if type(sampler) is SequentialSampler:
         shuffle, own_seed = False, 0
     elif type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data.dataset):
@@ -113,6 +130,8 @@ def resumable(data: Any, seed: int | None = None) -> Any:
         mesh.data_rank(),
     ):
         shuffle, own_seed = sampler.shuffle, sampler.seed
+    elif any_sampler and _can_be_drawn(sampler):
+        shuffle, own_seed, drawn = False, seed or 0, sampler
     else:
         return data
     options: dict[str, Any] = {"num_workers": data.num_workers}
@@ -120,12 +139,14 @@ def resumable(data: Any, seed: int | None = None) -> Any:
         options["prefetch_factor"] = data.prefetch_factor
         options["persistent_workers"] = data.persistent_workers
         options["multiprocessing_context"] = data.multiprocessing_context
-    logger.info("DataLoader rebuilt to resume exactly: shuffle=%s, seed=%s, sharded over the ranks.", shuffle, own_seed)
+    order = f"shuffle={shuffle}" if drawn is None else type(drawn).__name__
+    logger.info("DataLoader rebuilt to resume exactly: %s, seed=%s, sharded over the ranks.", order, own_seed)
     rebuilt = loader(
         data.dataset,
         data.batch_size or 1,
         shuffle=shuffle,
         seed=own_seed,
+        sampler=drawn,
         drop_last=data.drop_last,
         collate_fn=data.collate_fn if data.batch_size else _Alone(data.collate_fn),
         worker_init_fn=data.worker_init_fn,
@@ -136,3 +157,10 @@ def resumable(data: Any, seed: int | None = None) -> Any:
     # a random sampler's seed is this process's own: a resumed run continues with the saved one
     rebuilt.sampler.adopts_seed = type(sampler) is RandomSampler  # type: ignore[attr-defined]  # our sampler
     return rebuilt
+
+
+def _can_be_drawn(sampler: Any) -> bool:
+    """Whether it is of all ranks together: one of the user's own may yield a rank's share."""
+    if isinstance(sampler, DistributedSampler | BatchSampler) or not hasattr(sampler, "__len__"):
+        return False
+    return mesh.data_size() == 1 or type(sampler).__module__.startswith("torch.utils.data")

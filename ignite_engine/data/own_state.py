@@ -33,6 +33,8 @@ class WithState(Replayed):
         if (sampler := _stateless_order(self.data)) is not None:
             return f"{kind} does not save the order of its {type(sampler).__name__}: it is drawn again"
         dataset = getattr(self.data, "dataset", None)
+        if _shuffles_in_a_buffer(dataset):
+            return f"{kind} saves no shuffle buffer of {type(dataset).__name__}: it is filled anew, in another order"
         if workers and isinstance(dataset, IterableDataset) and not _iterator_keeps_state(dataset):
             return (
                 f"{kind} asks workers again whose stream has ended: where {type(dataset).__name__} then begins "
@@ -128,6 +130,16 @@ def _stateless_order(data: Any) -> Any:
         stateful, order = stateful and _has_state(order), inner  # of a batch sampler
     fixed = type(order) is SequentialSampler or isinstance(order, DistributedSampler)
     return None if fixed or (stateful and _has_state(order)) else order
+
+
+def _shuffles_in_a_buffer(stream: Any) -> bool:
+    """Whether a Hugging Face stream does, which says so only when it is resumed."""
+    part = getattr(stream, "_ex_iterable", None)
+    for _ in range(32):  # some objects answer every attribute
+        if part is None or type(part).__name__.startswith("BufferShuffled"):
+            return part is not None
+        part = getattr(part, "ex_iterable", None)
+    return False
 
 
 def _has_state(sampler: Any) -> bool:

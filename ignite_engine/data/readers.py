@@ -55,8 +55,9 @@ class Replayed:
         return length_of(self.data)
 
     def set_pass(self, place: Place) -> None:
-        """Tell the data which pass is read."""
-        for order in orders_of(self.data):
+        """Tell the data which pass is read; a stream too, as those of Hugging Face shuffle by it."""
+        stream = getattr(self.data, "dataset", None)
+        for order in [*orders_of(self.data), *([stream] if isinstance(stream, IterableDataset) else [])]:
             if hasattr(order, "set_epoch"):
                 order.set_epoch(place.pass_number)
 
@@ -90,11 +91,13 @@ class Replayed:
 class ByIndex(Replayed):
     """A ``loader()``: its sampler begins at any sample, nothing that was consumed is loaded."""
 
-    inexact = None
-
     def __init__(self, data: Any) -> None:
         super().__init__(data)
         self.sampler: ResumableSampler = data.sampler
+
+    @property
+    def inexact(self) -> str | None:
+        return self.sampler.inexact
 
     def measure(self, place: Place) -> int | None:
         self.sampler.length, self.sampler.skipped = self.sampler.data_length(), place.skipped

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, Subset
+from torch.utils.data import BatchSampler, Dataset, Sampler, Subset
+from torch.utils.data.distributed import DistributedSampler
 
 from ignite_engine import rng
 from ignite_engine.data.seeding import SeededCalls
@@ -44,6 +46,11 @@ class ResumableSampler(Sampler[Key]):
     rank are skipped without being loaded: the cost of resuming does not grow with the position. Without a ``start``
     it is iterated by hand, and reads the length of its data first.
     """
+
+    @property
+    def inexact(self) -> str | None:
+        """Why the order of a pass is not a function of seed and pass; None: it is one."""
+        return None
 
     def __init__(self, data: Sized | int, *, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
         self._data = range(data) if isinstance(data, int) else data
@@ -107,6 +114,64 @@ class ResumableSampler(Sampler[Key]):
             cycles, rest = divmod(max(0, self.length - self.skipped), cycle)
             return cycles * (end - first) + len(range(first, min(end, rest)))
         return len(range(self.skipped + self.rank, self.length, self.world_size))
+
+
+class DrawnSampler(ResumableSampler):
+    """The order of a sampler over map-style data, drawn anew for each pass: a function of (seed, pass).
+
+    Args:
+        drawn: finite, of indices, for all ranks together; ``set_epoch`` tells it the pass, if it has that.
+
+    Raises:
+        TypeError: it has no length, is one rank's share, or yields other things than indices.
+    """
+
+    def __init__(self, drawn: Any, *, seed: int, rank: int, world_size: int) -> None:
+        if not hasattr(drawn, "__len__") or isinstance(drawn, DistributedSampler | BatchSampler):
+            kind = type(drawn).__name__
+            if isinstance(drawn, DistributedSampler):
+                raise TypeError(f"sampler is a {kind}: leave it out, the samples are shared out to the ranks anyway.")
+            raise TypeError(f"sampler must have a length and yield indices, got a {kind}: give it in a DataLoader.")
+        super().__init__(drawn, shuffle=True, seed=seed, rank=rank, world_size=world_size)
+        self.drawn = drawn
+        self._last: tuple[int, Tensor] | None = None
+        """The last pass and its order."""
+        self._repeats = True
+
+    @property
+    def inexact(self) -> str | None:
+        self._permutation()
+        if self._repeats:
+            return None
+        return f"the order of {type(self.drawn).__name__} is not a function of random numbers and the epoch"
+
+    def _permutation(self) -> Tensor:
+        if self._last is None or self._last[0] != self.pass_number:
+            order = self._draw()
+            if self._last is None:
+                self._repeats = torch.equal(order, self._draw())
+            self._last = (self.pass_number, order)
+        return self._last[1]
+
+    def _draw(self) -> Tensor:
+        seed = rng.mix(self.seed, self.pass_number, 3)
+        own = getattr(self.drawn, "generator", None)
+        own = own if isinstance(own, torch.Generator) else None
+        before = None if own is None else own.get_state()
+        with rng.isolated():
+            rng.seed_host(seed)
+            if own is not None:
+                own.manual_seed(seed >> 1)
+            if hasattr(self.drawn, "set_epoch"):
+                self.drawn.set_epoch(self.pass_number)
+            order = [*self.drawn]
+        if own is not None and before is not None:
+            own.set_state(before)
+        if not all(isinstance(index, Integral) for index in order):
+            raise TypeError(
+                f"sampler must yield indices, and {type(self.drawn).__name__} yields a {type(order[0]).__name__}."
+            )
+        return torch.tensor(order, dtype=torch.int64)
 
 
 def _numbers(indices: Tensor) -> Iterator[int]:

@@ -1,30 +1,34 @@
-"""The parts of a run before anything is attached: task, model, loaders, optimizer, schedule."""
+"""The parts of a run before anything is attached: task, optimizer, schedule."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import ignite.distributed as idist
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import IterableDataset
 
 import ignite_engine
 from ignite_engine import schedules
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.sections import OptimizerSection, ScheduleSection
-from ignite_engine.data import Windows, loader
+from ignite_engine.data import Windows
 from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.run_directory import config_differences
+from ignite_engine.runs.loaders import is_loader
 from ignite_engine.schedules import Schedule
 from ignite_engine.task import Task, TaskError, build_task, find_task
+
+logger = logging.getLogger(__name__)
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "constant": schedules.warmup_constant,
@@ -34,43 +38,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "inverse_sqrt": schedules.warmup_inverse_sqrt,
     "polynomial": schedules.warmup_polynomial,
 }
-
-
-def total_updates_of_windows(config: Config) -> int | None:
-    """Updates of the whole run over windows; None where the config does not say, nor needs to.
-
-    Raises:
-        ConfigError: the schedule needs to know.
-    """
-    for key, section in config.schedules.values():
-        needed = section.name not in ("constant", "plateau") and section.total is None
-        if needed and config.run.max_iterations is None:
-            raise config.error(
-                f"{key}.total", "windows do not say how many updates there will be: set it, or run.max_iterations."
-            )
-    totals = [section.total for _, section in config.schedules.values() if section.total is not None]
-    return config.run.max_iterations or max(totals, default=None)
-
-
-def total_updates(config: Config, samples: int) -> int:
-    """Updates of the whole run over ``samples`` samples, on the longest rank.
-
-    Raises:
-        ConfigError: an epoch has no update, or a rank has no micro-batch in one.
-    """
-    data, ranks, in_all = config.data, mesh.data_size(), config.update.global_micro_batches
-    if in_all is not None and in_all < ranks:
-        raise config.error(
-            "update.global_micro_batches", f"got {in_all} on {ranks} ranks, expected at least one for each."
-        )
-    shard = samples if in_all is not None else -(-samples // ranks)
-    batches = shard // data.batch_size if data.drop_last else -(-shard // data.batch_size)
-    if not batches:
-        raise config.error(
-            "data.batch_size", f"got {data.batch_size}, but a rank has {shard} samples; drop_last leaves none."
-        )
-    per_epoch = -(-batches // (in_all or config.update.accumulation_steps or 1))
-    return config.run.max_iterations or (config.run.max_epochs or 0) * per_epoch
 
 
 def set_up_torch(config: Config) -> None:
@@ -148,12 +115,15 @@ def check_fit(config: Config, task: Task) -> None:
         if given and not isinstance(task.train_set, Windows):
             raise config.error(key, f"got {given}, but the task's train_set is not a Windows object.")
     for name, data in {"train_set": task.train_set, **task.val_sets, **task.test_sets}.items():
-        if isinstance(data, Windows):
+        if isinstance(data, Windows | IterableDataset) or is_loader(data):
             continue
-        size = len(data) if hasattr(data, "__len__") else None
+        sized: Any = data
+        size = len(sized) if hasattr(sized, "__len__") and hasattr(sized, "__getitem__") else None
         if size is None:
             raise config.error(
-                "task", f"the data '{name}' is a {type(data).__name__}, expected __len__ and __getitem__."
+                "task",
+                f"the data '{name}' is a {type(data).__name__}, expected __len__ and __getitem__, a DataLoader, or an "
+                "IterableDataset.",
             )
         evaluated = name != "train_set" and config.distributed.strategy == "ddp" and not config.update.rank_invariant
         if size < (1 if evaluated else mesh.data_size()):
@@ -171,9 +141,10 @@ def check_fit(config: Config, task: Task) -> None:
         if (
             isinstance(interval.epochs, float)
             and not interval.epochs.is_integer()
-            and isinstance(task.train_set, Windows)
+            and isinstance(task.train_set, Windows | IterableDataset)
         ):
-            raise config.error(key, f"got {interval.epochs} epochs, but windows have no known epoch length.")
+            kind = "windows have" if isinstance(task.train_set, Windows) else "an IterableDataset has"
+            raise config.error(key, f"got {interval.epochs} epochs, but {kind} no known epoch length.")
     both = set(task.val_sets) & set(task.test_sets)
     if both:
         raise config.error(
@@ -190,6 +161,11 @@ def check_fit(config: Config, task: Task) -> None:
         _check_groups(config, task.parameter_groups)
     elif task.parameter_groups is not None:
         raise config.error("task", "it gives parameter_groups and makes its own optimizer; give one of them.")
+    if task.sampler is not None and (
+        isinstance(task.train_set, Windows | IterableDataset) or is_loader(task.train_set)
+    ):
+        kind = type(task.train_set).__name__
+        raise config.error("task", f"it gives a sampler, which is of map-style data, and the train_set is a {kind}.")
     own = {
         "optimizer": task.optimizer is not None and (config.optimizer != OptimizerSection() or bool(config.optimizers)),
         "schedule": task.schedule is not None and config.schedule != ScheduleSection(),
@@ -229,27 +205,6 @@ def _check_groups(config: Config, groups: Any) -> None:
             f"got {names or 'one optimizer'}, but the task has parameter_groups for {', '.join(groups)}; "
             "expected a section in optimizers for each of them.",
         )
-
-
-def data_loader(
-    config: Config, task: Task, dataset: Dataset[Any] | Windows, *, training: bool
-) -> DataLoader[Any] | Windows:
-    """The loader of this rank's share of one set; only that of training shuffles or drops a last batch.
-
-    Of windows each that holds a dataset gets one.
-    """
-    if isinstance(dataset, Windows):
-        limit = config.run.max_windows if training else None
-        return dataset.opened_by(lambda window: data_loader(config, task, window, training=training), limit=limit)
-    data = config.data
-    options: dict[str, Any] = {"num_workers": data.num_workers, "collate_fn": task.collate_fn}
-    options["pin_memory"] = idist.device().type == "cuda" if data.pin_memory is None else data.pin_memory
-    if data.num_workers:
-        options |= {"persistent_workers": data.persistent_workers, "prefetch_factor": data.prefetch_factor}
-    if training:
-        size = data.batch_size
-        return loader(dataset, size, shuffle=data.shuffle, seed=config.run.seed, drop_last=data.drop_last, **options)
-    return loader(dataset, data.eval_batch_size or data.batch_size, seed=config.run.seed, **options)
 
 
 def make_optimizers(config: Config, task: Task, model: nn.Module) -> dict[str, Optimizer]:
@@ -295,12 +250,33 @@ def make_schedules(
         return {
             name: make_schedule(config, *config.schedule_of(name), optimizer, total)
             for name, optimizer in optimizers.items()
+            if config.schedule_of(name)[1].name != "none"
         }
     made = {name: task.schedule(optimizer) for name, optimizer in optimizers.items()}
     for schedule in made.values():
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise config.error(
+                "schedule",
+                "got a ReduceLROnPlateau, which follows a metric: give {'name': 'plateau', 'metric': 'val/loss'}, with "
+                "factor, patience and min_delta.",
+            )
         if isinstance(schedule, Schedule) and not schedule.is_known and total is not None:
             schedule.set_total(total)
     return made
+
+
+def steps_per_epoch(task: Task, scheduler: Any) -> bool:
+    """Whether a scheduler of the task's own steps once per epoch, and not with the optimizer."""
+    if task.schedule_per != "usual" or not isinstance(scheduler, LRScheduler):
+        return task.schedule_per == "epoch"
+    # those of transformers are LambdaLR with functions of its own, of updates
+    functions = [getattr(rate, "func", rate) for rate in getattr(scheduler, "lr_lambdas", ())]
+    of_updates = any(getattr(function, "__module__", "").startswith("transformers.") for function in functions)
+    per_epoch = not (of_updates or isinstance(scheduler, OneCycleLR | CyclicLR))
+    if agreement.rank() == 0:
+        when, other = ("once per epoch", "step") if per_epoch else ("with the optimizer", "epoch")
+        logger.info("%s steps %s; schedule_per=%r changes that.", type(scheduler).__name__, when, other)
+    return per_epoch
 
 
 def settings_of(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ignite.metrics import Metric
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from ignite_engine import rng
 from ignite_engine.checkpointing.retention import usual_mode
@@ -22,15 +22,16 @@ from ignite_engine.config import ConfigError
 from ignite_engine.config.load import validated
 from ignite_engine.config.yaml_file import Arguments
 from ignite_engine.data import Windows
-from ignite_engine.errors import check_type, did_you_mean
+from ignite_engine.errors import check_type, did_you_mean, is_whole
 from ignite_engine.ranks.launch import Parallel, is_launched
 from ignite_engine.runs import recipe
+from ignite_engine.runs.loaders import is_loader
 from ignite_engine.runs.run import Run
 from ignite_engine.step.losses import LossFn
 from ignite_engine.task import IN_PYTHON, Task, problem_of_metrics
 
-Data = Dataset[Any] | Windows | Sequence[Any]
-"""Map-style data, windows, a list of samples, or a tuple of tensors or arrays of equal length."""
+Data = Dataset[Any] | Windows | Sequence[Any] | Iterable[Any]
+"""Map-style data, a list of samples, a tuple of tensors or arrays of equal length, a loader, a stream, or windows."""
 
 Values = Mapping[str, Any]
 
@@ -85,6 +86,7 @@ def fit(
     lr: float | None = None,
     optimizer: str | Values | Optimizer | Callable[[Any], Optimizer | Mapping[str, Optimizer]] | None = None,
     schedule: str | Values | Callable[[Optimizer], Any] | None = None,
+    schedule_per: Literal["step", "epoch"] | None = None,
     metrics: Mapping[str, Metric] | None = None,
     predict: Callable[[Any, Any], Any] | None = None,
     best: str | None = None,
@@ -97,6 +99,7 @@ def fit(
     resume: Mapping[str, Any] | None = None,
     test_set: Data | Mapping[str, Data] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    sampler: Any = None,
     weight_fn: Callable[[Any], int | float] | None = None,
     tokens_fn: Callable[[Any], int] | None = None,
     handlers: Sequence[Any] = (),
@@ -110,8 +113,10 @@ def fit(
     Args:
         model: moved to this process's device, and wrapped for several ranks.
         loss_fn: ``loss_fn(model, batch)``, the mean over the batch; see :class:`~ignite_engine.Update`.
-        train_set: map-style, also a list of samples, a tuple of tensors or arrays, or :class:`~ignite_engine.Windows`.
-        val_set: evaluated each epoch and at the end, as ``val``; or several by name.
+        train_set: map-style, also a list of samples or a tuple of tensors or arrays; a ``DataLoader`` or another loader
+            of batches, with its own batch size and workers; an ``IterableDataset``, also of Hugging Face; or
+            :class:`~ignite_engine.Windows`. One line says how it is resumed.
+        val_set: of the same kinds, evaluated each epoch and at the end, as ``val``; or several by name.
         directory: of the run.
         max_epochs: passes over the data; this or ``max_iters``.
         max_iters: updates.
@@ -121,7 +126,10 @@ def fit(
             optimizer; or a function that makes it, or several by name, of the model on its device. Default AdamW.
         schedule: by name (``constant``, ``linear``, ``cosine``, ``wsd``, ...); its options with their names,
             ``{"name": "cosine", "warmup": 0.1}``; or a function of the optimizer that makes any scheduler that
-            ``LRSchedule`` takes. It steps with the optimizer. Default: constant.
+            ``LRSchedule`` takes. Default: constant; ``none`` leaves the rate to the optimizer and your handlers.
+        schedule_per: whether a scheduler that a function has made steps with the optimizer (``step``) or once per
+            ``epoch``. Default: torch's per epoch, but ``OneCycleLR``, ``CyclicLR`` and those of ``transformers`` per
+            step, and so any other.
         metrics: Ignite's, by name; without them the loss is evaluated.
         predict: ``predict(model, batch)``, what the metrics take. Default, for batches ``(inputs, targets)``:
             ``(model(inputs), targets)``.
@@ -137,6 +145,7 @@ def fit(
             or without ``optimizer.``.
         test_set: evaluated by ``run.evaluate()`` only.
         collate_fn, weight_fn, tokens_fn: see :class:`~ignite_engine.Task`.
+        sampler: an order of the samples of a map-style ``train_set``, such as a ``WeightedRandomSampler``.
         handlers: attached last; objects with ``attach(trainer)``, or pairs of one, or of a function, with its event.
         sections: any other setting, by the section of a config that has it, such as ``logging={"every": 10}``.
 
@@ -164,9 +173,12 @@ def fit(
         weight_fn=weight_fn,
         collate_fn=collate_fn,
         tokens_fn=tokens_fn,
+        sampler=sampler,
         test_sets=_sets("test", "test_set", test_set),
         handlers=handlers,
     )
+    if is_loader(train_set):
+        batch_size, num_workers = _of_loader(train_set, batch_size, num_workers)
     if metrics and val_set is None and test_set is None:
         raise ConfigError("fit(): metrics: got some, but no val_set to measure them on.")
     if metrics and predict is None:
@@ -192,7 +204,11 @@ def fit(
         given["schedule"] |= {"name": schedule} if isinstance(schedule, str) else _plain(schedule)
     elif schedule is not None:
         check_type("schedule", schedule, callable(schedule), "a name, options, or a function of the optimizer")
-        task.schedule = schedule
+        task.schedule, task.schedule_per = schedule, schedule_per or "usual"
+    if schedule_per is not None and task.schedule is None:
+        raise TypeError(
+            f"fit() got schedule_per={schedule_per!r} without a scheduler made by a function: leave it out."
+        )
     for section, arguments in given.items():
         _merge(section, values.setdefault(section, {}), arguments)
     values["run"].setdefault("name", Path(directory).name or "run")
@@ -224,7 +240,8 @@ def _predict_pair(model: nn.Module, batch: Any) -> Any:
 
 def _check_pairs(task: Task) -> None:
     """Refuse what :func:`_predict_pair` cannot take by the first sample of each set, not after an epoch of training."""
-    for name, data in {**task.val_sets, **task.test_sets}.items():
+    sets: Mapping[str, Any] = {**task.val_sets, **task.test_sets}
+    for name, data in sets.items():
         if isinstance(data, Windows) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data)):
             continue
         with rng.isolated():
@@ -237,12 +254,20 @@ def _check_pairs(task: Task) -> None:
             )
 
 
+def _of_loader(loader: Any, batch_size: int | None, num_workers: int | None) -> tuple[int | None, int | None]:
+    """The batch size and the workers of a loader, which the run's other sets get, too."""
+    for name, value in {"batch_size": batch_size, "num_workers": num_workers}.items():
+        if value is not None:
+            kind = type(loader).__name__
+            raise TypeError(f"fit() got {name}={value} with a {kind} as train_set, which has its own: leave it out.")
+    size, workers = getattr(loader, "batch_size", None), getattr(loader, "num_workers", None)
+    return size if is_whole(size) else None, workers if is_whole(workers) else None
+
+
 def _data(name: str, given: Any) -> Any:
-    if isinstance(given, DataLoader):
-        raise TypeError(
-            f"{name} must be a dataset, got a DataLoader: give its dataset, and batch_size, num_workers and collate_fn "
-            "to fit()."
-        )
+    if isinstance(given, Mapping):  # of Hugging Face's load_dataset, without a split
+        first = next(iter(given), "train")
+        raise TypeError(f"{name} is a {type(given).__name__} of {', '.join(map(str, given))}: give one, [{first!r}].")
     if isinstance(given, tuple) and given and all(isinstance(column, Tensor | np.ndarray) for column in given):
         columns = [torch.as_tensor(column) for column in given]
         if len({len(column) for column in columns}) > 1:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
-from torch.utils.data import Dataset
 
 from ignite_engine import every, handlers
 from ignite_engine.checkpointing import CheckpointError, LoadPlan, LoadSource, SaveOptions
@@ -24,6 +23,7 @@ from ignite_engine.config.sections import LoadSection, ScheduleSection
 from ignite_engine.data import Windows
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import TrainingEvents
+from ignite_engine.handlers.evaluation.batches import loader_of
 from ignite_engine.handlers.evaluation.sanity import SanityCheck, Trial
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.rng import seed_everything
@@ -32,21 +32,20 @@ from ignite_engine.runs.components import (
     agreed_task,
     check_fit,
     check_ranks_agree,
-    data_loader,
     followed_metrics,
     make_optimizers,
     make_schedules,
     set_up_torch,
     settings_of,
-    total_updates,
-    total_updates_of_windows,
+    steps_per_epoch,
 )
+from ignite_engine.runs.loaders import data_loader, is_loader, say_how_it_resumes, updates_of
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
 from ignite_engine.runs.wrapping import declare_mesh, wrap
 from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
-from ignite_engine.task import Task
+from ignite_engine.task import Data, Task
 from ignite_engine.trainer import Trainer
 from ignite_engine.update import Update
 
@@ -76,10 +75,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         seed_everything(config.run.seed + mesh.data_rank())
     with startup("data"):
         train_loader = data_loader(config, task, task.train_set, training=True)
-        if isinstance(train_loader, Windows):
-            total = total_updates_of_windows(config)
-        else:
-            total = total_updates(config, len(task.train_set))  # type: ignore[arg-type]  # loader() has checked
+        total = updates_of(config, train_loader)
     with startup("trainer"):
         optimizers = make_optimizers(config, task, model)
         update = Update(
@@ -163,7 +159,7 @@ def _evaluations(
     config: Config,
     task: Task,
     model: nn.Module,
-    sets: Mapping[str, Dataset[Any] | Windows],
+    sets: Mapping[str, Data],
     progress: Path | None = None,
 ) -> list[handlers.Evaluation]:
     section = config.evaluation
@@ -201,7 +197,7 @@ def _sanity_check(config: Config, task: Task, model: nn.Module) -> SanityCheck:
     trials = {
         name: Trial(
             _evaluator(config, own, model),
-            data_loader(few, task, dataset, training=False),
+            loader_of(dataset) if is_loader(dataset) else data_loader(few, task, dataset, training=False),
             min(batches, section.limit or batches),
             section.limit,
         )
@@ -251,12 +247,14 @@ def _attach(
 
     log_point = interval_event(logging.every or _log_interval(run.total), task)
     trainer.add_event_handler(Events.STARTED, run.log_length)
+    say_how_it_resumes(run.loader)
     if evaluation.sanity_batches and evaluations:
         _sanity_check(config, task, run.trainer.update.model).attach(trainer)  # type: ignore[attr-defined]  # an Update
     for name, schedule in schedules.items():
         handler_name = run.schedule_name(name)
         if task.schedule is not None:
-            handlers.LRSchedule(schedule, name=handler_name).attach(trainer)
+            per = (Events.EPOCH_COMPLETED,) if steps_per_epoch(task, schedule) else ()
+            handlers.LRSchedule(schedule, name=handler_name).attach(trainer, *per)
         else:
             _lr_schedule(config.schedule_of(name)[1], schedule, handler_name).attach(trainer)
     if config.ema.decay is not None:

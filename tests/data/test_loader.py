@@ -14,6 +14,7 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -526,8 +527,10 @@ def test_loader_whose_workers_were_ended_gives_new_ones(persistent: bool) -> Non
 def test_what_cannot_be_loaded_is_refused() -> None:
     with pytest.raises(TypeError, match="needs a dataset with __len__ and __getitem__, got Stream"):
         loader(Stream(), 2)
-    with pytest.raises(TypeError, match="sets sampler itself"):
-        loader(Indices(4), 2, sampler=SequentialSampler(Indices(4)))
+    with pytest.raises(TypeError, match="sets batch_sampler itself"):
+        loader(Indices(4), 2, batch_sampler=BatchSampler(SequentialSampler(Indices(4)), 2, drop_last=False))
+    with pytest.raises(TypeError, match="got shuffle with a sampler, which has an order of its own"):
+        loader(Indices(4), 2, shuffle=True, sampler=SequentialSampler(Indices(4)))
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         loader(Indices(4), 0)
     with pytest.raises(ValueError, match="The dataset is empty"):

@@ -17,7 +17,7 @@ import yaml
 from ignite.engine import Events
 from ignite.metrics import Accuracy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import ignite_engine
 from ignite_engine import Interrupted, Task, Trainer, TrainingEvents, fit, load_model, load_weights, seed_everything
@@ -159,6 +159,7 @@ def test_optimizer_may_be_made_already_and_handlers_have_events(tmp_path: Path) 
         batch_size=8,
         optimizer=optimizer,
         schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 6, 0.5),
+        schedule_per="step",
         handlers=[(lambda trainer: seen.append(optimizer.param_groups[0]["lr"]), Events.ITERATION_STARTED)],
         **QUIET,
     )
@@ -239,11 +240,6 @@ def test_frozen_model_is_one_line(tmp_path: Path) -> None:
         ConfigError, match=r"^fit\(\): the model has no parameter that requires a gradient, .* unfreeze"
     ):
         fit(net().requires_grad_(False), loss_fn, TRAIN, directory=tmp_path / "run", max_epochs=1, **QUIET)
-
-
-def test_loader_in_the_place_of_a_dataset_is_told_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="train_set must be a dataset, got a DataLoader: give its dataset, and batch_s"):
-        fit(net(), loss_fn, DataLoader(TensorDataset(*TRAIN)), directory=tmp_path, max_epochs=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,168 @@
+"""The loaders of a run, of whatever its task gives as data, and how many updates they make."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from typing import Any
+
+import ignite.distributed as idist
+from torch.utils.data import DataLoader, IterableDataset
+
+from ignite_engine.config import Config
+from ignite_engine.data import Windows, loader
+from ignite_engine.data.loader import resumable
+from ignite_engine.data.own_state import WithState
+from ignite_engine.data.sampler import DrawnSampler, ResumableSampler
+from ignite_engine.data.source import length_of, reader_of
+from ignite_engine.ranks import agreement, mesh
+from ignite_engine.task import Task
+
+logger = logging.getLogger(__name__)
+
+
+def is_loader(data: Any) -> bool:
+    """Whether it yields batches, as a ``DataLoader`` does or what looks like one."""
+    by_index = hasattr(data, "__getitem__")
+    return isinstance(data, DataLoader) or (
+        not by_index
+        and hasattr(data, "__iter__")
+        and any(hasattr(data, name) for name in ("batch_size", "batch_sampler"))
+    )
+
+
+def data_loader(config: Config, task: Task, dataset: Any, *, training: bool) -> Any:
+    """The loader of this rank's share of one set; only that of training shuffles or drops a last batch.
+
+    Of windows each that holds a dataset gets one. A loader of the user's own stays, a plain ``DataLoader`` is rebuilt
+    to resume exactly.
+    """
+    if isinstance(dataset, Windows):
+        limit = config.run.max_windows if training else None
+        return dataset.opened_by(lambda window: data_loader(config, task, window, training=training), limit=limit)
+    if is_loader(dataset):
+        return resumable(dataset, seed=config.run.seed, any_sampler=True) if training else dataset
+    data = config.data
+    options: dict[str, Any] = {"num_workers": data.num_workers, "collate_fn": task.collate_fn}
+    options["pin_memory"] = idist.device().type == "cuda" if data.pin_memory is None else data.pin_memory
+    if data.num_workers:
+        options |= {"persistent_workers": data.persistent_workers, "prefetch_factor": data.prefetch_factor}
+    size = data.batch_size if training else data.eval_batch_size or data.batch_size
+    if isinstance(dataset, IterableDataset):
+        kind = _loader_type(dataset)
+        return kind(_of_this_rank(dataset), size, drop_last=training and data.drop_last, **options)
+    if not training:
+        return loader(dataset, size, seed=config.run.seed, **options)
+    order = {"shuffle": data.shuffle} if task.sampler is None else {"sampler": task.sampler}
+    return loader(dataset, size, seed=config.run.seed, drop_last=data.drop_last, **order, **options)
+
+
+def _loader_type(stream: Any) -> Any:
+    """One that saves the state of a stream that has some, if torchdata is there."""
+    if not hasattr(stream, "state_dict") or importlib.util.find_spec("torchdata") is None:
+        return DataLoader
+    return importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+
+
+def _of_this_rank(stream: Any) -> Any:
+    """The share of a Hugging Face stream; any other is whole, and shares itself out."""
+    ranks = mesh.data_size()
+    if ranks == 1:
+        return stream
+    if type(stream).__module__.partition(".")[0] == "datasets":
+        split = importlib.import_module("datasets.distributed").split_dataset_by_node
+        return split(stream, rank=mesh.data_rank(), world_size=ranks)
+    if agreement.rank() == 0:
+        logger.warning(
+            "%s is read whole by each of the %d ranks, unless its __iter__ yields the share of data_rank() of "
+            "data_size() (both in ignite_engine.ranks).",
+            *(type(stream).__name__, ranks),
+        )
+    return stream
+
+
+def say_how_it_resumes(train_loader: Any) -> None:
+    """One line where the data of training is more than map-style; of a plain ``DataLoader`` it has been said."""
+    if agreement.rank() != 0 or isinstance(train_loader, Windows):
+        return
+    order, stream = getattr(train_loader, "sampler", None), getattr(train_loader, "dataset", None)
+    if isinstance(order, DrawnSampler):
+        kind = type(order.drawn).__name__
+        logger.info("The order of %s is drawn for each epoch from (seed, epoch), so it is resumed exactly.", kind)
+    elif isinstance(reader := reader_of(train_loader), WithState):
+        logger.info("%s is resumed by its own state%s.", type(train_loader).__name__, _but(reader.inexact))
+    elif not isinstance(order, ResumableSampler):
+        how = "" if isinstance(stream, IterableDataset) else ", in an order that may be another one"
+        remedy = "; with torchdata installed its state is used" if hasattr(stream, "state_dict") else ""
+        logger.info(
+            "%s: a resume reads what was consumed of the epoch again and drops it%s%s.", *(reader.inexact, how, remedy)
+        )
+
+
+def _but(inexact: str | None) -> str:
+    return "" if inexact is None else f", but {inexact}"
+
+
+def updates_of(config: Config, train_loader: Any) -> int | None:
+    """Updates of the whole run; None: its data does not say, and no setting needs it.
+
+    Raises:
+        ConfigError: an epoch has no update, or a setting needs the length of data that has none.
+    """
+    if isinstance(train_loader, Windows):
+        return total_updates_given(config, "a stream of windows")
+    if isinstance(order := getattr(train_loader, "sampler", None), ResumableSampler):
+        return total_updates(config, order.data_length(), train_loader.batch_size, drop_last=train_loader.drop_last)
+    own = length_of(train_loader)
+    lengths = [row[0] for row in agreement.gather_floats([-1.0 if own is None else float(own)])]
+    if min(lengths) < 0:
+        return total_updates_given(config, type(train_loader).__name__)
+    if not any(lengths):
+        raise config.error("task", f"the data 'train_set' is a {type(train_loader).__name__} without a batch.")
+    return _updates_of(config, int(max(lengths)))
+
+
+def total_updates_given(config: Config, data: str) -> int | None:
+    """Updates of the whole run over ``data`` of unknown length; None where the config does not say, nor needs to.
+
+    Raises:
+        ConfigError: the schedule needs to know.
+    """
+    for key, section in config.schedules.values():
+        needed = section.name not in ("none", "constant", "plateau") and section.total is None
+        if needed and config.run.max_iterations is None:
+            raise config.error(
+                f"{key}.total", f"{data} does not say how many updates there will be: set it, or run.max_iterations."
+            )
+    totals = [section.total for _, section in config.schedules.values() if section.total is not None]
+    return config.run.max_iterations or max(totals, default=None)
+
+
+def total_updates(config: Config, samples: int, batch_size: int | None = None, *, drop_last: bool | None = None) -> int:
+    """Updates of the whole run over ``samples`` samples, on the longest rank.
+
+    Args:
+        batch_size, drop_last: of a loader of the user's own; None: the config's.
+
+    Raises:
+        ConfigError: an epoch has no update, or a rank has no micro-batch in one.
+    """
+    data, ranks, in_all = config.data, mesh.data_size(), config.update.global_micro_batches
+    if in_all is not None and in_all < ranks:
+        raise config.error(
+            "update.global_micro_batches", f"got {in_all} on {ranks} ranks, expected at least one for each."
+        )
+    shard = samples if in_all is not None else -(-samples // ranks)
+    size = batch_size or data.batch_size
+    drops = data.drop_last if drop_last is None else drop_last
+    batches = shard // size if drops else -(-shard // size)
+    if not batches:
+        raise config.error("data.batch_size", f"got {size}, but a rank has {shard} samples; drop_last leaves none.")
+    return _updates_of(config, batches)
+
+
+def _updates_of(config: Config, batches: int) -> int:
+    """Of so many micro-batches in an epoch, on this rank or with ``update.global_micro_batches`` in all."""
+    per_epoch = -(-batches // (config.update.global_micro_batches or config.update.accumulation_steps or 1))
+    return config.run.max_iterations or (config.run.max_epochs or 0) * per_epoch
