@@ -327,16 +327,6 @@ def test_values_of_an_interval_are_few_tensors_in_a_checkpoint() -> None:
     assert again._rows[40] == (41, {"loss": torch.tensor(40.0), "accuracy": torch.tensor(40)})
 
 
-def test_interval_of_a_checkpoint_from_before_there_were_sums_is_continued() -> None:
-    logger = MetricLogger(console=False)
-    trainer = Trainer(lambda engine, batch: 4.0)
-    logger.attach(trainer, Events.EPOCH_COMPLETED)
-    before = {"interval": [[1, {"loss": 1.0}], [2, {"loss": 3.0}]], "not_finite_at": None}
-    trainer.add_event_handler(Events.STARTED, lambda: logger.load_state_dict(before))
-
-    assert trainer.run(range(2)).metrics["loss"] == 3.0
-
-
 def _saved(state: Any) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(state, buffer)
