@@ -33,6 +33,8 @@ from ignite_engine.checkpointing import CheckpointStore, Retention, read_manifes
 from ignite_engine.checkpointing.changed_rows import ChangedRows
 from ignite_engine.checkpointing.comparison import compare
 from ignite_engine.checkpointing.contents import Extracted
+from ignite_engine.checkpointing.nested import replaced
+from ignite_engine.checkpointing.plain_data import tensors_of
 from ignite_engine.checkpointing.shards import Shards
 
 BYTES_GOAL, RESTORE_GOAL = 10.0, 2.0
@@ -87,7 +89,9 @@ class Saves:
             seconds = time.perf_counter() - began
             store.apply(Retention(keep_last=1))
             return seconds, path
-        parts, taken = self._changed.take(self.tables.state(), KINDS, iteration=iteration)
+        state = self.tables.state()
+        placeholders, taken = self._changed.take(state, tensors_of(state), KINDS, iteration=iteration)
+        parts = replaced(state, placeholders)
         self.taking.append(time.perf_counter() - began)
         path = store.save(parts, {}, iteration=iteration, epoch=1, extracted=Extracted(Shards(), taken, self.writers))
         self._changed.committed(path)

@@ -16,6 +16,7 @@ from ignite_engine.checkpointing.load.sources import Found, SourceWatch, load_so
 from ignite_engine.errors import one_line
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
+from ignite_engine.states import loading
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.states.registry import Registry
 
@@ -82,7 +83,7 @@ class ModelBank:
         """
         if self._trainer is None:
             raise RuntimeError("ModelBank.load() needs a trainer: call attach(trainer, event) before.")
-        table, found = self._trainer.registry.begin_from(self.sources)
+        table, found = loading.begin_from(self._trainer.registry, self.sources)
         self.loaded, self._origins = {}, {}
         for at, each in enumerate(found):
             if each is not None:
@@ -149,8 +150,8 @@ class ModelBank:
             held[part] = None if "" in later else later
             if others := {name for name, origin in names.items() if origin != at}:
                 elsewhere[part] = others
-        table = trainer.registry.load_again(
-            self.sources[at].plan, read, held, elsewhere, reset_optimizers=self.reset_optimizers
+        table = loading.load_again(
+            trainer.registry, self.sources[at].plan, read, held, elsewhere, reset_optimizers=self.reset_optimizers
         )
         if isinstance(table, str):
             self._watches[at].unfit(found)
@@ -183,7 +184,7 @@ class ModelBank:
 def _read(registry: Registry, found: Found) -> Source | str:
     """What was found, or why it cannot be read, which may be so on one rank only."""
     try:
-        return registry.read(found)
+        return loading.read(registry, found)
     except (CheckpointError, OSError) as error:
         return one_line(error)
 

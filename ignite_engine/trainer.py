@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ignite.engine import Engine
 from ignite.engine.events import EventsList
 from torch import nn
 
-from ignite_engine.checkpointing import SaveFilter
 from ignite_engine.engine import bus, saved_progress, start
 from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.intervals import Interval, Intervals
@@ -32,6 +31,9 @@ from ignite_engine.states.own_update import unsaved_of
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import ResumeState
 from ignite_engine.step.micro_batches import check_steps
+
+if TYPE_CHECKING:
+    from ignite_engine.checkpointing import SaveFilter
 
 __all__ = ["Trainer", "create_evaluator"]
 

@@ -31,9 +31,10 @@ from ignite_engine.checkpointing.save_options import SaveKeywords
 from ignite_engine.errors import check_type
 from ignite_engine.handlers.checkpoint.override import Override
 from ignite_engine.handlers.checkpoint.saver import Saver
-from ignite_engine.handlers.checkpoint.times import Times, Transfer
+from ignite_engine.handlers.checkpoint.times import Times
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
+from ignite_engine.states import loading
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +150,8 @@ class Checkpoint:
             saver.finish(trainer)
         best = agreement.on_rank_0(self._valid_best)
         weights = agreement.on_rank_0(lambda: read_manifest(best.path).weights_of(best.metric))
-        source = agreement.together(lambda: trainer.registry.read(Found.of(best.path)))
-        outcome = trainer.registry.load_again(LoadPlan.fine_tune(weights=weights), source, {}, {})
+        source = agreement.together(lambda: loading.read(trainer.registry, Found.of(best.path)))
+        outcome = loading.load_again(trainer.registry, LoadPlan.fine_tune(weights=weights), source, {}, {})
         if isinstance(outcome, str):
             raise StateMismatch(outcome)
         if agreement.rank() == 0:
@@ -264,21 +265,17 @@ class Checkpoint:
         self._refuse_old()
         store, began = self.store, time.perf_counter()
         self._override.announce(self._trainer)
-        path = self._trainer.registry.resume(store, ignore=ignore, strict=self.options.strict)
-        if path is None:
+        found = loading.resume(self._trainer.registry, store, ignore=ignore, strict=self.options.strict)
+        if found is None:
             self._override.begin_fresh(self._trainer)
-        else:
-            took = time.perf_counter() - began
-            manifest = self._saver.resumed(self._trainer, path)
-            self.times.loaded = Transfer.of(manifest, took)
-            self._measured = (manifest.iteration, manifest.metrics)  # of this boundary, if it is saved again
-            # a script that sets up no logging shows warnings alone
-            level = logging.WARNING if agreement.rank() == 0 else logging.INFO
-            logger.log(
-                level, "Resumed from %s at iteration %d: %s.", path, self._trainer.state.iteration, self.times.loaded
-            )
-            self._override.apply(self._trainer)
-        return path
+            return None
+        self._saver.resumed(self._trainer, found, began)
+        self._measured = (found.iteration, found.manifest.metrics)  # of this boundary, if it is saved again
+        # a script that sets up no logging shows warnings alone
+        level, iteration = logging.WARNING if agreement.rank() == 0 else logging.INFO, self._trainer.state.iteration
+        logger.log(level, "Resumed from %s at iteration %d: %s.", found.path, iteration, self.times.loaded)
+        self._override.apply(self._trainer)
+        return found.path
 
     def _refuse_old(self) -> None:
         if self._must_be_new:
@@ -299,12 +296,12 @@ class Checkpoint:
         if saver.busy:
             saver.finish(trainer)
         began = time.perf_counter()
-        path = trainer.registry.resume(self.store, healthy_only=True)
-        if path is not None:
-            took = time.perf_counter() - began
-            self.times.loaded = Transfer.of(saver.resumed(trainer, path), took)
-            self._override.apply(trainer)
-        return path
+        found = loading.resume(trainer.registry, self.store, healthy_only=True)
+        if found is None:
+            return None
+        saver.resumed(trainer, found, began)
+        self._override.apply(trainer)
+        return found.path
 
     def load(self, path: str | Path | Sequence[LoadSource], plan: LoadPlan | None = None) -> LoadTable:
         """Start with what a plan takes from another run's checkpoint, where :meth:`resume` found none; a collective.
@@ -329,7 +326,7 @@ class Checkpoint:
         """
         if self._trainer is None:
             raise RuntimeError("Checkpoint.load() needs a trainer: call attach(trainer, event) before.")
-        table, _ = self._trainer.registry.begin_from(load_sources(path, plan))
+        table, _ = loading.begin_from(self._trainer.registry, load_sources(path, plan))
         self._saver.parent = table.source
         return table
 

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from ignite.engine.events import RemovableEventHandle
 from torch import Tensor
 
@@ -22,20 +21,18 @@ from ignite_engine import rng
 from ignite_engine.checkpointing import (
     BackgroundSave,
     CheckpointError,
+    CheckpointInfo,
     CheckpointStore,
     SaveOptions,
     Snapshot,
-    all_finite,
     filesystem,
 )
 from ignite_engine.checkpointing.background import ChangedWhileCopied
 from ignite_engine.checkpointing.changed_rows import ChangedRows
-from ignite_engine.checkpointing.contents import Extracted
-from ignite_engine.checkpointing.manifest import Facts, Manifest, read_manifest
-from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
-from ignite_engine.checkpointing.rows import Tables
+from ignite_engine.checkpointing.contents import Extracted, extracted, tensors_to_save
+from ignite_engine.checkpointing.manifest import Facts
+from ignite_engine.checkpointing.memories import has_memory
 from ignite_engine.checkpointing.save_filter import check_patterns
-from ignite_engine.checkpointing.shards import Shards, is_sharded, split
 from ignite_engine.errors import one_line, shortened
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.checkpoint.times import Times, Transfer
@@ -52,7 +49,7 @@ _SHOWN_FROM_S = 1.0
 """A save that was shorter is in the log file alone."""
 
 _PEERS_TIMEOUT_S = 60.0
-_Captured = tuple[Mapping[str, Any], Mapping[str, Any], Shards | None, Tables, Facts]
+_Captured = tuple[Mapping[str, Any], Mapping[str, Any], Extracted, Facts]
 
 
 class Saver:
@@ -96,12 +93,12 @@ class Saver:
         """Whether the step boundary at which the run is was saved, or is being saved."""
         return self._saved_at == _boundary_of(trainer)
 
-    def resumed(self, trainer: Trainer, path: Path) -> Manifest:
-        """The run was resumed from ``path``, whose manifest is returned."""
-        manifest = read_manifest(path)
-        self._saved_at, self.parent = _boundary_of(trainer), path.name
+    def resumed(self, trainer: Trainer, checkpoint: CheckpointInfo, began: float) -> None:
+        """The run was resumed from a checkpoint, which was begun at ``began`` (of ``time.perf_counter``)."""
+        manifest = checkpoint.manifest
+        self.times.loaded = Transfer.of(manifest, time.perf_counter() - began)
+        self._saved_at, self.parent = _boundary_of(trainer), checkpoint.path.name
         self.run_id, self.has_run = manifest.run_id, True
-        return manifest
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
         """What was measured where the run was saved already, after that; a collective. A failure is a warning."""
@@ -188,8 +185,7 @@ class Saver:
         own = {"data", "rng", "trainer"}  # the state of a loader may start its workers
         states = {name: obj.state_dict() for name, obj in trainer.registry.objects.items() if name not in own}
         parts = self.filter(states, trainer.registry.kinds)[0]
-        refuse_what_cannot_be_loaded(parts)
-        whole = self._changed_rows.stay_whole(split(parts, {})[0], trainer.registry.kinds)
+        whole = self._changed_rows.stay_whole(parts, tensors_to_save(parts), trainer.registry.kinds)
         if whole and agreement.rank() == 0:
             logger.warning(
                 "delta_rows: %s are saved whole each time, as they are sharded, share memory, or are not contiguous.",
@@ -230,16 +226,12 @@ class Saver:
             failure.__cause__ = error
             self._report(trainer, failure, lambda: 0.0)
             return
-        ((shared, local, shards, tables, facts),) = captured
+        ((shared, local, taken, facts),) = captured
         facts |= {"metrics": metrics, "reproducibility": [*facts["reproducibility"], *reasons]}
-        extracted = Extracted(shards, tables, self.options.writers)
-        save = partial(self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch)
-
-        def write() -> Path:
-            pieces = shards and shards.of_parts.get("model")
-            facts["healthy"] = all_finite([shared.get("model"), pieces, self._changed_rows.kept("model")])
-            return save(extracted=extracted, **facts)
-
+        taken = replace(taken, writers=self.options.writers, weights="model")
+        write = partial(
+            self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch, extracted=taken, **facts
+        )
         if not background:
             self._report(trainer, write, lambda: time.perf_counter() - started)
             return
@@ -252,9 +244,13 @@ class Saver:
                 self._saving.before_change()
 
     def _capture(self, trainer: Trainer, background: bool) -> _Captured:
-        """What is saved: shared parts, this rank's own, and the manifest's facts; for the background copies, and apart
-        from them this rank's pieces of what is sharded."""
+        """What is saved: shared parts, this rank's own, what was taken out of both, and the manifest's facts.
+
+        For the background they are copies.
+        """
         kinds = trainer.registry.kinds
+        shared: Mapping[str, Any]
+        local: Mapping[str, Any]
         (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
         facts: Facts = {
             **self.options.facts,
@@ -266,17 +262,16 @@ class Saver:
             "evaluated_with": trainer.registry.evaluated_with(),
         }
         if not (background or self.options.delta_rows):
-            return shared, local, None, Tables(), facts
-        for parts in (shared, local):  # otherwise the store does both
-            refuse_what_cannot_be_loaded(parts)
-        without, own_without, shards = split(shared, local)
-        without, tables = self._changed_rows.take(
-            without, kinds, iteration=trainer.state.iteration, writes=agreement.rank() == 0
+            return shared, local, Extracted(), facts  # the store takes it out
+        take_tables = partial(
+            self._changed_rows.take, kinds=kinds, iteration=trainer.state.iteration, writes=agreement.rank() == 0
         )
-        if not background:
-            return without, own_without, shards, tables, facts
-        copied = self._snapshot.take((without, own_without, shards.of_parts), self._is_late(trainer))
-        return copied[0], copied[1], replace(shards, of_parts=copied[2]), tables, facts
+        shared, local, taken = extracted(shared, local, take_tables)
+        if background:
+            shared, local, taken = taken.copied(
+                shared, local, partial(self._snapshot.take, late=self._is_late(trainer))
+            )
+        return shared, local, taken, facts
 
     def _is_late(self, trainer: Trainer) -> Callable[[Tensor], bool]:
         """Whether a tensor is copied beside the next forward and backward: only optimizers' states are.
@@ -289,7 +284,9 @@ class Saver:
             for obj in trainer.registry.objects.values():
                 if isinstance(obj, OptimizerState):
                     for values in obj.optimizer.state.values():
-                        known.update(each.data_ptr() for each in values.values() if _has_memory(each))
+                        known.update(
+                            value.data_ptr() for value in values.values() if type(value) is Tensor and has_memory(value)
+                        )
         return lambda tensor: tensor.data_ptr() in known
 
     def finish(self, trainer: Trainer) -> None:
@@ -384,8 +381,3 @@ def _boundary_of(trainer: Trainer) -> tuple[int, int, int]:
     """Iteration and epochs completed, as an iteration has two boundaries where unsized data turns out to have ended;
     and how often weights were loaded again, which may happen at the second of them."""
     return trainer.state.iteration, trainer.progress.epochs_completed, trainer.registry.times_replaced
-
-
-def _has_memory(value: object) -> bool:
-    """Whether it is a tensor with memory of its own, unlike the momentum of sparse gradients, or a sharded one."""
-    return isinstance(value, Tensor) and value.layout is torch.strided and not is_sharded(value)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ignite_engine import rng
 from ignite_engine.checkpointing.digests import tensor_sha256
 from ignite_engine.checkpointing.filesystem import ensure_directory, replace_file
-from ignite_engine.checkpointing.part_file import load_plain, refuse_what_cannot_be_loaded
+from ignite_engine.checkpointing.part_file import load_plain
+from ignite_engine.checkpointing.plain_data import refuse_what_cannot_be_loaded
 from ignite_engine.data.source import DataSource
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ranks import agreement

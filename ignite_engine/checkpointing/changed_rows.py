@@ -9,7 +9,8 @@ their shape, when a file of the chain is gone, and when the chain is :data:`LONG
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing.filesystem import FileRecord, signature
-from ignite_engine.checkpointing.layout import TABLES_FILE, named_iteration
+from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.checkpointing.load import part_names
 from ignite_engine.checkpointing.load.patterns import Patterns
 from ignite_engine.checkpointing.manifest import read_manifest
 from ignite_engine.checkpointing.nested import Path, dotted, walk
-from ignite_engine.checkpointing.rows import RowsOfParts, Tables, records, take_out
+from ignite_engine.checkpointing.plain_data import TensorLeaf
+from ignite_engine.checkpointing.rows import TABLES_FILE, RowsOfParts, Tables, records, take_out
 from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.errors import CheckpointError
 
@@ -65,33 +67,44 @@ class ChangedRows:
         self._pending: Tables | None = None
 
     def take(
-        self, parts: Mapping[str, Any], kinds: Mapping[str, str], *, iteration: int, writes: bool = True
-    ) -> tuple[Mapping[str, Any], Tables]:
-        """The parts with placeholders for the tables, and the rows to write.
+        self,
+        parts: Mapping[str, Any],
+        tensors: Sequence[TensorLeaf],
+        kinds: Mapping[str, str],
+        *,
+        iteration: int,
+        writes: bool = True,
+    ) -> tuple[dict[_Key, Tensor], Tables]:
+        """Placeholders for the tables by part and path, and the rows to write.
 
         The rows of a base are those of the kept copy: they are valid until the next call.
 
         Args:
+            tensors: all in the parts.
             iteration: of the checkpoint. A chain has each once, as the last one saved replaces the others.
             writes: False: another rank does; nothing is compared or kept.
         """
         if not self.patterns.texts:
-            return parts, Tables()
+            return {}, Tables()
         chain, self._chain = self._chain, {}  # until this one is committed
         wanted = self._tables_of(parts, kinds)
-        parts, rows = take_out(parts, lambda tensor: id(tensor) in wanted)
+        placeholders, rows = take_out(tensors, lambda tensor: id(tensor) in wanted)
         if not writes:
-            return parts, Tables()
+            return placeholders, Tables()
         tables = {(part, path): values for part, pieces in rows.items() for path, (_, values) in pieces.items()}
         numbers = self._changed(tables) if self._continues(chain, tables, iteration) else None
         base, after = _bytes_on_disk(chain)
         if numbers is None or after + _bytes_of(numbers, tables) > base:
             self._kept = {key: _copied(values, self._kept.get(key)) for key, values in tables.items()}
-            self._pending = Tables(_by_part({key: (0, kept) for key, kept in self._kept.items()}))
+            pending = Tables(_by_part({key: (0, kept) for key, kept in self._kept.items()}))
         else:
             changed = {key: (numbers[key], self._update(key, tables[key], numbers[key])) for key in tables}
-            self._pending = Tables(_by_part(changed), chain)
-        return parts, self._pending
+            pending = Tables(_by_part(changed), chain)
+        whole: dict[str, list[Tensor]] = {}
+        for (part, _), kept in self._kept.items():
+            whole.setdefault(part, []).append(kept)
+        self._pending = replace(pending, values=whole)
+        return placeholders, self._pending
 
     def committed(self, checkpoint: FilePath) -> None:
         """The checkpoint of the last :meth:`take` is on disk: the next one may be the rows that changed since."""
@@ -102,22 +115,16 @@ class ChangedRows:
                 own = {f"{checkpoint.name}/{name}": files[name] for name in files if TABLES_FILE.fullmatch(name)}
                 self._chain = {**pending.needs, **own}
 
-    def stay_whole(self, parts: Mapping[str, Any], kinds: Mapping[str, str]) -> list[str]:
+    def stay_whole(
+        self, parts: Mapping[str, Any], tensors: Sequence[TensorLeaf], kinds: Mapping[str, str]
+    ) -> list[str]:
         """Tensors that the patterns name and that are saved whole each time all the same, by part and path."""
         if not self.patterns.texts:
             return []
         wanted = self._tables_of(parts, kinds)
-        without, _ = take_out(parts, lambda tensor: id(tensor) in wanted)
-        return [
-            f"{part} {dotted(path)}"
-            for part, state in without.items()
-            for path, value in walk(state)
-            if id(value) in wanted
-        ]
-
-    def kept(self, part: str) -> list[Tensor]:
-        """What the tables of a part held at the last :meth:`take`."""
-        return [values for (of_part, _), values in self._kept.items() if of_part == part]
+        placeholders, _ = take_out(tensors, lambda tensor: id(tensor) in wanted)
+        staying = (leaf for leaf in tensors if id(leaf.value) in wanted and (leaf.part, leaf.path) not in placeholders)
+        return [f"{leaf.part} {dotted(leaf.path)}" for leaf in staying]
 
     def _tables_of(self, parts: Mapping[str, Any], kinds: Mapping[str, str]) -> set[int]:
         """Identities of the tensors that the patterns name."""

@@ -50,7 +50,6 @@ class _Written:
     parts: dict[str, list[str]]
     reproducibility: list[str]
     healthy: bool
-    sharding: tuple[str, ...]
     missing: dict[str, int]
     """See :class:`Contents`."""
 
@@ -123,14 +122,16 @@ class Commit:
         def write() -> _Written:
             self._contents = contents = contents_of(self._ranks.rank)
             files = contents.files
-            records = in_threads(lambda name: write_parts(temporary / name, files[name]), files, contents.writers)
+            records = in_threads(
+                lambda name: write_parts(temporary / name, files[name], contents.tensors.get(name)),
+                *(files, contents.writers),
+            )
             return _Written(
                 iteration=self._iteration,
                 files=dict(zip(files, records, strict=True)),
                 parts={name: list(parts) for name, parts in files.items()},
                 reproducibility=list(self._facts.get("reproducibility", ())),
-                healthy=self._facts.get("healthy", True),
-                sharding=contents.sharding,
+                healthy=self._facts.get("healthy", True) and contents.healthy,
                 missing=dict(contents.missing),
             )
 
@@ -181,7 +182,6 @@ class Commit:
             raise CheckpointError(f"the ranks are at different iterations: {iterations}")
         if incomplete := _incomplete(self._written):
             raise CheckpointError(f"the ranks do not hold the whole of {', '.join(incomplete)} together")
-        sharding = _unique(each for written in self._written for each in written.sharding)
         earlier = names.scan(self._directory)[0]
         same = [each.manifest for each in earlier if each.iteration == self._iteration]
         files = {name: record for each in self._written for name, record in each.files.items()}
@@ -198,8 +198,7 @@ class Commit:
             "healthy": all(each.healthy for each in self._written),
             "labels": _unique([*(label for each in same for label in each.labels), *self._facts.get("labels", ())]),
             "pinned": any(each.pinned for each in same),
-            "environment": environment_values(self._ranks.world_size),
-            "sharding": sharding,
+            "environment": {**environment_values(self._ranks.world_size), **self._contents.environment},
             "needs": dict(self._contents.needs),
         }
         return Manifest(**{**self._facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts

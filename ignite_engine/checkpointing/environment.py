@@ -19,6 +19,7 @@ _DECIDING = {
     "threads": "threads",
     "cuda": "CUDA",
     "devices": "devices",
+    "sharding": "sharding",
 }
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ignite_engine.checkpointing.filesystem import replace_file
 from ignite_engine.checkpointing.load.part_names import averages
-from ignite_engine.checkpointing.shards import whole
+from ignite_engine.checkpointing.memories import memory_of
+from ignite_engine.checkpointing.unread import whole
 from ignite_engine.checkpointing.weights_source import Source, model_part, safetensors_torch
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -64,9 +65,8 @@ def _safetensors(weights: dict[str, Any], about: dict[str, str]) -> bytes:
     seen: set[int] = set()
     apart: dict[str, Tensor] = {}
     for name, value in weights.items():  # no two of a file may share memory, as tied weights do
-        place = value.untyped_storage().data_ptr()
-        apart[name] = value.clone() if place in seen else value.contiguous()
-        seen.add(place)
+        apart[name] = value.clone() if memory_of(value) in seen else value.contiguous()
+        seen.add(memory_of(value))
     try:
         data: bytes = writer.save(apart, metadata={"format": "pt", **about})
     except Exception as error:  # of the Rust library

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing.filesystem import Signature, signature
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -20,7 +20,7 @@ SHARED_FILE = "shared.pt"
 _COMMITTED = re.compile(r"iteration_(\d{8,})(?:\.\d+)?")
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"
-_SCANNED: dict[Path, dict[str, tuple[Signature | None, CheckpointInfo]]] = {}
+_READ: dict[Path, dict[str, tuple[Signature, Manifest]]] = {}
 """By directory and name, what this process has read: a manifest is read again where its file has changed."""
 _LEFTOVER = re.compile(rf"(?P<prefix>{re.escape(_TEMPORARY)}|{re.escape(_TRASH)}){_COMMITTED.pattern}-[0-9a-f]{{8}}")
 
@@ -30,26 +30,7 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt"
 
 
-SHARDS_FILE = re.compile(r"shards_\d+\.pt")
-
-
-def shards_file(rank: int) -> str:
-    """Name of the file with the pieces of sharded tensors that one rank wrote."""
-    return f"shards_{rank}.pt"
-
-
-ROWS_FILE = re.compile(r"rows_\d+\.pt")
-TABLES_FILE = re.compile(r"tables_\d+\.pt")
-
-
-def rows_file(number: int) -> str:
-    """Name of a file with rows of large tensors."""
-    return f"rows_{number}.pt"
-
-
-def tables_file(number: int) -> str:
-    """Name of a file with rows of tables, all or those that changed."""
-    return f"tables_{number}.pt"
+RANK_FILE = re.compile(r"rank_\d+\.pt")
 
 
 def file_of(checkpoint: Path, name: str) -> Path:
@@ -74,16 +55,31 @@ def named_iteration(path: Path) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def manifest_of(checkpoint: Path) -> Manifest:
+    """As ``read_manifest``; one that this process has read is not read again while its file is the same.
+
+    That is the same inode, size and times.
+
+    Raises:
+        CheckpointError: as ``read_manifest``.
+    """
+    read, status = _READ.setdefault(checkpoint.parent, {}), signature(checkpoint / MANIFEST_NAME)
+    if status is None:
+        return read_manifest(checkpoint)  # which says why
+    if checkpoint.name not in read or read[checkpoint.name][0] != status:
+        read[checkpoint.name] = status, read_manifest(checkpoint)
+    return read[checkpoint.name][1]
+
+
 def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]:
     """What is committed in a directory.
 
-    A manifest that this process has read before is not opened again while its file is the same (inode, size, times),
-    so that the cost of a save does not grow with the number of checkpoints.
+    The manifests are those of :func:`manifest_of`, so that the cost of a save does not grow with the number of
+    checkpoints.
 
     Returns:
         Those with a readable manifest in the order they were saved, and path and reason of those without.
     """
-    before, scanned = _SCANNED.get(directory, {}), dict[str, tuple[Signature | None, CheckpointInfo]]()
     readable: list[CheckpointInfo] = []
     unreadable: list[tuple[Path, str]] = []
     try:
@@ -96,18 +92,13 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]
         if entry.is_symlink():  # what it points to may be another run's, and would be pruned with this one's
             unreadable.append((path, "it is a symbolic link, which is neither read nor deleted"))
             continue
-        status, known = signature(path / MANIFEST_NAME), before.get(entry.name)
-        if known is None or status is None or known[0] != status:
-            try:
-                checkpoint = CheckpointInfo(path, read_manifest(path))
-            except CheckpointError as error:
-                if path.exists():  # not one that another process pruned meanwhile
-                    unreadable.append((path, str(error)))
-                continue
-            known = status, checkpoint
-        scanned[entry.name] = known
-        readable.append(known[1])
-    _SCANNED[directory] = scanned
+        try:
+            readable.append(CheckpointInfo(path, manifest_of(path)))
+        except CheckpointError as error:
+            if path.exists():  # not one that another process pruned meanwhile
+                unreadable.append((path, str(error)))
+    names = {checkpoint.path.name for checkpoint in readable}
+    _READ[directory] = {name: known for name, known in list(_READ.get(directory, {}).items()) if name in names}
     readable.sort(key=lambda each: (each.manifest.sequence, each.iteration, each.path.name))
     return readable, unreadable
 

@@ -20,8 +20,8 @@ import torch
 from ignite_engine.checkpointing.filesystem import HASHES, FileRecord, open_regular
 from ignite_engine.errors import CheckpointError, one_line
 
-FORMAT_VERSION = 5
-OLDEST_READABLE_VERSION = 5
+FORMAT_VERSION = 6
+OLDEST_READABLE_VERSION = 6
 MANIFEST_NAME = "manifest.json"
 _NEEDED_FILE = re.compile(r"iteration_\d{8,}(\.\d+)?/[a-z]+_\d+\.pt")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -73,7 +73,7 @@ class Manifest:
     parent: str | None = None
     """Name of the checkpoint that the run was resumed from."""
     environment: dict[str, Any] = field(default_factory=dict)
-    """What rank 0 ran with: command, machine, threads, devices."""
+    """What rank 0 ran with: command, machine, threads, devices, meshes and placements of its tensors."""
     left_out: dict[str, list[str]] = field(default_factory=dict)
     """Names inside parts that a filter left out, by part; a part without names was left out whole."""
     kinds: dict[str, str] = field(default_factory=dict)
@@ -84,8 +84,6 @@ class Manifest:
     """The part of the average that took the place of the weights, by the name of the evaluation; others have none."""
     run_id: str | None = None
     """The same for all checkpoints of a run, however often it was resumed; another one for each fresh start."""
-    sharding: list[str] = field(default_factory=list)
-    """How tensors were sharded over the ranks: meshes and placements; empty: none was."""
     needs: dict[str, FileRecord] = field(default_factory=dict)
     """Files of the checkpoints beside it that it is loaded with, such as ``iteration_00000100/tables_0.pt``, the oldest
     first; empty: it is whole."""

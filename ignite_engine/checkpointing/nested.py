@@ -97,6 +97,18 @@ def _rebuilt(value: Any, leaf: Callable[[Path, Any], Any], path: Path) -> Any:
     return kind(_rebuilt(each, leaf, (*path, index)) for index, each in enumerate(value))
 
 
+def replaced(parts: Mapping[str, Any], leaves: Mapping[tuple[str, Path], Any]) -> dict[str, Any]:
+    """Named states with other leaves, by name and path; a state without any is the same object."""
+    of_parts: dict[str, dict[Path, Any]] = {}
+    for (part, path), value in leaves.items():
+        of_parts.setdefault(part, {})[path] = value
+    found = dict(parts)
+    for part in of_parts.keys() & found.keys():
+        values = of_parts[part]
+        found[part] = rebuilt_with_paths(parts[part], lambda path, value: values.get(path, value))  # noqa: B023
+    return found
+
+
 def dotted(path: Iterable[Any]) -> str:
     """A path as text, ``state.0.weight``."""
     return ".".join(map(str, path))

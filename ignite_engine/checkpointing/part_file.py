@@ -4,90 +4,24 @@ from __future__ import annotations
 
 import contextvars
 import re
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from ignite_engine.checkpointing.filesystem import PIECE_BYTES, FileRecord, hash_file, open_regular, write_file
 from ignite_engine.checkpointing.hashed_read import Memory, read_hashed, unpickled
-from ignite_engine.checkpointing.nested import TooDeep, rebuilt, walk
-from ignite_engine.checkpointing.shards import is_sharded, local_piece
+from ignite_engine.checkpointing.memories import compacted
+from ignite_engine.checkpointing.nested import replaced, walk
+from ignite_engine.checkpointing.plain_data import TensorLeaf
 from ignite_engine.errors import CheckpointError, one_line
 
-# What torch.load(weights_only=True) gives back as it was, tried on torch 2.13.
-_LEAVES = (
-    type(None), bool, int, float, complex, str, bytes, bytearray,
-    torch.Size, torch.dtype, torch.device, Tensor, torch.nn.Parameter,
-)  # fmt: skip
-_LEAF_TYPES = frozenset(_LEAVES)
 _SMALLEST_WITHOUT_CRC = 1 << 24
 """A smaller file is one that zip programs can test, too."""
 _CONFIG_IS_OF_THE_CONTEXT = torch.__version__ >= "2.12"
 """Before, torch's options are of the process: a user's own ``torch.save`` in another thread would see ours."""
-_SCALARS = frozenset((type(None), bool, int, float, str))
-_MAPPINGS = frozenset((dict, OrderedDict, Counter))
-_SEQUENCES = frozenset((list, tuple, set))
-
-
-def refuse_what_cannot_be_loaded(parts: Mapping[str, Any]) -> None:
-    """Check that ``weights_only=True`` can load these parts, before anything is written.
-
-    Raises:
-        CheckpointError: names the first value that is not plain data, by its path in the parts.
-    """
-    try:
-        for name, value in parts.items():
-            if not isinstance(name, str) or not name:
-                raise CheckpointError(f"A part of a checkpoint is named by a non-empty string, got {name!r}.")
-            if not name.isprintable():
-                raise CheckpointError(f"A part of a checkpoint is named by printable text, got {name!r}.")
-            for path, found in walk(value, whole=_is_foreign_container):
-                if type(found) in _SCALARS:
-                    continue
-                if problem := _problem(found):
-                    inside = "".join(f"[{key!r}]" for key in path)
-                    raise CheckpointError(f"{name}{inside} is {problem}")
-    except TooDeep as error:
-        raise CheckpointError(f"The part {name!r} cannot be saved: {error}.") from None
-
-
-def _is_foreign_container(value: Any) -> bool:
-    kind = type(value)
-    return not (
-        kind in _SEQUENCES
-        or (kind in _MAPPINGS and (_LEAF_TYPES.issuperset(map(type, value)) or all(map(_is_key, value))))
-    )
-
-
-def _is_key(key: Any) -> bool:
-    return type(key) in _LEAF_TYPES or (type(key) is tuple and all(map(_is_key, key)))
-
-
-def _problem(value: Any) -> str | None:
-    """The rest of a sentence about a value that a checkpoint cannot hold; None: it can."""
-    kind = type(value)
-    if is_lazy(value):
-        return "a parameter of a lazy module, which has no values yet: call the model on a batch before training."
-    if kind in _MAPPINGS:
-        key = type(next(key for key in value if not _is_key(key)))
-        what = f"a {kind.__qualname__} with a key of type {key.__module__}.{key.__qualname__}"
-    elif is_sharded(value):
-        return None
-    elif kind not in _LEAF_TYPES:
-        what = f"a {kind.__module__}.{kind.__qualname__}"
-    elif isinstance(value, Tensor) and value.is_meta:
-        return "a tensor on the meta device, which has no values to save: give it some before training."
-    else:
-        return None
-    return (
-        f"{what}, which a checkpoint cannot hold: return tensors, numbers, strings, lists and dicts from state_dict() "
-        "instead."
-    )
 
 
 def all_finite(state: Any) -> bool:
@@ -95,11 +29,14 @@ def all_finite(state: Any) -> bool:
 
     Reads each tensor once, without a copy.
     """
-    return all(_is_finite(value) for _, value in walk(state) if isinstance(value, Tensor) and not value.is_meta)
+    return all(is_finite(value) for _, value in walk(state) if isinstance(value, Tensor) and not value.is_meta)
 
 
-def _is_finite(value: Tensor) -> bool:
-    value = local_piece(value).detach()
+def is_finite(value: Tensor) -> bool:
+    """As :func:`all_finite`, of one tensor."""
+    value = value.detach()
+    if hasattr(value, "to_local"):
+        value = value.to_local()
     if value.layout != torch.strided:
         value = value.coalesce().values() if value.layout == torch.sparse_coo else value.values()
     if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
@@ -108,12 +45,28 @@ def _is_finite(value: Tensor) -> bool:
         value = torch.view_as_real(value.resolve_conj())
     if value.element_size() == 1:
         value = value.float()  # the 8-bit formats have no aminmax
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(value))
+    smallest, largest = torch.aminmax(value)
+    return bool(torch.isfinite(smallest)) and bool(torch.isfinite(largest))
 
 
-def write_parts(path: Path, parts: Mapping[str, Any]) -> FileRecord:
-    """Write named parts to a new file, fsynced; the hash is taken while writing."""
-    content, size = _compact(dict(parts))
+def write_parts(path: Path, parts: Mapping[str, Any], tensors: Sequence[TensorLeaf] | None = None) -> FileRecord:
+    """Write named parts to a new file, fsynced; the hash is taken while writing.
+
+    Args:
+        tensors: all in the parts; None: they are looked for.
+    """
+    if tensors is None:
+        tensors = [
+            TensorLeaf(part, where, value)
+            for part, state in parts.items()
+            for where, value in walk(state)
+            if isinstance(value, Tensor)
+        ]
+    copies, size = compacted(leaf.value for leaf in tensors)
+    if copies:
+        places = {(leaf.part, leaf.path): id(leaf.value) for leaf in tensors}
+        parts = replaced(parts, {place: copies[key] for place, key in places.items() if key in copies})
+    content = dict(parts)
     save = torch.save if size < _SMALLEST_WITHOUT_CRC or not _CONFIG_IS_OF_THE_CONTEXT else _save_without_crc
     return write_file(path, lambda file: save(content, file))
 
@@ -126,49 +79,6 @@ def _save_without_crc(content: dict[str, Any], file: IO[bytes]) -> None:
         torch.save(content, file)
 
     contextvars.copy_context().run(save)  # the option goes with the context: no other thread ever sees it
-
-
-def _compact(parts: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The parts with copies in the place of views into a memory that they do not fill together, and their bytes.
-
-    ``torch.save`` writes the whole memory of a view. Tensors that fill their memory stay as they are, so that those
-    that share it share it again when they are loaded.
-    """
-    used: dict[int, dict[tuple[Any, ...], int]] = {}
-    sizes: dict[int, int] = {}
-    size = 0
-    for _, value in walk(parts):
-        if type(value) not in _SCALARS and _has_memory(value):
-            memory = value.untyped_storage()
-            used.setdefault(memory.data_ptr(), {})[_place(value)] = value.nbytes
-            sizes[memory.data_ptr()] = memory.nbytes()
-            size += value.nbytes
-    partly_used = {address for address, places in used.items() if sum(places.values()) < sizes[address]}
-    copies: dict[tuple[Any, ...], Tensor] = {}
-
-    def copy_of_view(value: Any) -> Any:
-        if not _has_memory(value) or _memory(value) not in partly_used:
-            return value
-        key = (type(value), *_place(value))
-        if key not in copies:
-            copy = value.detach().clone()
-            copies[key] = torch.nn.Parameter(copy, value.requires_grad) if type(value) is torch.nn.Parameter else copy
-        return copies[key]
-
-    return (rebuilt(parts, copy_of_view) if partly_used else parts), size
-
-
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common if they are the same view of the same memory."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def read_parts(path: Path, record: FileRecord, *, verified: bool = False, mmap: bool = False) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path as FilePath
@@ -23,13 +24,17 @@ from torch import Tensor
 
 from ignite_engine.checkpointing.digests import tensor_bytes
 from ignite_engine.checkpointing.filesystem import FileRecord
-from ignite_engine.checkpointing.layout import ROWS_FILE, TABLES_FILE, file_of
+from ignite_engine.checkpointing.layout import file_of
 from ignite_engine.checkpointing.manifest import Manifest
-from ignite_engine.checkpointing.nested import Path, dotted, rebuilt_with_paths, walk
+from ignite_engine.checkpointing.memories import has_memory, is_row_major, memory_of
+from ignite_engine.checkpointing.nested import Path, dotted, rebuilt_with_paths
+from ignite_engine.checkpointing.plain_data import TensorLeaf
 from ignite_engine.checkpointing.stored_rows import Stored, stored_rows
 from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.errors import CheckpointError, one_line
 
+TABLES_FILE = re.compile(r"tables_\d+\.pt")
+ROWS_FILE = re.compile(r"rows_\d+\.pt")
 SMALLEST_BYTES = 1 << 20
 """Smaller tensors stay in the file that the ranks share: a file of their own gains nothing."""
 _SPAN_BYTES = 1 << 22
@@ -51,33 +56,39 @@ class Tables:
     """All rows, or those that changed since the last of the checkpoints in ``needs``."""
     needs: Mapping[str, FileRecord] = field(default_factory=dict)
     """See the manifest."""
+    values: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    """The whole tables, by part."""
+
+
+def rows_file(number: int) -> str:
+    """Name of a file with rows of large tensors."""
+    return f"rows_{number}.pt"
+
+
+def tables_file(number: int) -> str:
+    """Name of a file with rows of tables, all or those that changed."""
+    return f"tables_{number}.pt"
 
 
 def take_out(
-    parts: Mapping[str, Any], wanted: Callable[[Tensor], bool] = lambda tensor: tensor.nbytes >= SMALLEST_BYTES
-) -> tuple[dict[str, Any], RowsOfParts]:
-    """Take tensors out of states: the large ones, or those that are ``wanted``.
+    tensors: Sequence[TensorLeaf], wanted: Callable[[Tensor], bool] = lambda tensor: tensor.nbytes >= SMALLEST_BYTES
+) -> tuple[dict[tuple[str, Path], Tensor], RowsOfParts]:
+    """Take tensors out of their states: the large ones, or those that are ``wanted``.
 
     One stays that does not come back as it was from its rows alone: with a gradient or a memory layout of its own, or
     one that shares its memory with another.
 
     Returns:
-        The parts with a placeholder for each of them, and all their rows, which are no copies.
+        A placeholder for each of them, by part and path; and all their rows, which are no copies.
     """
-    users = Counter(_memory(value) for _, value in walk(parts) if _has_memory(value))
+    users = Counter(memory_of(leaf.value) for leaf in tensors if has_memory(leaf.value))
+    placeholders: dict[tuple[str, Path], Tensor] = {}
     taken: RowsOfParts = {}
-
-    def placeholder(part: str, path: Path, value: Any) -> Any:
-        if not (_has_memory(value) and wanted(value) and users[_memory(value)] == 1 and _is_plain(value)):
-            return value
-        taken.setdefault(part, {})[path] = 0, value
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-    without = {
-        part: rebuilt_with_paths(state, lambda path, value: placeholder(part, path, value))  # noqa: B023
-        for part, state in parts.items()
-    }
-    return without, taken
+    for part, path, value in tensors:
+        if has_memory(value) and wanted(value) and users[memory_of(value)] == 1 and is_row_major(value):
+            placeholders[part, path] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            taken.setdefault(part, {})[path] = 0, value
+    return placeholders, taken
 
 
 def shared_out(rows: RowsOfParts, writers: int) -> list[RowsOfParts]:
@@ -114,25 +125,6 @@ def _alone(values: Tensor, begin: int, end: int) -> Tensor:
     return torch.from_numpy(rows.numpy()).view(values.dtype).view(end - begin, *values.shape[1:])
 
 
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but its shape, its type and its values in row-major order."""
-    return (
-        type(tensor) is Tensor
-        and tensor.dim() > 0
-        and tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() == tensor.nbytes
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-    )
-
-
 class RowFiles:
     """The files of rows of a checkpoint, and of those before it that it needs.
 
@@ -141,10 +133,13 @@ class RowFiles:
         manifest: of it.
         problem: verifies a file, by its name or as the manifest's ``needs`` have it: what is wrong with it, as the rest
             of a sentence, or None.
+        others: placeholders without rows are those of tensors in other files, and stay.
     """
 
-    def __init__(self, checkpoint: FilePath, manifest: Manifest, problem: Callable[[str], str | None]) -> None:
-        self._checkpoint, self._problem, self._sharded = checkpoint, problem, bool(manifest.sharding)
+    def __init__(
+        self, checkpoint: FilePath, manifest: Manifest, problem: Callable[[str], str | None], *, others: bool = False
+    ) -> None:
+        self._checkpoint, self._problem, self._others = checkpoint, problem, others
         own = [name for name in manifest.files if ROWS_FILE.fullmatch(name) or TABLES_FILE.fullmatch(name)]
         self.names = [*manifest.needs, *own]
         """The oldest first."""
@@ -195,7 +190,7 @@ class RowFiles:
             if not (isinstance(value, Tensor) and value.is_meta):
                 return value
             pieces = index.get((part, place), [])
-            if self._sharded and not pieces:
+            if self._others and not pieces:
                 return value
             if problem := _fault(value, pieces):
                 raise self._damaged(f"{part} {dotted(place)} {problem}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,13 +12,18 @@ from torch import Tensor
 
 from ignite_engine.checkpointing import nested
 from ignite_engine.checkpointing.filesystem import signature
-from ignite_engine.checkpointing.layout import SHARDS_FILE
 from ignite_engine.checkpointing.manifest import Manifest
 from ignite_engine.checkpointing.part_file import load_plain
 from ignite_engine.checkpointing.shards import Piece, Region, join
 from ignite_engine.errors import CheckpointError
 
 _Key = tuple[str, nested.Path]
+_SHARDS_FILE = re.compile(r"shards_\d+\.pt")
+
+
+def shards_file(rank: int) -> str:
+    """Name of the file with the pieces of sharded tensors that one rank wrote."""
+    return f"shards_{rank}.pt"
 
 
 class ShardFiles:
@@ -32,6 +38,7 @@ class ShardFiles:
 
     def __init__(self, checkpoint: Path, manifest: Manifest, problem: Callable[[str], str | None]) -> None:
         self._checkpoint, self._manifest, self._problem = checkpoint, manifest, problem
+        self.names = list(filter(_SHARDS_FILE.fullmatch, manifest.files))
         self._verified: set[str] = set()
 
     def join(self, parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +55,7 @@ class ShardFiles:
     @cached_property
     def _index(self) -> dict[_Key, list[Piece]]:
         index: dict[_Key, list[Piece]] = {}
-        for name in filter(SHARDS_FILE.fullmatch, self._manifest.files):
+        for name in self.names:
             status = signature(self._checkpoint / name)
             if status is None or status[1] != self._manifest.files[name].bytes:
                 self._verify(name)  # which says what is wrong

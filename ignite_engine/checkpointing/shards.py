@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ignite_engine.checkpointing.nested import Path, dotted, rebuilt_with_paths, walk
+from ignite_engine.checkpointing.plain_data import TensorLeaf
+from ignite_engine.checkpointing.unread import Unread
 from ignite_engine.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -53,12 +55,24 @@ class Shards:
     """What this rank writes, by part: plain data."""
     layout: tuple[str, ...] = ()
     """How: mesh and placements, such as ``2 x 2 (Replicate, Shard(0))``; empty: nothing is sharded."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """How many numbers the sharded tensors of each part have, over all ranks."""
+
+    def missing(self, rank: int) -> dict[str, int]:
+        """By part a count that is zero over all ranks if their pieces are each tensor, once and whole."""
+        count = Counter(self.numbers if rank == 0 else ())
+        for part, pieces in self.of_parts.items():
+            count[part] -= sum(values.numel() for _, values in pieces.values())
+        return dict(count)
 
 
-class Sharded(Tensor):
+class Sharded(Unread):
     """A saved tensor that was not read yet: shape and type of the whole (on the meta device), and its pieces."""
 
     pieces: Sequence[Piece]
+
+    def read(self) -> Tensor:
+        return _read(self, Region((0,) * self.dim(), tuple(self.shape)))
 
 
 class Piece(NamedTuple):
@@ -129,47 +143,38 @@ def _splits(placements: Sequence[Any], index: int, mesh_shape: Sequence[int]) ->
     )
 
 
-def split(shared: Mapping[str, Any], local: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Shards]:
-    """Take the sharded tensors out of states.
+def split(tensors: Iterable[TensorLeaf]) -> tuple[dict[tuple[str, Path], Tensor], Shards]:
+    """Take the sharded ones among tensors out of their states.
 
     Returns:
-        The parts with a placeholder for each of them, and what this rank writes of them. The pieces are no copies.
+        A placeholder for each of them, by part and path; and what this rank writes of them. The pieces are no copies.
 
     Raises:
         CheckpointError: one cannot be saved; names it and why.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return shared, local, Shards()
+    placeholders: dict[tuple[str, Path], Tensor] = {}
     of_parts: _PiecesOfParts = {}
-    layout: set[str] = set()
-
-    def taken_out(part: str, state: Any) -> Any:
-        sharded = [value for _, value in walk(state) if is_sharded(value)]
-        layout.update(layout_of(sharded))
-        pieces: _Pieces = {}
-        if not sharded:
-            return state
-        found = rebuilt_with_paths(state, lambda path, value: _placeholder(part, path, value, pieces))
-        if pieces:
-            of_parts[part] = pieces
-        return found
-
-    without = [{part: taken_out(part, state) for part, state in parts.items()} for parts in (shared, local)]
-    return without[0], without[1], Shards(of_parts, tuple(sorted(layout)))
+    numbers: Counter[str] = Counter()
+    sharded = [leaf for leaf in tensors if is_sharded(leaf.value)]
+    for part, path, value in sharded:
+        if (piece := _piece_of(part, path, value)) is not None:
+            of_parts.setdefault(part, {})[path] = piece
+        numbers[part] += value.numel()
+        placeholders[part, path] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return placeholders, Shards(of_parts, layout_of(leaf.value for leaf in sharded), numbers)
 
 
-def _placeholder(part: str, path: Path, value: Any, pieces: _Pieces) -> Any:
-    if not is_sharded(value):
-        return value
+def _piece_of(part: str, path: Path, value: Any) -> tuple[list[int], Tensor] | None:
+    """What this rank writes of a sharded tensor; None: nothing."""
     try:
         region = region_of(value)
         if region is None and dist.get_rank() == 0:
             raise ValueError(f"rank 0 is not in its mesh {value.device_mesh}")
     except ValueError as error:
         raise CheckpointError(f"{part} cannot be saved: {dotted(path)} is sharded, and {error}.") from None
-    if region is not None and 0 not in region.shape and _writes(value):
-        pieces[path] = list(region.offset), local_piece(value)
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if region is None or 0 in region.shape or not _writes(value):
+        return None
+    return list(region.offset), local_piece(value)
 
 
 def _writes(tensor: Any) -> bool:
@@ -181,22 +186,6 @@ def _writes(tensor: Any) -> bool:
     mesh, placements = tensor.device_mesh, tensor.placements
     first = all(at == 0 for at, each in zip(mesh.get_coordinate(), placements, strict=True) if each.is_replicate())
     return first and 0 in mesh.mesh.flatten().tolist()
-
-
-def missing_numbers(parts: Mapping[str, Any], shards: Shards, others: Mapping[str, Collection[Path]]) -> dict[str, int]:
-    """How many numbers the sharded tensors of each part have, less those that are in ``shards``.
-
-    Args:
-        others: by part, paths of placeholders that are not those of sharded tensors.
-    """
-    count: Counter[str] = Counter()
-    for part, state in parts.items():
-        sharded = [value for path, value in walk(state) if _is_placeholder(value) and path not in others.get(part, ())]
-        if sharded:
-            count[part] = sum(value.numel() for value in sharded)
-    for part, pieces in shards.of_parts.items():
-        count[part] -= sum(values.numel() for _, values in pieces.values())
-    return dict(count)
 
 
 def _is_placeholder(value: Any) -> bool:
@@ -228,15 +217,6 @@ def join(parts: Mapping[str, Any], pieces: Callable[[str, Path], Sequence[Piece]
     }
 
 
-def whole(value: Any) -> Any:
-    """The full tensor of a :class:`Sharded`, on the CPU; anything else as it is.
-
-    Raises:
-        CheckpointError: a file with one of its pieces is damaged.
-    """
-    return _read(value, Region((0,) * value.dim(), tuple(value.shape))) if isinstance(value, Sharded) else value
-
-
 def has_sharded(state: Any) -> bool:
     """Whether a nested state holds a tensor that is sharded, in memory or on disk."""
     tensors = [value for _, value in walk(state) if isinstance(value, Tensor)]
@@ -266,7 +246,7 @@ def fitted_tensor(value: Any, target: Any) -> Any:
     if not isinstance(value, Tensor) or is_sharded(value):
         return value
     if not is_sharded(target) or target.shape != value.shape:
-        return whole(value) if isinstance(value, Sharded) else value.clone()
+        return value.read() if isinstance(value, Sharded) else value.clone()
     from torch.distributed.tensor import DTensor
 
     held, region = local_piece(target), region_of(target)

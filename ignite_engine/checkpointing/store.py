@@ -131,7 +131,7 @@ class CheckpointStore:
         found = None
         for checkpoint in reversed(readable):
             wanted = (names.SHARED_FILE, names.rank_file(0)) if keep else ()
-            reason = "; ".join(self._verification.problems(checkpoint.path, wanted))
+            reason = "; ".join(self._verification.problems(checkpoint.path, checkpoint.manifest, wanted))
             if not reason and healthy_only and not checkpoint.manifest.healthy:
                 reason = "its weights are not finite"
             if not reason:
@@ -180,7 +180,7 @@ class CheckpointStore:
             CheckpointError: one line; missing, damaged, not readable by this release, or not plain data.
         """
         path = Path(path)
-        manifest = read_manifest(path)
+        manifest = names.manifest_of(path)
         loaded: list[dict[str, Any]] = []
         for name in (names.SHARED_FILE, names.rank_file(rank)):
             record = manifest.files.get(name)

@@ -29,15 +29,16 @@ class Verification:
         self._found: dict[Path, dict[str, _Found]] = {}
         self._parts: dict[tuple[Path, FileRecord], tuple[Signature, dict[str, Any]]] = {}
 
-    def problems(self, checkpoint: Path, keep: Container[str] = ()) -> list[str]:
+    def problems(self, checkpoint: Path, manifest: Manifest | None = None, keep: Container[str] = ()) -> list[str]:
         """All that is wrong with a checkpoint, everything read again; empty if it is valid.
 
         Args:
+            manifest: it was just read; None: it is read here.
             keep: names of files whose parts are kept for :meth:`take_parts`.
         """
         self._parts.clear()
         try:
-            manifest = read_manifest(checkpoint)
+            manifest = manifest or read_manifest(checkpoint)
         except CheckpointError as error:
             return [str(error)]
         read = in_threads(

@@ -14,6 +14,7 @@ from ignite_engine.checkpointing import CheckpointError, LoadPlan, Source, prepa
 from ignite_engine.checkpointing.naming import Which
 from ignite_engine.checkpointing.weights_source import model_part, read_named
 from ignite_engine.errors import StateMismatch, check_type
+from ignite_engine.states.loading import load_state
 from ignite_engine.states.model_and_optimizer import ModelState, clean_name, unwrap
 from ignite_engine.task import IN_PYTHON, Task, TaskError, build_task, find_task
 
@@ -133,7 +134,7 @@ def _load(source: Source, weights: str, model: nn.Module, *, strict: bool, part:
         raise CheckpointError(
             f"{path} was saved without some of its model ({row}): use strict=False to keep these as they are built."
         )
-    state.load_state_dict(states["model"])
+    load_state(state, states["model"])
 
 
 def _unwrapped(weights: Mapping[str, Any], state: ModelState) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ignite_engine.report.goodput import goodput_line, read_ledger
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, plain_metric, weights_sha256
 from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
+from ignite_engine.states.loading import load_part
 from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.text import in_notebook, show_page
 from ignite_engine.trainer import Trainer
@@ -279,7 +280,7 @@ class Run:
         for name, part in self.trainer.registry.objects.items():
             if name == "model" or getattr(part, "serves_evaluation", False):
                 if name in loaded.shared:
-                    self.trainer.registry.load_part(name, loaded.shared[name], loaded.manifest.left_out)
+                    load_part(self.trainer.registry, name, loaded)
                 else:
                     logger.warning("%s holds no %s: the model's own weights are evaluated.", loaded.path, name)
 

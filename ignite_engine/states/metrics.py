@@ -15,7 +15,7 @@ from ignite.metrics import Frequency, Metric
 from torch import Tensor
 
 from ignite_engine.checkpointing.nested import TooDeep, rebuilt, walk
-from ignite_engine.checkpointing.part_file import refuse_what_cannot_be_loaded
+from ignite_engine.checkpointing.plain_data import refuse_what_cannot_be_loaded
 from ignite_engine.errors import CheckpointError
 
 _DEVICE, _TENSOR = "__device__", "__tensor__"

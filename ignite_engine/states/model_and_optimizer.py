@@ -11,14 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine.checkpointing.shards import (
-    Sharded,
-    fitted,
-    fitted_tensor,
-    has_sharded,
-    is_sharded,
-    replicated,
-)
 from ignite_engine.errors import StateMismatch, change_on_resume, leave_out
 
 logger = logging.getLogger(__name__)
@@ -65,14 +57,12 @@ class ModelState:
         Raises:
             StateMismatch: names or shapes differ from those saved.
         """
-        model, present = unwrap(self.model), self.state_dict()
+        model = unwrap(self.model)
         own = {clean_name(name): name for name in model.state_dict()}
-        if has_sharded((present, state)):
-            state = fitted(state, present)
         try:
             model.load_state_dict({own.get(name, name): value for name, value in state.items()})
         except RuntimeError as error:  # torch's has a line for each parameter
-            differences = _shape_differences(present, state)
+            differences = _shape_differences(self.state_dict(), state)
             if not differences:
                 raise
             raise StateMismatch(
@@ -167,7 +157,9 @@ class OptimizerState:
         self, optimizer: Optimizer, model: nn.Module, outside: ParametersState | None = None, part: str = "optimizer"
     ) -> None:
         self.optimizer, self.model, self.outside, self.part = optimizer, model, outside, part
-        self._kind, self._built_groups, self._built_frozen = type(optimizer).__name__, self._groups(), self._frozen()
+        parameters = self.parameters()
+        self._kind = type(optimizer).__name__
+        self._built_groups, self._built_frozen = self._groups(self.names(parameters)), _frozen(parameters)
         self.rate_is_scheduled_anew = False
         """A schedule that is not loaded sets the rate, whatever is loaded here."""
         self.overridden: set[tuple[str, str]] = set()
@@ -175,7 +167,8 @@ class OptimizerState:
         self._made_with_state = bool(optimizer.state)  # Adagrad's is there before the first step
 
     def state_dict(self) -> dict[str, Any]:
-        own, names = self.optimizer.state, self.names()
+        own, parameters = self.optimizer.state, self.parameters()
+        names = self.names(parameters)
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         # torch cannot save the state of a parameter that left its groups, and continues with it if it comes back
         left = {
@@ -187,24 +180,25 @@ class OptimizerState:
             state = self.optimizer.state_dict()
         finally:
             own.update(left)
-        known = {id(parameter): name for name, parameter in self._parameters().items()}
+        known = {id(parameter): name for name, parameter in parameters.items()}
         groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
         return {
             "state": {names[index]: value for index, value in state["state"].items()}
             | {known[id(parameter)]: value for parameter, value in left.items() if id(parameter) in known},
             "param_groups": groups,
-            "frozen": self._frozen(),
+            "frozen": _frozen(parameters),
             "built": {"kind": self._kind, "groups": self._built_groups, "frozen": self._built_frozen},
         }
 
     def unsaved(self) -> list[str]:
         """Names of parameters whose values are in no part: they came from outside of the model during the run."""
-        is_saved = self.outside is not None and self.outside.is_saved
-        return [name for name in self.names() if name.startswith(("unnamed.", "parameters/")) and not is_saved]
+        if self.outside is not None and self.outside.is_saved:
+            return []
+        return [name for name in self.names() if name.startswith(("unnamed.", "parameters/"))]
 
     def reset(self, names: Collection[str]) -> None:
         """Forget the state of these parameters: the next step makes it anew, as the first one did."""
-        kind, parameters = type(self.optimizer), self._parameters()
+        kind, parameters = type(self.optimizer), self.parameters()
         known = inspect.signature(kind).parameters
         options = {name: value for name, value in self.optimizer.defaults.items() if name in known}
         for parameter in (parameters[name] for name in names if name in parameters):
@@ -221,27 +215,26 @@ class OptimizerState:
         self._check_kind(state, built.get("kind"))
         saved = [group["params"] for group in state["param_groups"]]
         same_program = _names_of(built.get("groups", ())) == _names_of(self._built_groups)
-        parameters = self._parameters()
-        if [set(names) for names in saved] != _names_of(self._groups()):
-            if not same_program or not all(name in parameters for names in saved for name in names):
-                self._refuse_groups(saved)
-            self._regroup([[parameters[name] for name in names] for names in saved])
+        parameters = self.parameters()
+        names = self.names(parameters)
+        if [set(group) for group in saved] != [set(group) for group in self._by_group(names)]:
+            if not same_program or not all(name in parameters for group in saved for name in group):
+                self._refuse_groups(saved, self._by_group(names))
+            self._regroup([[parameters[name] for name in group] for group in saved])
+            names = self.names(parameters)
         if same_program:
             for name in set(parameters) & (set(state["frozen"]) ^ set(built["frozen"])):
                 parameters[name].requires_grad_(name not in state["frozen"])
             self._warn_of_options(built["groups"])
             self._built_groups = built["groups"]  # which are in force from here on
-        index_of = {name: index for index, name in enumerate(self.names())}
+        index_of = {name: index for index, name in enumerate(names)}
         groups = [
-            {**group, "params": [index_of[name] for name in own["params"]]}
-            for group, own in zip(state["param_groups"], self._groups(), strict=True)
+            {**group, "params": [index_of[name] for name in own]}
+            for group, own in zip(state["param_groups"], self._by_group(names), strict=True)
         ]
-        loading = state["state"]
-        if has_sharded((loading, list(parameters.values()))):
-            loading = {name: _laid_out(values, parameters.get(name)) for name, values in loading.items()}
-        numbered = {index_of[name]: value for name, value in loading.items() if name in index_of}
+        numbered = {index_of[name]: values for name, values in state["state"].items() if name in index_of}
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-        for name, values in loading.items():
+        for name, values in state["state"].items():
             if name not in index_of and name in parameters:
                 self.optimizer.state[parameters[name]] = _copied(values, parameters[name].device)
             elif name in parameters:
@@ -256,34 +249,40 @@ class OptimizerState:
             {**own, **({option: value} if index == group else {})} for index, own in enumerate(self._built_groups)
         ]
 
-    def _parameters(self) -> dict[str, Tensor]:
-        """Everything that an optimizer may hold, by the name that it has in the state."""
+    def parameters(self) -> dict[str, Tensor]:
+        """Everything that the optimizer may hold, by the name that it has in the state."""
         model = unwrap(self.model)
         reshard(model)
-        named = model.named_parameters()
-        found: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in named}
+        found: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in model.named_parameters()}
         if self.outside is not None:  # a slash is in no name of a module's own
             found |= {f"parameters/{name}": value for name, value in self.outside.tensors().items()}
         return found
 
-    def names(self) -> list[str]:
-        """Names in the order of the optimizer's own numbering."""
-        known = {id(parameter): name for name, parameter in self._parameters().items()}
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return [known.get(id(parameter), f"unnamed.{index}") for index, parameter in enumerate(parameters)]
+    def names(self, parameters: Mapping[str, Tensor] | None = None) -> list[str]:
+        """Names in the order of the optimizer's own numbering.
 
-    def _groups(self) -> list[dict[str, Any]]:
+        Args:
+            parameters: as :meth:`parameters` returned them; None: they are asked for.
+        """
+        parameters = self.parameters() if parameters is None else parameters
+        known = {id(parameter): name for name, parameter in parameters.items()}
+        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [known.get(id(parameter), f"unnamed.{index}") for index, parameter in enumerate(held)]
+
+    def _by_group(self, names: Iterable[str]) -> list[list[str]]:
+        """Names in the optimizer's order, by parameter group."""
+        names = iter(names)
+        return [[next(names) for _ in group["params"]] for group in self.optimizer.param_groups]
+
+    def _groups(self, names: Iterable[str]) -> list[dict[str, Any]]:
         """The names of each group's parameters, and its options that are plain values."""
-        names, groups = iter(self.names()), []
-        for group in self.optimizer.param_groups:
+        groups = []
+        for group, held in zip(self.optimizer.param_groups, self._by_group(names), strict=True):
             # a scheduler of torch sets the rate as soon as it is made
             options = {**group, "lr": group.get("initial_lr", group.get("lr"))}
             plain = {name: options[name] for name in self.optimizer.defaults if _is_literal(options.get(name, group))}
-            groups.append(plain | {"params": [next(names) for _ in group["params"]]})
+            groups.append(plain | {"params": held})
         return groups
-
-    def _frozen(self) -> list[str]:
-        return [name for name, parameter in self._parameters().items() if not parameter.requires_grad]
 
     def _regroup(self, groups: list[list[Tensor]]) -> None:
         own = self.optimizer.param_groups
@@ -304,8 +303,7 @@ class OptimizerState:
                 f"{leave_out(self.part)}."
             )
 
-    def _refuse_groups(self, saved: list[list[str]]) -> None:
-        here = [group["params"] for group in self._groups()]
+    def _refuse_groups(self, saved: list[list[str]], here: list[list[str]]) -> None:
         different = sorted(set().union(*saved) ^ set().union(*here))[:5]
         raise StateMismatch(
             f"The optimizer's {len(here)} parameter groups are not the {len(saved)} saved ones "
@@ -347,13 +345,8 @@ def _copied(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     }
 
 
-def _laid_out(values: Mapping[str, Any], parameter: Tensor | None) -> dict[str, Any]:
-    """A copy of a parameter's state, sharded as the parameter is; a step count is whole, as in torch's optimizers."""
-    fit = {name: fitted_tensor(value, None if name == "step" else parameter) for name, value in values.items()}
-    for name, value in values.items():  # of another shape than the parameter
-        if isinstance(value, Sharded) and is_sharded(parameter) and not is_sharded(fit[name]):
-            fit[name] = replicated(fit[name], parameter)
-    return fit
+def _frozen(parameters: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, parameter in parameters.items() if not parameter.requires_grad]
 
 
 def _is_literal(value: Any) -> bool:

@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ignite.metrics import Metric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine import rng
-from ignite_engine.checkpointing import (
-    CheckpointInfo,
-    CheckpointStore,
-    Loaded,
-    LoadPlan,
-    LoadSource,
-    LoadTable,
-    SaveFilter,
-    Source,
-    require_exact,
-)
-from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
-from ignite_engine.checkpointing.load.part_names import filled
-from ignite_engine.checkpointing.load.prepare import Wanted, prepare_all
-from ignite_engine.checkpointing.load.sources import Found
 from ignite_engine.checkpointing.nested import walk
-from ignite_engine.checkpointing.shards import fitted, has_sharded, layout_of
-from ignite_engine.errors import CheckpointError, StateMismatch, leave_out, shortened
-from ignite_engine.ranks import agreement
+from ignite_engine.errors import StateMismatch, leave_out, shortened
 from ignite_engine.states.metrics import MetricState
-from ignite_engine.states.model_and_optimizer import (
-    ModelState,
-    OptimizerState,
-    ParametersState,
-    reshard,
-    unwrap,
-)
-from ignite_engine.states.resume_state import ResumeState
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState
+from ignite_engine.states.resume_state import Adapt, ResumeState, unchanged
 from ignite_engine.states.trained import TrainedApart
+
+if TYPE_CHECKING:
+    from ignite_engine.checkpointing import SaveFilter
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +87,7 @@ class Registry:
         if shared:
             self.shared.add(name)
         if name in self._resume.unclaimed:
-            self.load_part(name, self._resume.unclaimed.pop(name), self._resume.left_out)
+            self._claim(name)
 
     def register_attached(self, obj: Any, args: tuple[Any, ...]) -> None:
         """Register an object that was attached without ``register``, under its ``name`` or that of its class.
@@ -161,15 +138,18 @@ class Registry:
         *,
         source: str,
         ignore: Iterable[str] = (),
-        left_out: Mapping[str, Sequence[str]] | None = None,
         kinds: Mapping[str, str] | None = None,
-    ) -> None:
+        adapt: Adapt = unchanged,
+    ) -> set[str]:
         """Load every state whose object is registered; the others wait for theirs.
 
         Args:
             ignore: parts that are not loaded, by name or kind.
             kinds: what the parts are, for those that nothing is registered for.
-            left_out: names that were left out when it was saved, by part; they stay as they were built.
+            adapt: see :class:`ResumeState`.
+
+        Returns:
+            The names of the parts that were not ignored.
         """
         kind_of, ignored = {**(kinds or {}), **self.kinds}, set(ignore)
         for kind in ignored - set(states):
@@ -179,173 +159,31 @@ class Registry:
         if unknown:  # no error: the same program resumes from its own checkpoints, which don't hold them any more
             held = ", ".join(sorted(states))
             logger.warning("%s holds no %s to leave out; it holds %s.", source, ", ".join(sorted(unknown)), held)
+        rate_is_scheduled_anew = any(kind_of.get(part) == "schedule" for part in ignored)
         for obj in self.objects.values():
             if isinstance(obj, OptimizerState):
-                obj.rate_is_scheduled_anew = any(kind_of.get(part) == "schedule" for part in ignored)
-        self._take({name: state for name, state in states.items() if name not in ignored}, source, left_out)
+                obj.rate_is_scheduled_anew = rate_is_scheduled_anew
+        self.take({name: state for name, state in states.items() if name not in ignored}, source, adapt)
         fresh = sorted(set(self.objects) - set(states))
         if fresh:
             logger.warning("%s holds no state of %s: they start fresh.", source, ", ".join(fresh))
-        for part, names in (left_out or {}).items():
-            if part in states and part not in ignored:
-                what = f"{part} ({len(names)}: {shortened(names)})"
-                logger.warning("%s was saved without some of %s: they stay as they are.", source, what)
+        return set(states) - ignored
 
-    def resume(
-        self, store: CheckpointStore, *, ignore: Iterable[str] = (), strict: bool = False, healthy_only: bool = False
-    ) -> Path | None:
-        """Load the newest valid checkpoint of a store, the same on all ranks; a collective.
+    def take(self, states: Mapping[str, Any], source: str, adapt: Adapt = unchanged) -> None:
+        """As :meth:`load`, of parts that were chosen before."""
+        resume = self._resume
+        resume.source, resume.unclaimed, resume.adapt = source, dict(states), adapt
+        for name in [name for name in resume.unclaimed if name in self.objects]:
+            self._claim(name)
 
-        Args:
-            ignore: names of parts that are left out.
-            healthy_only: skip those whose weights are not finite.
-            strict: refuse one that would not go on bit for bit.
-
-        Returns:
-            Its path; None: there is no checkpoint.
-
-        Raises:
-            CheckpointError: there are some, and none of them is valid.
-            CheckpointError, NotExact, StateMismatch, ValueError: one line.
-        """
-        rank = agreement.rank()
-        sharding = self._sharding()
-        newest = agreement.on_rank_0(lambda: _newest_valid(store, healthy_only=healthy_only, keep=not sharding))
-        if newest is None:
-            return None
-        path = newest.path
-        options = {"mmap": bool(sharding), "whole": False}  # what is not of this rank's shards is not read
-
-        def load() -> Loaded:
-            loaded = store.load(path, rank, **options)
-            if loaded.local:
-                return loaded
-            # a rank that did not exist then takes what rank 0 had, but random numbers of its own
-            first = dict(store.load(path, 0, **options, shared=False).local)
-            if "rng" in first and not self._is_rank_invariant(loaded):
-                first["rng"] = rng.derived(first["rng"], rank)
-            return replace(loaded, local=first)
-
-        loaded = agreement.together(load)
-        manifest, local = loaded.manifest, loaded.local
-        now = environment_values(agreement.world_size())
-        reasons = inexact_reasons(manifest.environment, now, any_ranks=self._is_rank_invariant(loaded))
-        if not self._is_rank_invariant(loaded):
-            reasons += _changed_ranks(manifest.world_size, agreement.world_size())
-        if manifest.sharding != sharding:
-            reasons.append(f"sharding: {_listed(manifest.sharding)} when it was saved, {_listed(sharding)} now")
-        if strict:
-            require_exact(path.name, [*manifest.reproducibility, *reasons])
-        self.resumed_otherwise = [each for each in manifest.reproducibility if each.startswith(_RESUMED)]
-        if reasons:
-            self.resumed_otherwise.append(f"{_RESUMED}{path.name} otherwise than saved ({'; '.join(reasons)})")
-        if reasons and rank == 0:
-            logger.warning("%s may go on with other bits: %s.", path.name, "; ".join(reasons))
-        states = {**loaded.shared, **local}
-        # pieces are read now, from files that one rank may not be able to read
-        agreement.agreed(
-            lambda: self.load(states, source=str(path), ignore=ignore, left_out=manifest.left_out, kinds=manifest.kinds)
-        )
-        return path
-
-    def begin_from(self, sources: Sequence[LoadSource]) -> tuple[LoadTable, list[Found | None]]:
-        """Load what plans take from checkpoints that are not this run's; a collective.
-
-        Args:
-            sources: rank 0 chooses of each which checkpoint is loaded on all ranks. The last that has a name brings it.
-
-        Returns:
-            What was loaded, and from where; None for a source that is optional and was not there.
-
-        Raises:
-            CheckpointError, StateMismatch, ValueError: one line, on all ranks the same; nothing was loaded.
-        """
-        chosen = agreement.on_rank_0(lambda: [each.find() for each in sources])
-        states, table = agreement.together(lambda: self._prepared(sources, chosen))
-        agreement.agreed(lambda: self._take(states, table.source))
-        logger.log(logging.INFO if table.complete else logging.WARNING, "%s", table)
-        return table, chosen
-
-    def read(self, found: Found) -> Source:
-        """What this rank needs of it, sharded tensors without their values."""
-        return found.read(agreement.rank(), mmap=bool(self._sharding()))
-
-    def load_again(
-        self,
-        plan: LoadPlan,
-        read: Source,
-        held: Mapping[str, Container[str] | None],
-        elsewhere: Mapping[str, Iterable[str]],
-        *,
-        reset_optimizers: bool = False,
-    ) -> LoadTable | str:
-        """Load what a plan takes from a source at a step boundary within a run; a collective.
-
-        Args:
-            read: of the same source on all ranks.
-            held: what stays as it is, whatever the plan says: names by part, or None for a whole part.
-            elsewhere: what a strict plan may lack, as it came from another source.
-            reset_optimizers: optimizers forget what they know of the model's tensors that are loaded, unless it is
-                loaded, too.
-
-        Returns:
-            What was loaded; or, on all ranks the same, why nothing was.
-        """
-
-        def prepared() -> tuple[dict[str, Any], LoadTable] | str:
-            try:
-                states, table = prepare_all([self._wanted(plan, read)], self.objects, held=held, elsewhere=elsewhere)
-                # pieces of sharded tensors are read now, while nothing has changed
-                return {name: self._fitted(name, states[name]) for name in states if name in self.objects}, table
-            except (CheckpointError, ValueError) as error:
-                return str(error)
-
-        outcome = agreement.together(prepared)
-        refusals = agreement.gather_objects(outcome if isinstance(outcome, str) else None)
-        if reason := next(filter(None, refusals), None):
-            return reason
-        assert not isinstance(outcome, str)
-        states, table = outcome
-        agreement.agreed(lambda: self._replace(states, table, reset_optimizers))
-        self.times_replaced += 1
-        return table
-
-    def _replace(self, states: Mapping[str, Any], table: LoadTable, reset_optimizers: bool) -> None:
-        for name, state in states.items():
-            self.objects[name].load_state_dict(state)
-        if not reset_optimizers or "model" not in states:
-            return
-        for name, obj in self.objects.items():
-            if isinstance(obj, OptimizerState):
-                kept = table[name].loaded if name in states else []
-                obj.reset(set(table["model"].loaded) - set(kept))
-
-    def _prepared(
-        self, sources: Sequence[LoadSource], chosen: Sequence[Found | None]
-    ) -> tuple[dict[str, Any], LoadTable]:
-        nothing = LoadPlan(parts=[], strict=False)
-        wanted = [
-            self._wanted(source.plan, self.read(found))
-            if found is not None
-            else Wanted(nothing, f"{source.path} (optional, not there)", {})
-            for source, found in zip(sources, chosen, strict=True)
-        ]
-        return prepare_all(wanted, self.objects)
-
-    def _wanted(self, plan: LoadPlan, read: Source) -> Wanted:
-        return Wanted(plan, str(read.path), read.parts, read.left_out, {**self.kinds, **read.kinds})
-
-    def load_part(self, name: str, state: Any, left_out: Mapping[str, Sequence[str]]) -> None:
-        """Load one registered object; names that were left out when its state was saved stay as they are."""
-        obj = self.objects[name]
-        if names := left_out.get(name):
-            state = filled(state, obj.state_dict(), names)
-        if not isinstance(obj, ModelState | OptimizerState):  # which do it themselves
-            state = self._fitted(name, state)
+    def _claim(self, name: str) -> None:
+        """Give a registered object its part of what was loaded."""
+        resume, obj = self._resume, self.objects[name]
+        state = resume.adapt(name, resume.unclaimed.pop(name))
         obj.load_state_dict(state)
-        self._resume.loaded.add(name)
+        resume.loaded.add(name)
         if isinstance(obj, MetricState):
-            self._resume.metrics.append((obj, state))
+            resume.metrics.append((obj, state))
 
     def evaluated_with(self) -> dict[str, str]:
         """The part of the average that takes the place of the weights, by the name of the evaluation; else none."""
@@ -385,10 +223,6 @@ class Registry:
                 found.append(f"{name} trains {shortened(unsaved)}, not the model's, without saving their values")
         return found
 
-    def _is_rank_invariant(self, loaded: Loaded) -> bool:
-        """Whether the bits of the run, random numbers included, do not depend on the number of ranks."""
-        return "rank_invariant" in self.objects and "rank_invariant" in loaded.shared
-
     def _holds_parameters(self) -> bool:
         if any(kind in _WITH_PARAMETERS for kind in self.kinds.values()):
             return True
@@ -398,66 +232,11 @@ class Registry:
     def _metrics(self) -> list[MetricState]:
         return [each for each in self.objects.values() if isinstance(each, MetricState)]
 
-    def _fitted(self, name: str, state: Any) -> Any:
-        """A copy of a state with its tensors sharded as the object has them; where nothing is sharded, itself."""
-        if isinstance(self.objects[name], OptimizerState):
-            return state
-        saved_sharded = has_sharded(state)
-        if not (saved_sharded or self._sharding()):
-            return state
-        return fitted(state, self.objects[name].state_dict() if saved_sharded or name in self.shared else None)
-
-    def _sharding(self) -> list[str]:
-        """How the models of this run are sharded; empty: they are not."""
-        models = [unwrap(each.model) for each in self.objects.values() if isinstance(each, ModelState)]
-        for model in models:
-            reshard(model)
-        return list(layout_of(parameter for model in models for parameter in model.parameters()))
-
     def _forget(self, name: str) -> None:
         del self.objects[name], self.kinds[name]
         self._automatic.discard(name)
 
-    def _take(
-        self, states: Mapping[str, Any], source: str, left_out: Mapping[str, Sequence[str]] | None = None
-    ) -> None:
-        resume = self._resume
-        resume.source, resume.unclaimed, resume.left_out = source, dict(states), left_out or {}
-        for name in [name for name in resume.unclaimed if name in self.objects]:
-            self.load_part(name, resume.unclaimed.pop(name), resume.left_out)
 
-
-def _listed(sharding: Sequence[str]) -> str:
-    return ", ".join(sharding) or "none"
-
-
-def _newest_valid(store: CheckpointStore, *, healthy_only: bool, keep: bool) -> CheckpointInfo | None:
-    """The newest valid checkpoint, None if there is none at all.
-
-    Raises:
-        CheckpointError: none of those that are there is valid: to start over would lose them, one save after the other.
-    """
-    newest, skipped = store.latest(healthy_only=healthy_only, keep=keep)
-    if newest is None and skipped and not healthy_only:
-        path, reason = skipped[0][0], skipped[0][1].rstrip(".")
-        raise CheckpointError(
-            f"None of the {len(skipped)} checkpoints in {store.directory} is valid ({path.name}: {reason}): "
-            "bring one back, or move the folder away to start over."
-        )
-    return newest
-
-
-def _changed_ranks(before: int, now: int) -> list[str]:
-    """What becomes of states that are each rank's own."""
-    if before == now:
-        return []
-    which = ", ".join(map(str, range(min(before, now), max(before, now))))
-    if before > now:
-        return [f"what ranks {which} kept of their own, such as random numbers, is dropped"]
-    return [f"ranks {which} have random numbers drawn from the checkpoint's and their rank, and rank 0's other states"]
-
-
-_RESUMED = "resumed from "
 _SCRIPT = ("__main__", "__mp_main__")
 """Modules of the script that was started, in this process and in one that it spawned."""
 _KINDS: dict[type, str] = {

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ignite_engine.states.metrics import MetricState
+
+Adapt = Callable[[str, Any], Any]
+"""Makes of the saved state of a part, by the part's name, the state that its registered object loads."""
+
+
+def unchanged(part: str, state: Any) -> Any:
+    """The state as it was saved."""
+    return state
 
 
 class ResumeState:
@@ -25,8 +33,8 @@ class ResumeState:
         """Where the parts are from, for messages."""
         self.unclaimed: dict[str, Any] = {}
         """Parts that no registered object has claimed, by name."""
-        self.left_out: Mapping[str, Sequence[str]] = {}
-        """Names inside parts that were not saved."""
+        self.adapt: Adapt = unchanged
+        """Applied to a part when its object claims it."""
         self.counters: Any = None
         """The run's counters were loaded: the ``Grouping`` that an iteration had where they were saved."""
         self.data: dict[str, Any] | None = None

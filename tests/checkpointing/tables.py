@@ -11,6 +11,8 @@ from torch import Tensor
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.checkpointing.changed_rows import ChangedRows
 from ignite_engine.checkpointing.contents import Extracted
+from ignite_engine.checkpointing.nested import replaced
+from ignite_engine.checkpointing.plain_data import tensors_of
 from ignite_engine.checkpointing.shards import Shards
 
 KINDS = {"model": "model", "optimizer": "optimizer", "ema": "average"}
@@ -47,7 +49,8 @@ class Saving:
         self, iteration: int, state: dict[str, Any] | None = None, *, writers: int | None = None, **options: Any
     ) -> Path:
         state = parts(iteration) if state is None else state
-        shared, tables = self.changed.take(state, KINDS, iteration=iteration)
+        placeholders, tables = self.changed.take(state, tensors_of(state), KINDS, iteration=iteration)
+        shared = replaced(state, placeholders)
         path = self.store.save(
             shared, {}, iteration=iteration, epoch=1, extracted=Extracted(Shards(), tables, writers), **options
         )

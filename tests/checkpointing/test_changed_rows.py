@@ -16,7 +16,9 @@ from torch import Tensor
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention, changed_rows
 from ignite_engine.checkpointing.contents import Extracted
 from ignite_engine.checkpointing.filesystem import FileRecord
+from ignite_engine.checkpointing.nested import replaced
 from ignite_engine.checkpointing.part_file import read_parts, write_parts
+from ignite_engine.checkpointing.plain_data import tensors_of
 from ignite_engine.checkpointing.shards import Shards
 from tests.checkpointing.file_faults import FileOperations
 from tests.checkpointing.tables import ROWS, Saving, holds, loaded, parts, same
@@ -130,7 +132,9 @@ def test_what_changed_after_a_save_began_is_not_in_it(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
     for iteration in (3, 4):
         state = parts(iteration)
-        shared, tables = saving.changed.take(state, {"optimizer": "optimizer"}, iteration=iteration)
+        kinds = {"optimizer": "optimizer"}
+        placeholders, tables = saving.changed.take(state, tensors_of(state), kinds, iteration=iteration)
+        shared = replaced(state, placeholders)
         state["model"]["table.weight"].fill_(9.0)
         held = [rows.clone() for pieces in tables.rows.values() for _, rows in pieces.values()]
         assert not any((rows == 9.0).all() for rows in held)
@@ -143,7 +147,11 @@ def test_what_shares_its_memory_or_is_not_contiguous_stays_whole(tmp_path: Path)
     saving, table = Saving(tmp_path, "*"), torch.arange(600.0).reshape(200, 3)
     turned = torch.arange(600.0).reshape(3, 200).t()
     state = {"model": {"table.weight": table, "tied.weight": table, "turned": turned, "bias": torch.zeros(200)}}
-    assert saving.changed.stay_whole(state, {}) == ["model table.weight", "model tied.weight", "model turned"]
+    assert saving.changed.stay_whole(state, tensors_of(state), {}) == [
+        "model table.weight",
+        "model tied.weight",
+        "model turned",
+    ]
     saving.save(1, state)
     path = saving.save(2, state)
     found = loaded(path)["model"]

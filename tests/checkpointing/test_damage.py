@@ -70,12 +70,12 @@ def rewrite_manifest(checkpoint: Path, drop: str = "", **changes: Any) -> None:
 
 def make_it_newer(checkpoint: Path) -> str:
     rewrite_manifest(checkpoint, format_version=99)
-    return "has format version 99, this release reads up to 5: update ignite_engine"
+    return "has format version 99, this release reads up to 6: update ignite_engine"
 
 
 def make_it_older(checkpoint: Path) -> str:
     rewrite_manifest(checkpoint, format_version=0)
-    return "has format version 0, this release reads from 5: load it with the release that wrote it"
+    return "has format version 0, this release reads from 6: load it with the release that wrote it"
 
 
 def drop_the_version(checkpoint: Path) -> str:

@@ -19,9 +19,9 @@ from ignite_engine.checkpointing.part_file import (
     all_finite,
     plain_data_problem,
     read_parts,
-    refuse_what_cannot_be_loaded,
     write_parts,
 )
+from ignite_engine.checkpointing.plain_data import refuse_what_cannot_be_loaded
 from ignite_engine.errors import CheckpointError
 
 

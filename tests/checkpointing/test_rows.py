@@ -17,9 +17,10 @@ from torch import Tensor
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, part_file
 from ignite_engine.checkpointing.contents import Extracted
 from ignite_engine.checkpointing.digests import tensor_sha256
-from ignite_engine.checkpointing.layout import ROWS_FILE
+from ignite_engine.checkpointing.nested import replaced
 from ignite_engine.checkpointing.part_file import read_parts, write_parts
-from ignite_engine.checkpointing.rows import shared_out, take_out
+from ignite_engine.checkpointing.plain_data import tensors_of
+from ignite_engine.checkpointing.rows import ROWS_FILE, shared_out, take_out
 from ignite_engine.checkpointing.threads import in_threads
 from tests.checkpointing.file_faults import FileOperations
 from tests.checkpointing.test_manifest import forge
@@ -89,7 +90,8 @@ def test_what_several_writers_wrote_comes_back_as_it_was(tmp_path: Path, writers
 
 def test_only_what_is_large_and_nothing_but_its_rows_is_taken_out() -> None:
     saved = parts()
-    without, rows = take_out(saved)
+    placeholders, rows = take_out(tensors_of(saved))
+    without = replaced(saved, placeholders)
     assert {path[0] for path in rows["model"]} == set(saved["model"]) - {"bias", "empty"}
     assert set(rows["others"]) == {("cube",)}
     assert without["model"]["column"].is_meta and without["others"]["tied"][0] is saved["others"]["tied"][0]
@@ -127,10 +129,10 @@ def test_writers_write_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Monk
     """Each waits until all three have begun: one after the other, they would wait for ever."""
     all_begun = threading.Barrier(3, timeout=30)
 
-    def waiting(path: Path, contents: Any) -> Any:
+    def waiting(path: Path, contents: Any, *tensors: Any) -> Any:
         if ROWS_FILE.fullmatch(path.name):
             all_begun.wait()
-        return write_parts(path, contents)
+        return write_parts(path, contents, *tensors)
 
     monkeypatch.setattr("ignite_engine.checkpointing.commit.write_parts", waiting)
     path = save(tmp_path, 3, parts())

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
+from ignite_engine.checkpointing.plain_data import TensorLeaf
 from ignite_engine.checkpointing.shards import (
     Piece,
     Region,
@@ -23,8 +24,8 @@ from ignite_engine.checkpointing.shards import (
     local_piece,
     region_of,
     split,
-    whole,
 )
+from ignite_engine.checkpointing.unread import whole
 from tests.sharded import run_phases
 
 MESHES = {"2 x 2": (2, 2), "1 x 2 x 2": (1, 2, 2), "2 x 1 x 2": (2, 1, 2), "4 x 1": (4, 1), "1 x 4": (1, 4)}
@@ -72,7 +73,7 @@ def refused() -> Any:
     answers = []
     for value in (partial, unlike):
         try:
-            split({"model": {"0.weight": value}}, {})
+            split([TensorLeaf("model", ("0.weight",), value)])
         except CheckpointError as error:
             answers.append(str(error))
     return answers

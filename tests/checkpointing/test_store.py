@@ -85,7 +85,7 @@ def test_the_manifest_says_all_of_it(tmp_path: Path) -> None:
     (info,) = CheckpointStore(tmp_path).checkpoints()
     manifest = info.manifest
     assert info.path == path == tmp_path / "iteration_00000007"
-    assert (manifest.iteration, manifest.epoch, manifest.world_size, manifest.format_version) == (7, 2, 1, 5)
+    assert (manifest.iteration, manifest.epoch, manifest.world_size, manifest.format_version) == (7, 2, 1, 6)
     assert manifest.metrics == {"val/loss": 0.5, "n": 3.0}
     assert manifest.reproducibility == ["the loader has no state"] and not manifest.exact and not manifest.healthy
     assert manifest.config == {"run": {"seed": 1, "betas": [0.9, 0.95]}}

@@ -17,10 +17,12 @@ from ignite.metrics import Average
 from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadPlan, LoadSource
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadPlan, LoadSource, Source
 from ignite_engine.checkpointing.load.sources import Found
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint, Evaluation, ModelBank
+from ignite_engine.states import loading
+from ignite_engine.states.registry import Registry
 from tests.builders import linear, mse, numbers_loader, one, weights
 
 HEAD = LoadPlan.fine_tune(include=["model:3.*"])
@@ -311,7 +313,7 @@ def test_a_newer_one_with_the_same_bytes_is_loaded_as_the_run_has_trained_its_co
 
 
 def test_one_that_does_not_fit_is_refused_once_and_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "source"
     publish(source, 1, 0.25)
@@ -320,8 +322,13 @@ def test_one_that_does_not_fit_is_refused_once_and_changes_nothing(
     wide = {name: torch.ones(9) for name in NAMES}
     at_iteration(trainer, 2, lambda: CheckpointStore(source).save({"model": wide}, {}, iteration=2, epoch=1))
     at_iteration(trainer, 4, lambda: publish(source, 3, 0.5))
-    loads, read, reads = loads_of(trainer, bank), trainer.registry.read, list[str]()
-    trainer.registry.read = lambda found: reads.append(found.path.name[-1]) or read(found)  # type: ignore[method-assign, func-returns-value]
+    loads, read, reads = loads_of(trainer, bank), loading.read, list[str]()
+
+    def noted(registry: Registry, found: Found) -> Source:
+        reads.append(found.path.name[-1])
+        return read(registry, found)
+
+    monkeypatch.setattr(loading, "read", noted)
     trainer.run(numbers_loader(), max_iters=6)
     assert [each for each, _ in loads] == [1, 5] and reads == ["2", "3"]
     assert [each.iteration for each in checkpoint.store.checkpoints()] == [4, 6]

@@ -17,6 +17,7 @@ from ignite_engine.checkpointing import CheckpointStore, LoadPlan, LoadSource
 from ignite_engine.checkpointing.load.sources import Found
 from ignite_engine.handlers import ModelBank
 from ignite_engine.ranks import agreement
+from ignite_engine.states import loading
 from tests.builders import linear, numbers_loader, on_two_ranks, weights
 from tests.handlers.test_model_bank import HEAD, at_iteration, loads_of, publish, run_of
 from tests.sharded import net, trainer_in, whole_digests
@@ -106,10 +107,10 @@ def sharded(folder: Path, layout: str) -> Any:
     trainer.run(own_data, max_epochs=2)
     # the source prunes what was found before it is loaded
     before, path = whole_digests(trainer), folder / "teacher" / "iteration_00000004"
-    read = trainer.registry.read(Found.of(path))
+    read = loading.read(trainer.registry, Found.of(path))
     agreement.wait_for_all()
     agreement.on_rank_0(lambda: shutil.rmtree(path))
-    pruned = trainer.registry.load_again(plan, read, {}, {})
+    pruned = loading.load_again(trainer.registry, plan, read, {}, {})
     unchanged = layout == "ddp" or (isinstance(pruned, str) and before == whole_digests(trainer))
     return found, bank.loaded[0]["at_iteration"], unchanged, before
 

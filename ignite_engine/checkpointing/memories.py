@@ -1,0 +1,64 @@
+"""The memory of tensors, which several of them may share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def has_memory(value: Any) -> bool:
+    """Whether this is a dense tensor with values."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory, which its views share."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def is_row_major(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but its shape, its type and its values, which fill its memory in row-major order."""
+    return (
+        type(tensor) is Tensor
+        and tensor.dim() > 0
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
+
+
+def compacted(tensors: Iterable[Tensor]) -> tuple[dict[int, Tensor], int]:
+    """Copies of views into a memory that they do not fill together, by the ``id`` of the view; and the bytes of all.
+
+    ``torch.save`` writes the whole memory of a view. Tensors that fill their memory need no copy, so that those that
+    share it share it again when they are loaded.
+    """
+    views: dict[int, dict[Hashable, list[Tensor]]] = {}
+    size = 0
+    for tensor in filter(has_memory, tensors):
+        view = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        views.setdefault(tensor.untyped_storage().data_ptr(), {}).setdefault(view, []).append(tensor)
+        size += tensor.nbytes
+    copies: dict[int, Tensor] = {}
+    for same_memory in views.values():
+        used = sum([same_view[0].nbytes for same_view in same_memory.values()])
+        if used < next(iter(same_memory.values()))[0].untyped_storage().nbytes():
+            for same_view in same_memory.values():
+                copies |= _copies_of(same_view)
+    return copies, size
+
+
+def _copies_of(same_view: Iterable[Tensor]) -> dict[int, Tensor]:
+    """One copy for all tensors of a type."""
+    copies: dict[int, Tensor] = {}
+    of_type: dict[type, Tensor] = {}
+    for tensor in same_view:
+        kind = type(tensor)
+        if kind not in of_type:
+            copy = tensor.detach().clone()
+            of_type[kind] = torch.nn.Parameter(copy, tensor.requires_grad) if kind is torch.nn.Parameter else copy
+        copies[id(tensor)] = of_type[kind]
+    return copies

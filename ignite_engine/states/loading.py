@@ -1,0 +1,263 @@
+"""Loads what is registered from checkpoints: from the run's own to resume it, or what a plan takes from others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ignite_engine import rng
+from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
+from ignite_engine.checkpointing.load.part_names import filled
+from ignite_engine.checkpointing.load.plan import LoadPlan
+from ignite_engine.checkpointing.load.prepare import Wanted, prepare_all
+from ignite_engine.checkpointing.load.sources import Found, LoadSource
+from ignite_engine.checkpointing.load.table import LoadTable
+from ignite_engine.checkpointing.retention import CheckpointInfo
+from ignite_engine.checkpointing.shards import has_sharded
+from ignite_engine.checkpointing.store import CheckpointStore, Loaded
+from ignite_engine.checkpointing.weights_source import Source
+from ignite_engine.errors import CheckpointError, require_exact, shortened
+from ignite_engine.ranks import agreement
+from ignite_engine.states.model_and_optimizer import OptimizerState
+from ignite_engine.states.registry import Registry, Stateful
+from ignite_engine.states.resume_state import Adapt
+from ignite_engine.states.sharding import fitted_state, layout_of_models
+
+logger = logging.getLogger(__name__)
+
+_RESUMED = "resumed from "
+_SHARDING = "sharding"
+
+
+def resume(
+    registry: Registry,
+    store: CheckpointStore,
+    *,
+    ignore: Iterable[str] = (),
+    strict: bool = False,
+    healthy_only: bool = False,
+) -> CheckpointInfo | None:
+    """Load the newest valid checkpoint of a store, the same on all ranks; a collective.
+
+    Args:
+        ignore: names of parts that are left out.
+        healthy_only: skip those whose weights are not finite.
+        strict: refuse one that would not go on bit for bit.
+
+    Returns:
+        The checkpoint; None: there is none.
+
+    Raises:
+        CheckpointError: there are some, and none of them is valid.
+        CheckpointError, NotExact, StateMismatch, ValueError: one line.
+    """
+    rank, world_size = agreement.rank(), agreement.world_size()
+    sharding = layout_of_models(registry.objects.values())
+    path = agreement.on_rank_0(lambda: _newest_valid(store, healthy_only=healthy_only, keep=not sharding))
+    if path is None:
+        return None
+    options = {"mmap": bool(sharding), "whole": False}  # what is not of this rank's shards is not read
+
+    def load() -> Loaded:
+        loaded = store.load(path, rank, **options)
+        if loaded.local:
+            return loaded
+        # a rank that did not exist then takes what rank 0 had, but random numbers of its own
+        first = dict(store.load(path, 0, **options, shared=False).local)
+        if "rng" in first and not _is_rank_invariant(registry, loaded):
+            first["rng"] = rng.derived(first["rng"], rank)
+        return replace(loaded, local=first)
+
+    loaded = agreement.together(load)
+    manifest, any_ranks = loaded.manifest, _is_rank_invariant(registry, loaded)
+    now = environment_values(world_size) | {_SHARDING: sharding}
+    reasons = inexact_reasons(manifest.environment, now, any_ranks=any_ranks)
+    if not any_ranks:
+        reasons += _changed_ranks(manifest.world_size, world_size)
+    if strict:
+        require_exact(path.name, [*manifest.reproducibility, *reasons])
+    registry.resumed_otherwise = [reason for reason in manifest.reproducibility if reason.startswith(_RESUMED)]
+    if reasons:
+        registry.resumed_otherwise.append(f"{_RESUMED}{path.name} otherwise than saved ({'; '.join(reasons)})")
+    if reasons and rank == 0:
+        logger.warning("%s may go on with other bits: %s.", path.name, "; ".join(reasons))
+    adapt = _adapter(registry, manifest.left_out, bool(sharding or manifest.environment.get(_SHARDING)))
+    # pieces are read now, from files that one rank may not be able to read
+    agreement.agreed(lambda: _load_all(registry, loaded, ignore, adapt))
+    return CheckpointInfo(path, manifest)
+
+
+def _load_all(registry: Registry, loaded: Loaded, ignore: Iterable[str], adapt: Adapt) -> None:
+    manifest, source = loaded.manifest, str(loaded.path)
+    states = {**loaded.shared, **loaded.local}
+    taken = registry.load(states, source=source, ignore=ignore, kinds=manifest.kinds, adapt=adapt)
+    for part, names in manifest.left_out.items():
+        if part in taken:
+            what = f"{part} ({len(names)}: {shortened(names)})"
+            logger.warning("%s was saved without some of %s: they stay as they are.", source, what)
+
+
+def load_part(registry: Registry, name: str, loaded: Loaded) -> None:
+    """Load one registered object; names that were left out when its state was saved stay as they are."""
+    obj, state = registry.objects[name], loaded.shared[name]
+    if names := loaded.manifest.left_out.get(name):
+        state = filled(state, obj.state_dict(), names)
+    load_state(obj, state)
+
+
+def load_state(obj: Stateful, state: Any) -> None:
+    """Load what was read from a checkpoint into an object whose state is the same on all ranks."""
+    own = obj.state_dict()
+    obj.load_state_dict(fitted_state(obj, state, shared=True) if has_sharded((own, state)) else state)
+
+
+def begin_from(registry: Registry, sources: Sequence[LoadSource]) -> tuple[LoadTable, list[Found | None]]:
+    """Load what plans take from checkpoints that are not this run's; a collective.
+
+    Args:
+        sources: rank 0 chooses which checkpoint of each is loaded on all ranks. If several contain a name, the last
+            one wins.
+
+    Returns:
+        What was loaded, and from where; None for a source that is optional and was not there.
+
+    Raises:
+        CheckpointError, StateMismatch, ValueError: one line, on all ranks the same; nothing was loaded.
+    """
+    chosen = agreement.on_rank_0(lambda: [source.find() for source in sources])
+    nothing = LoadPlan(parts=[], strict=False)
+
+    def prepared() -> tuple[dict[str, Any], LoadTable]:
+        wanted = [
+            _wanted(registry, source.plan, read(registry, found))
+            if found is not None
+            else Wanted(nothing, f"{source.path} (optional, not there)", {})
+            for source, found in zip(sources, chosen, strict=True)
+        ]
+        return prepare_all(wanted, registry.objects)
+
+    states, table = agreement.together(prepared)
+    agreement.agreed(lambda: registry.take(states, table.source, _adapter_of(registry, states)))
+    logger.log(logging.INFO if table.complete else logging.WARNING, "%s", table)
+    return table, chosen
+
+
+def read(registry: Registry, found: Found) -> Source:
+    """What this rank needs of a checkpoint, sharded tensors without their values."""
+    return found.read(agreement.rank(), mmap=bool(layout_of_models(registry.objects.values())))
+
+
+def load_again(
+    registry: Registry,
+    plan: LoadPlan,
+    source: Source,
+    held: Mapping[str, Container[str] | None],
+    elsewhere: Mapping[str, Iterable[str]],
+    *,
+    reset_optimizers: bool = False,
+) -> LoadTable | str:
+    """Load what a plan takes from a source at a step boundary within a run; a collective.
+
+    Args:
+        source: the same on all ranks.
+        held: what stays as it is, whatever the plan says: names by part, or None for a whole part.
+        elsewhere: what a strict plan may lack, as it came from another source.
+        reset_optimizers: optimizers forget what they know of the model's tensors that are loaded, unless it is
+            loaded, too.
+
+    Returns:
+        What was loaded; or, on all ranks the same, why nothing was.
+    """
+
+    def prepared() -> tuple[dict[str, Any], LoadTable] | str:
+        try:
+            wanted = [_wanted(registry, plan, source)]
+            states, table = prepare_all(wanted, registry.objects, held=held, elsewhere=elsewhere)
+            # pieces of sharded tensors are read now, while nothing has changed
+            adapt = _adapter_of(registry, states)
+            return {name: adapt(name, states[name]) for name in states if name in registry.objects}, table
+        except (CheckpointError, ValueError) as error:
+            return str(error)
+
+    outcome = agreement.together(prepared)
+    refusals = agreement.gather_objects(outcome if isinstance(outcome, str) else None)
+    if reason := next(filter(None, refusals), None):
+        return reason
+    assert not isinstance(outcome, str)
+    states, table = outcome
+    agreement.agreed(lambda: _replace(registry, states, table, reset_optimizers))
+    registry.times_replaced += 1
+    return table
+
+
+def _replace(registry: Registry, states: Mapping[str, Any], table: LoadTable, reset_optimizers: bool) -> None:
+    for name, state in states.items():
+        registry.objects[name].load_state_dict(state)
+    if not reset_optimizers or "model" not in states:
+        return
+    for name, obj in registry.objects.items():
+        if isinstance(obj, OptimizerState):
+            kept = table[name].loaded if name in states else []
+            obj.reset(set(table["model"].loaded) - set(kept))
+
+
+def _wanted(registry: Registry, plan: LoadPlan, source: Source) -> Wanted:
+    return Wanted(plan, str(source.path), source.parts, source.left_out, {**registry.kinds, **source.kinds})
+
+
+def _adapter_of(registry: Registry, states: Mapping[str, Any]) -> Adapt:
+    return _adapter(registry, {}, bool(layout_of_models(registry.objects.values())) or has_sharded(states))
+
+
+def _adapter(registry: Registry, left_out: Mapping[str, Sequence[str]], sharded: bool) -> Adapt:
+    """Completes a state by what was left out of it, and shards it as its object is.
+
+    Args:
+        left_out: names that were left out when the states were saved, by part; they stay as they are.
+        sharded: a state, or a model that is registered now, is sharded.
+    """
+    known = set(registry.objects)
+
+    def adapted(part: str, state: Any) -> Any:
+        obj = registry.objects[part]
+        if names := left_out.get(part):
+            state = filled(state, obj.state_dict(), names)
+        if sharded or (part not in known and layout_of_models(registry.objects.values())):
+            state = fitted_state(obj, state, shared=part in registry.shared)
+        return state
+
+    return adapted
+
+
+def _is_rank_invariant(registry: Registry, loaded: Loaded) -> bool:
+    """Whether the bits of the run, random numbers included, do not depend on the number of ranks."""
+    return "rank_invariant" in registry.objects and "rank_invariant" in loaded.shared
+
+
+def _newest_valid(store: CheckpointStore, *, healthy_only: bool, keep: bool) -> Path | None:
+    """The newest valid checkpoint, None if there is none at all.
+
+    Raises:
+        CheckpointError: none of those that are there is valid: to start over would lose them, one save after the other.
+    """
+    newest, skipped = store.latest(healthy_only=healthy_only, keep=keep)
+    if newest is None and skipped and not healthy_only:
+        path, reason = skipped[0][0], skipped[0][1].rstrip(".")
+        raise CheckpointError(
+            f"None of the {len(skipped)} checkpoints in {store.directory} is valid ({path.name}: {reason}): "
+            "bring one back, or move the folder away to start over."
+        )
+    return None if newest is None else newest.path
+
+
+def _changed_ranks(before: int, now: int) -> list[str]:
+    """What becomes of states that are each rank's own."""
+    if before == now:
+        return []
+    which = ", ".join(map(str, range(min(before, now), max(before, now))))
+    if before > now:
+        return [f"what ranks {which} kept of their own, such as random numbers, is dropped"]
+    return [f"ranks {which} have random numbers drawn from the checkpoint's and their rank, and rank 0's other states"]
