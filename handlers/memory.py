@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 
+from ignite_engine import devices
 from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.host_memory import MIB, Limit, Limits, memory_groups, peak_mib, rss_mib
@@ -31,14 +32,14 @@ _SMALLEST = ("host_limit_mib", "host_headroom_mib")
 class MemoryLogger:
     """Writes how much memory is in use, at its event.
 
-    With the model on CUDA: ``memory/allocated_mib`` and ``memory/reserved_mib`` now, ``memory/peak_mib`` (allocated,
-    the maximum since this handler last wrote: it resets torch's peak statistics), ``memory/retries`` and
-    ``memory/ooms`` (allocations that succeeded after freeing the cache, or failed; totals of the process).
-    Everywhere: ``memory/host_rss_mib`` now and ``memory/host_peak_mib``, of the whole process so far (the kernel keeps
-    no peak per interval). Loader workers are separate processes and are not included.
+    With the model on a device that counts its memory: ``memory/allocated_mib`` and ``memory/reserved_mib`` now,
+    ``memory/peak_mib`` (allocated, the maximum since this handler last wrote: it resets torch's peak statistics),
+    ``memory/retries`` and ``memory/ooms`` (allocations that succeeded after freeing the cache, or failed; totals of the
+    process). Everywhere: ``memory/host_rss_mib`` now and ``memory/host_peak_mib``, of the whole process so far (the
+    kernel keeps no peak per interval). Loader workers are separate processes and are not included.
 
     By phase, in the first iteration since it last wrote: ``memory/after_forward_mib``, ``memory/after_backward_mib``
-    (the largest over its micro-batches) and ``memory/after_optimizer_mib``, allocated on CUDA; else
+    (the largest over its micro-batches) and ``memory/after_optimizer_mib``, allocated on the device; else
     ``memory/host_after_forward_mib`` and so on, of the host. They need an Update; in the other iterations nothing is
     done.
 
@@ -46,7 +47,7 @@ class MemoryLogger:
     machine that leaves the least, and what it leaves; loader workers and other processes count.
 
     On several ranks each value is the largest over them (of the last two the smallest), by one collective at the event,
-    and ``memory/peak_rank`` is the rank whose ``peak_mib`` (without CUDA ``host_rss_mib``) is the largest.
+    and ``memory/peak_rank`` is the rank whose ``peak_mib`` (on the CPU ``host_rss_mib``) is the largest.
 
     If the run ends because a device is out of memory, the shapes of the batch are in a note of the error, and with
     ``directory`` they and torch's summary of the device's memory are in ``out_of_memory_rank_0.txt`` there.
@@ -86,10 +87,11 @@ class MemoryLogger:
         limit = self._limit()
         values |= {"host_limit_mib": limit.limit_mib, "host_headroom_mib": limit.headroom_mib}
         device = _device(trainer)
-        prefix = "" if device.type == "cuda" else "host_"
+        on_device = devices.has_memory_statistics(device.type)
+        prefix = "" if on_device else "host_"
         values |= {f"{prefix}{name}": self._by_phase.get(name, math.nan) for name in PHASES}
-        if device.type == "cuda":
-            values |= _cuda_values(device)
+        if on_device:
+            values |= _device_values(device)
         rows = gather_floats(list(values.values()))
         metrics, columns = trainer.state.metrics, dict(zip(values, zip(*rows), strict=True))
         for name, column in columns.items():
@@ -166,7 +168,8 @@ class MemoryLogger:
             self._ignore(trainer)
             return
         device = _device(trainer)
-        in_use = torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else rss_mib()
+        on_device = devices.has_memory_statistics(device.type)
+        in_use = devices.allocated_bytes(device) / MIB if on_device else rss_mib()
         self._by_phase[name] = max(in_use, self._by_phase.get(name, 0.0))
 
     def _ignore(self, trainer: Engine) -> None:
@@ -195,8 +198,8 @@ class MemoryLogger:
             f"by phase, in the first iteration since it was last logged: {self._by_phase}",
             f"host: {rss_mib():.0f} MiB, {self._limit()}",
         ]
-        if device.type == "cuda":
-            lines.append(torch.cuda.memory_summary(device))
+        if devices.has_memory_statistics(device.type):
+            lines.append(devices.memory_summary(device))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -207,16 +210,16 @@ class MemoryLogger:
 
 
 def _device(trainer: Engine) -> torch.device:
-    """Where the trainer's model lives; for a user's own update the current CUDA device, if CUDA is in use."""
+    """Where the trainer's model lives; for a user's own update the current device, if one is in use."""
     device = getattr(getattr(trainer, "update", None), "device", None)
     if isinstance(device, torch.device):
         return device
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+    return devices.in_use()
 
 
-def _cuda_values(device: torch.device) -> dict[str, float]:
-    statistics = torch.cuda.memory_stats(device)
-    torch.cuda.reset_peak_memory_stats(device)
+def _device_values(device: torch.device) -> dict[str, float]:
+    statistics = devices.memory_statistics(device)
+    devices.reset_peak_memory(device)
     return {
         "allocated_mib": statistics.get("allocated_bytes.all.current", 0) / MIB,
         "reserved_mib": statistics.get("reserved_bytes.all.current", 0) / MIB,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ignite_engine.step.device import widest_float
+from ignite_engine.devices import widest_float
 
 How = Literal["sum", "mean", "max", "min"]
 CHUNK = 64

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 from ignite.engine import Engine, Events
-from torch.profiler import ProfilerActivity
 
 from ignite_engine.errors import Interrupted, is_whole
 from ignite_engine.ranks import agreement
@@ -107,11 +106,11 @@ class Profiler:
     def _begin(self, trainer: Any) -> None:
         if Profiler._at_work is not None or getattr(torch.autograd, "_profiler_enabled", bool)():
             return
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # it was asked for
             schedule = torch.profiler.schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1)
-        self._profile = torch.profiler.profile(activities=activities, schedule=schedule, **self.options)
+        # without activities: all that torch can record here
+        self._profile = torch.profiler.profile(schedule=schedule, **self.options)
         Profiler._at_work, self._passed = self, 0
         self._profile.start()
         trainer.call_at_end(self._end)

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
+from ignite_engine import devices
 from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
@@ -403,13 +405,13 @@ def _peak(trainer: Any) -> tuple[float | None, str]:
     first = next(iter(getattr(update, "updates", {"": update}).values()))
     device, precision = getattr(first, "device", None), getattr(first, "precision", None)
     model = getattr(first, "model", None)
-    if not isinstance(device, torch.device) or device.type != "cuda":
-        return None, "the model is on no CUDA device"
+    if not isinstance(device, torch.device) or device.type == "cpu":
+        return None, "the model is on the CPU"
     if not isinstance(precision, str) or not isinstance(model, nn.Module):
         return None, "the precision of the update is its own"
     dtype = DTYPES[precision] or next((parameter.dtype for parameter in model.parameters()), torch.float32)
-    tf32 = torch.get_float32_matmul_precision() != "highest"
-    name = torch.cuda.get_device_name(device)
+    tf32 = devices.may_use_tf32(convolutions=any(isinstance(module, _ConvNd) for module in model.modules()))
+    name = devices.name_of(device)
     what = f"{name}, {'tf32' if tf32 and dtype == torch.float32 else str(dtype).removeprefix('torch.')}"
     peak = peak_of(name, dtype, tf32=tf32)
     return (peak, f"{what}, dense") if peak is not None else (None, f"{what}, is not in the table")

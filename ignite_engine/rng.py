@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ignite_engine import devices
 from ignite_engine.errors import check_type, is_whole
 
 T = TypeVar("T")
@@ -20,11 +21,11 @@ _MASK = (1 << 64) - 1
 
 
 def capture() -> dict[str, Any]:
-    """State of the generators of Python, NumPy, torch and every CUDA device in use.
+    """State of the generators of Python, NumPy, torch and every accelerator in use.
 
     Returns:
-        Plain numbers and tensors, loadable with ``weights_only=True``. Reads CUDA generators only if CUDA is
-        initialised; that copy is 16 bytes a device.
+        Plain numbers and tensors, loadable with ``weights_only=True``. Reads the generators of accelerators only if
+        this process has used one; on CUDA that copy is 16 bytes a device.
     """
     version, internal, gauss = random.getstate()
     numpy: Any = np.random.get_state()
@@ -34,21 +35,17 @@ def capture() -> dict[str, Any]:
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+    return state | devices.generator_states()
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore what :func:`capture` returned. CUDA devices that no longer exist are ignored."""
+    """Restore what :func:`capture` returned. Devices that no longer exist are ignored."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     _set_numpy((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(device_state, device)
+    devices.set_generator_states(state)
 
 
 @contextmanager
@@ -134,18 +131,17 @@ def _set_numpy(state: Any) -> None:
 
 
 def _generators(numpy: Any) -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() and torch.cuda.is_available() else None
-    return random.getstate(), numpy, torch.get_rng_state(), cuda
+    return random.getstate(), numpy, torch.get_rng_state(), devices.generator_states()
 
 
 def _restore_generators(generators: tuple[Any, ...], numpy_place_before: bytes | None = None) -> None:
-    python, numpy, cpu, cuda = generators
+    python, numpy, cpu, of_devices = generators
     random.setstate(python)
     if numpy_place_before is None or (memory := numpy_place()) is None or memory.raw != numpy_place_before:
         _set_numpy(numpy)
     torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)
+    if of_devices:
+        devices.set_generator_states(of_devices)
 
 
 def derived(state: dict[str, Any], *keys: int) -> dict[str, Any]:
@@ -153,8 +149,7 @@ def derived(state: dict[str, Any], *keys: int) -> dict[str, Any]:
     seed = mix(int.from_bytes(hashlib.sha256(state["torch"].numpy().tobytes()).digest()[:8], "little"), *keys)
     with isolated():
         seed_host(seed)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(seed >> 1)
+        devices.seed_generators(seed >> 1)
         return capture()
 
 
@@ -217,7 +212,7 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 
 def seed_host(seed: int) -> None:
-    """Seed Python, NumPy and torch's CPU generator with one 64-bit number; CUDA is not touched."""
+    """Seed Python, NumPy and torch's CPU generator with one 64-bit number; no device is touched."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     # torch.manual_seed also visits every accelerator: 188 µs against 3 µs

@@ -230,6 +230,22 @@ def test_core_knows_no_handler_config_or_recipe() -> None:
     assert not reached_from("handlers") & {"runs", "cli", "config"}
 
 
+def kinds_named_in(path: Path) -> Iterator[str]:
+    """``line: expression`` of each use of torch's own module for a kind of device, and of each kind's name."""
+    kinds = {"cuda", "mps", "xpu", "cudnn"}
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        of_torch = isinstance(node, ast.Attribute) and node.attr in kinds and "torch" in ast.unparse(node.value)
+        if of_torch or (isinstance(node, ast.Constant) and node.value in kinds):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def test_one_module_names_kinds_of_devices() -> None:
+    named = {path.relative_to(ROOT): found for path in SOURCES if (found := list(kinds_named_in(path)))}
+
+    assert len(named.pop(Path("ignite_engine/devices.py"))) > 3
+    assert named == {}, "ask ignite_engine/devices.py, so that it works on every kind"
+
+
 def test_checkpoint_store_knows_no_ignite() -> None:
     store = [path for path in CORE_FILES if room_of(path) == "checkpointing"]
 

@@ -1,4 +1,4 @@
-"""Clocks that divide the time of a run into parts: the host's, and that of a CUDA device, read without waiting."""
+"""Clocks that divide the time of a run into parts: the host's, and that of a device, read without waiting."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
+import torch
+
+from ignite_engine import devices
 
 STEP = ("data_wait", "copy", "forward", "backward", "reduction", "optimizer", "update")
 """The parts of a step; ``update``: total time of a custom update function."""
@@ -113,23 +115,23 @@ class HostClock:
 
 
 class DeviceClock:
-    """The time of a CUDA device, by events in its current stream, read when they have completed: no host sync.
+    """The time of a device, by events in its current stream, read when they have completed: no host sync.
 
     The device's time in ``data_wait`` is that in which it had nothing to do for lack of data, not the host's.
 
     Args:
+        device: that of the model.
         make_event: another kind of event with timing, for tests.
-        device: that of the model; None: the current one.
     """
 
     _IGNORED_S = 20e-6
     """Handlers that take less get no event of their own: it would cost as much."""
 
-    def __init__(self, make_event: Callable[[], Any] | None = None, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device, make_event: Callable[[], Any] | None = None) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.steps, self.durations = 0, Durations()
         self.longest = Longest()  # of a device it is not measured
-        self._make = make_event or _timing_event
+        self._make = make_event or partial(devices.timing_event, device)
         self._device = device
         self._free: list[Any] = []
         self._pending: deque[tuple[str, Any, bool]] = deque()
@@ -174,20 +176,8 @@ class DeviceClock:
 
     def _recorded(self) -> Any:
         event = self._free.pop() if self._free else self._make()
-        event.record(None if self._device is None else _stream_of(self._device))
+        event.record(devices.current_stream(self._device))
         return event
-
-
-def _stream_of(device: torch.device) -> Any:
-    import torch
-
-    return torch.cuda.current_stream(device)
-
-
-def _timing_event() -> Any:
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)
 
 
 def own_time(parts: Sequence[float]) -> float:

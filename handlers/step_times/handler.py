@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from ignite_engine import Phase, Trainer, TrainingEvents, Update, Updates
+from ignite_engine import Phase, Trainer, TrainingEvents, Update, Updates, devices
 from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP, DeviceClock, HostClock, StepClock, own_time
 from ignite_engine.ranks import agreement
 from ignite_engine.report.goodput import Figures, Ledger, LedgerFile, Verdict, read_ledger, verdict
@@ -60,7 +60,7 @@ class StepTimes:
     - on several ranks ``time/slowest_rank``, ``time/slowest_rank_ms``: the step of the slowest without its reduction,
       and ``time/other_ranks_ms``, the median of that of the others.
 
-    A part that takes no time in a run is not written. On CUDA the times are those of the device, by events in its
+    A part that takes no time in a run is not written. On an accelerator the times are the device's, by events in its
     stream that are read once they have completed: nothing waits for it. One collective at the event, none between. When
     the run ends, rank 0 logs why it was not faster, if something is wrong (``docs/performance.md``). No state is saved.
     """
@@ -141,7 +141,7 @@ class StepTimes:
 
     @property
     def host_clock(self) -> HostClock | None:
-        """The clock that measures this run, for handlers that need its times; None on CUDA."""
+        """The clock that measures this run, for handlers that need its times; None where it is the device's."""
         return self._clock if isinstance(self._clock, HostClock) else None
 
     @property
@@ -167,7 +167,7 @@ class StepTimes:
         self._says_parts = isinstance(update, Update | Updates)
         model = getattr(update, "model", None)
         self._device = getattr(update, "device", torch.device("cpu"))
-        self._clock = DeviceClock(device=self._device) if self._device.type == "cuda" else HostClock()
+        self._clock = DeviceClock(self._device) if devices.has_timing_events(self._device.type) else HostClock()
         self._clock.seconds["startup"] = perf_counter() - self._began
         self._after_backward = "reduction" if getattr(update, "rank_invariant", False) else "optimizer"
         self._hook = self._last_gradient(model)
@@ -179,7 +179,7 @@ class StepTimes:
             dict(state.sink_seconds),
             _stalled_s(),
             _crowded_s(),
-            self._cuda_retries(),
+            self._retries(),
         )
         hosts = agreement.gather_objects(socket.gethostname()) if agreement.world_size() > 1 else [""]
         self._local_ranks = hosts.count(hosts[agreement.rank()])
@@ -281,14 +281,15 @@ class StepTimes:
             stalled_s=_stalled_s() - before.stalled_s,
             crowded_s=_crowded_s() - before.crowded_s,
             swapped_mib=_swapped_mib(),
-            retries=self._cuda_retries() - before.retries,
+            retries=self._retries() - before.retries,
             caught_up=self._caught_up / max(clock.steps, 1),
             wasted_s=0.0 if ledger is None else ledger.seconds["wasted"],
             wall_s=0.0 if ledger is None else ledger.wall_s,
         )
 
-    def _cuda_retries(self) -> int:
-        return int(torch.cuda.memory_stats(self._device)["num_alloc_retries"]) if self._device.type == "cuda" else 0
+    def _retries(self) -> int:
+        """Allocations of the device that succeeded only after its cache was freed."""
+        return devices.memory_statistics(self._device).get("num_alloc_retries", 0)
 
     # -- the ledger -----------------------------------------------------------------------------------------------
 

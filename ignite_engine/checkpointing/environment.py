@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ignite_engine import devices
+
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "WORLD_SIZE")
 # with another value of one of these, kernels or reductions add in another order
 _DECIDING = {
@@ -17,7 +19,7 @@ _DECIDING = {
     "torch": "torch",
     "cpu_capability": "vector instructions",
     "threads": "threads",
-    "cuda": "CUDA",
+    **devices.RUNTIMES,
     "devices": "devices",
     "sharding": "sharding",
 }
@@ -36,8 +38,8 @@ def environment_values(world_size: int) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "devices": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
-        "cuda": torch.version.cuda,
+        "devices": devices.names(),
+        **devices.runtimes(),
         "world_size": world_size,
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }

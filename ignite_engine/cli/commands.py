@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from ignite_engine import devices
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, NotExact
 from ignite_engine.checkpointing.naming import followed
 from ignite_engine.cli import checkpoints, pages
@@ -86,7 +86,7 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
     except ConfigError as error:
         if not launched:
             raise
-        backend = options.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        backend = options.backend or devices.default_backend()
         with Parallel(backend=backend) as parallel:  # the peers wait for this rank: say it there, once
             parallel.run(_rank_main, work, error, options)
         return
@@ -116,7 +116,7 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
 
 def _checked(options: argparse.Namespace, *, launched: bool) -> Config:
     config = load_config(options.config, options.overrides)
-    if _backend(options, config) == "nccl" and not torch.cuda.is_available():
+    if not devices.backend_is_usable(_backend(options, config)):
         raise config.error("distributed.backend", "got 'nccl', but there is no CUDA device; expected gloo.")
     if launched and options.nproc_per_node:
         raise ConfigError("--nproc-per-node: the launcher that started this process sets how many; leave it out.")
@@ -124,8 +124,7 @@ def _checked(options: argparse.Namespace, *, launched: bool) -> Config:
 
 
 def _backend(options: argparse.Namespace, config: Config) -> str:
-    default = "nccl" if torch.cuda.is_available() else "gloo"
-    return options.backend or config.distributed.backend or default
+    return options.backend or config.distributed.backend or devices.default_backend()
 
 
 def _rank_main(

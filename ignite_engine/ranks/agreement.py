@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ignite_engine import devices
+
 T = TypeVar("T")
 
 _VOTE_PERIOD_S = 0.25
@@ -76,7 +78,7 @@ def timeout() -> timedelta:
     """How long a rank waits for the others, in the default group and therefore in every other one."""
     default = dist.group.WORLD
     assert default is not None
-    for device in (torch.device("cpu"), torch.device("cuda")):
+    for device in devices.kinds_of_groups():
         with contextlib.suppress(RuntimeError, AttributeError):  # no backend for it; or not torch's own any more
             return default._get_backend(device).options._timeout
     return timedelta(minutes=30)

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
-import torch
 import torch.distributed as dist
 from ignite.distributed.launcher import Parallel as IgniteParallel
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from ignite_engine import devices
 from ignite_engine.errors import LaunchError, PeerFailed
 from ignite_engine.ranks import agreement, signals
 from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
@@ -178,8 +178,10 @@ def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -
             return
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
-        if torch.cuda.is_available():
-            torch.cuda.set_device(local_rank)
+        try:
+            devices.set_current(local_rank)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
         slurm = os.environ.pop("SLURM_JOB_ID", None)  # or Ignite takes SLURM's local rank: 0 on all of torchrun's
         idist.sync()

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 from torch.utils.data import IterableDataset
 
 import ignite_engine
-from ignite_engine import schedules
+from ignite_engine import devices, schedules
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.sections import OptimizerSection, ScheduleSection
 from ignite_engine.data import Windows
@@ -42,7 +42,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 def set_up_torch(config: Config) -> None:
     """Apply the settings of the whole process: precision of matrix products, threads, determinism."""
-    torch.set_float32_matmul_precision(config.run.matmul_precision)
+    devices.set_matmul_precision(config.run.matmul_precision)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     if config.run.deterministic:

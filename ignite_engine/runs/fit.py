@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
-from ignite_engine import rng
+from ignite_engine import devices, rng
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config import ConfigError
 from ignite_engine.config.load import validated
@@ -222,7 +222,7 @@ def fit(
             runs[0].train()
 
     if is_launched() and not dist.is_initialized():
-        backend = config.distributed.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        backend = config.distributed.backend or devices.default_backend()
         with Parallel(backend, heartbeat_timeout=config.distributed.heartbeat_timeout) as parallel:
             parallel.run(train)
     else:

@@ -7,9 +7,9 @@ import importlib.util
 import logging
 from typing import Any
 
-import ignite.distributed as idist
 from torch.utils.data import DataLoader, IterableDataset
 
+from ignite_engine import devices
 from ignite_engine.config import Config
 from ignite_engine.data import Windows, loader
 from ignite_engine.data.loader import resumable
@@ -45,7 +45,7 @@ def data_loader(config: Config, task: Task, dataset: Any, *, training: bool) -> 
         return resumable(dataset, seed=config.run.seed, any_sampler=True) if training else dataset
     data = config.data
     options: dict[str, Any] = {"num_workers": data.num_workers, "collate_fn": task.collate_fn}
-    options["pin_memory"] = idist.device().type == "cuda" if data.pin_memory is None else data.pin_memory
+    options["pin_memory"] = devices.pins_memory() if data.pin_memory is None else data.pin_memory
     if data.num_workers:
         options |= {"persistent_workers": data.persistent_workers, "prefetch_factor": data.prefetch_factor}
     size = data.batch_size if training else data.eval_batch_size or data.batch_size

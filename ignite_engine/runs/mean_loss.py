@@ -9,7 +9,7 @@ import torch
 from ignite.metrics import Average, Metric
 from torch import nn
 
-from ignite_engine.step.device import widest_float
+from ignite_engine.devices import widest_float
 from ignite_engine.step.losses import LossFn, parts, unusable_result
 
 

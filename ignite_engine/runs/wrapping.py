@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ignite_engine import devices
 from ignite_engine.config import Config
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import reducing_modules
@@ -66,7 +69,7 @@ def declare_mesh(config: Config) -> DeviceMesh | None:
         del shape["tensor"]
     from torch.distributed.device_mesh import init_device_mesh
 
-    made = init_device_mesh(idist.device().type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    made = init_device_mesh(devices.for_models().type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     return mesh.use_mesh(made)
 
 
@@ -92,14 +95,14 @@ def wrap(config: Config, task: Task, arranged: DeviceMesh | None) -> Task:
     if arranged is None:
         is_unwrapped = agreement.world_size() == 1 or config.update.rank_invariant
         # on one process auto_model would make a DataParallel of several GPUs
-        return replace(task, model=model.to(idist.device()) if is_unwrapped else _in_ddp(config, model))
+        return replace(task, model=_placed(model) if is_unwrapped else _in_ddp(config, model))
     if section.tensor_parallel > 1 and task.parallelize is None:
         raise config.error(
             "distributed.tensor_parallel",
             f"got {section.tensor_parallel}, but the task gives no parallelize(model, mesh) that splits its model.",
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    model.to(idist.device())
+    _placed(model)
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=0)  # as DDP does: each rank keeps a part of the same weights
     if section.tensor_parallel > 1:
@@ -110,13 +113,25 @@ def wrap(config: Config, task: Task, arranged: DeviceMesh | None) -> Task:
     return replace(task, parameter_groups=_renewed(task.parameter_groups, names, model))
 
 
+def _placed(model: nn.Module) -> nn.Module:
+    """The model on this process's device; one that the task has put on a device, or on several, stays there."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
+        return model
+    return model.to(devices.for_models())
+
+
 def _in_ddp(config: Config, model: nn.Module) -> nn.Module:
-    section = config.distributed
-    if section.sync_bn and idist.device().type != "cuda":
-        raise config.error("distributed.sync_bn", f"got true on {idist.device().type}; torch has it on CUDA only.")
+    section, device = config.distributed, devices.for_models()
+    if section.sync_bn and not devices.has_sync_batch_norm(device.type):
+        raise config.error("distributed.sync_bn", f"got true on {device.type}; torch has it on CUDA only.")
     options = {"gradient_as_bucket_view": True} | section.ddp_options
-    wrapped: nn.Module = idist.auto_model(model, sync_bn=section.sync_bn, **options)
-    return wrapped
+    if device == idist.device():
+        wrapped: nn.Module = idist.auto_model(model, sync_bn=section.sync_bn, **options)
+        return wrapped
+    # a kind of device that Ignite does not know
+    model = _placed(nn.SyncBatchNorm.convert_sync_batchnorm(model) if section.sync_bn else model)
+    return DistributedDataParallel(model, **options)
 
 
 def _shard(model: nn.Module, over: DeviceMesh, dtype: str) -> None:

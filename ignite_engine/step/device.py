@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ignite_engine import devices
+
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of the first parameter, else of the first buffer; the CPU for a model with neither."""
@@ -20,30 +22,25 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-_WITHOUT_FLOAT64 = {"mps"}
-
-
-def widest_float(device: torch.device) -> torch.dtype:
-    """The floating-point type of the device with the most digits: float32 on Apple's MPS, else float64."""
-    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
-
-
 def to_device(micro_batches: Sequence[Any], device: torch.device, iteration: int | None = None) -> Iterable[Any]:
     """The micro-batches on ``device``, in order.
 
     Tensors are moved in nested mappings, sequences, named tuples and data classes, and what has a method ``to`` of its
     own; the containers are made anew, and everything else stays as it is. On the CPU they are returned as they are.
 
-    Elsewhere each is moved when the one before it is about to be computed, and none beyond these. On CUDA tensors are
-    copied on a side stream (``non_blocking``: they overlap only from pinned memory, see ``pin_memory`` of the loader);
-    on other devices the host waits for the copy.
+    Elsewhere each is moved when the one before it is about to be computed, and none beyond these. On a device that has
+    side streams tensors are copied on one (``non_blocking``: they overlap only from pinned memory, see ``pin_memory``
+    of the loader); on other devices the host waits for the copy.
 
     Args:
         iteration: for the note of an error.
     """
     if device.type == "cpu" or not micro_batches:
         return micro_batches
-    return _one_ahead(micro_batches, _SideStream(device) if device.type == "cuda" else _Mover(device), iteration)
+    if device not in _streams:
+        _streams[device] = devices.side_stream(device)
+    side = _streams[device]
+    return _one_ahead(micro_batches, _Mover(device) if side is None else _SideStream(device, side), iteration)
 
 
 def _one_ahead(micro_batches: Sequence[Any], mover: _Mover, iteration: int | None) -> Iterator[Any]:
@@ -87,7 +84,7 @@ class _Mover:
         return value.to(self.device, **({"non_blocking": self._non_blocking} if takes_it else {}))
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+_streams: dict[torch.device, torch.Stream | None] = {}
 
 
 class _SideStream(_Mover):
@@ -95,28 +92,26 @@ class _SideStream(_Mover):
 
     _non_blocking = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, side: torch.Stream) -> None:
         super().__init__(device)
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)
-        self._side, self._computing = _streams[device], torch.cuda.current_stream(device)
+        self._side, self._computing = side, devices.current_stream(device)
         self._copied: dict[int, Tensor] = {}
 
     def start(self, batch: Any) -> Any:
-        with torch.cuda.stream(self._side):
+        with self._side:
             return super().start(batch)
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         # one that is there may be made by what is being computed; of others than plain ones the memory cannot be kept
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or type(tensor) is not Tensor:
-            with torch.cuda.stream(self._computing):
+            with self._computing:
                 return super()._tensor(tensor)
         copied = super()._tensor(tensor)
         self._copied[id(copied)] = copied
         return copied
 
     def _object(self, value: Any) -> Any:
-        with torch.cuda.stream(self._computing):
+        with self._computing:
             return super()._object(value)
 
     def wait_for(self, batch: Any) -> None:

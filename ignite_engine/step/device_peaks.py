@@ -38,7 +38,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> f
     """FLOP/s at most, of dense matrix products.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name()`` gives it.
+        device_name: as :func:`ignite_engine.devices.name_of` gives it.
         dtype: of the factors.
         tf32: products in float32 may be computed in TF32.
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ignite_engine import rng
+from ignite_engine.devices import widest_float
 from ignite_engine.ranks import agreement
-from ignite_engine.step.device import widest_float
 from ignite_engine.step.exchange import Exchange, gradient_group
 from ignite_engine.step.gradient_buffers import GradientBuffers
 from ignite_engine.step.gradient_tree import GradientTree

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ignite_engine import devices
 from ignite_engine.errors import one_line
 from ignite_engine.ranks import agreement
 from ignite_engine.step.device import mapped
@@ -24,13 +25,13 @@ class Generators:
     """torch's random number generators as they are now: of the CPU, and of the model's device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
-        self._states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if self._cuda else None
+        self._device = device
+        self._of_host, self._of_device = torch.get_rng_state(), devices.generator_state(device)
 
     def restore(self) -> None:
-        torch.set_rng_state(self._states[0])
-        if self._cuda is not None and self._states[1] is not None:
-            torch.cuda.set_rng_state(self._states[1], self._cuda)
+        torch.set_rng_state(self._of_host)
+        if self._of_device is not None:
+            devices.set_generator_state(self._device, self._of_device)
 
 
 def split(
@@ -76,8 +77,7 @@ def halved(batch: Any) -> int | None:
 def free() -> None:
     """Return what the failed attempt has left to the device."""
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    devices.free_cached_memory()
 
 
 def report(batch: Any, limit: int, iteration: int, model: nn.Module) -> str:

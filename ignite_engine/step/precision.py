@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from ignite_engine import devices
 from ignite_engine.errors import check_type
 
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,7 +31,7 @@ def check_precision(precision: str) -> str:
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[Any]:
-    """The context of forward passes in ``precision`` on ``device_type`` (``cpu`` or ``cuda``), one after the other.
+    """The context of forward passes in ``precision`` on ``device_type`` (``cpu``, say), one after the other.
 
     Raises:
         ValueError: it is a name that is not known.
@@ -39,7 +40,8 @@ def autocast(precision: Precision, device_type: str) -> AbstractContextManager[A
     if callable(precision):
         return _MadeAnew(precision)
     dtype = DTYPES[check_precision(precision)]
-    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
+    context = None if dtype is None else devices.autocast(device_type, dtype)
+    return nullcontext() if context is None else context
 
 
 class _MadeAnew(AbstractContextManager[Any]):

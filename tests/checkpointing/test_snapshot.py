@@ -113,7 +113,7 @@ def test_stream_of_the_device_that_is_copied_waits_and_not_the_current_ones(monk
     class Event:
         device = torch.device("cuda:1")
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=torch.device("cuda:0"): Stream(device))  # noqa: B008
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: Stream(device))
     snapshot = Snapshot()
     snapshot._copied = [Event()]  # type: ignore[list-item]  # a planted one
     snapshot.before_change()
@@ -139,6 +139,8 @@ def test_copy_from_a_device_without_events_is_waited_for() -> None:
     """On Apple's MPS nothing would say when the bytes are there: wrong weights with valid hashes."""
     source = torch.ones(3, device="meta")
     with Copies() as copies:
-        snapshot._copy_all([(torch.zeros(3), source)])
+        own = Snapshot()
+        own._at_once = [(torch.zeros(3), source)]
+        own._copy_at_once()
 
     assert copies.non_blocking == [False]

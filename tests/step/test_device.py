@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,11 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, devices, loader
 from ignite_engine.handlers.meters import Running
 from ignite_engine.runs.mean_loss import mean_loss
-from ignite_engine.step import device as device_module
-from ignite_engine.step.device import device_of, mapped, to_device, widest_float
+from ignite_engine.step.device import device_of, mapped, to_device
 from ignite_engine.step.invariant import RankInvariance
 from tests.builders import linear
 
@@ -301,9 +301,18 @@ def test_host_waits_for_a_copy_to_a_device_without_a_side_stream() -> None:
     assert movable.non_blocking is False
 
 
+@contextmanager
+def without_float64() -> Iterator[None]:
+    devices._has.cache_clear()
+    with Device():
+        yield
+    devices._has.cache_clear()
+
+
 def test_widest_float_is_one_that_the_device_has() -> None:
-    assert widest_float(torch.device("mps")) is torch.float32
-    assert widest_float(torch.device("cuda")) is widest_float(torch.device("cpu")) is torch.float64
+    with without_float64():
+        assert devices.widest_float(META) is torch.float32
+    assert devices.widest_float(META) is devices.widest_float(torch.device("cpu")) is torch.float64
 
 
 def running_sum(values: list[Tensor]) -> None:
@@ -332,10 +341,7 @@ def rank_invariant_values(values: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     "computed", [running_sum, running_sum_of_different_types, mean_loss_of_a_batch, rank_invariant_values]
 )
-def test_device_without_float64_is_asked_for_none(
-    computed: Callable[[list[Tensor]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_module, "_WITHOUT_FLOAT64", {"mps", "meta"})
+def test_device_without_float64_is_asked_for_none(computed: Callable[[list[Tensor]], None]) -> None:
     values = [torch.ones((), device=META), torch.ones((), device=META)]
-    with Device():
+    with without_float64():
         computed(values)

@@ -38,7 +38,7 @@ STALLED = 0.05
 SWAPPED_MIB = 64.0
 """Memory of this process in swap: less than this it never uses again."""
 RETRIES = 0.05
-"""Allocations for each step that succeeded only after the CUDA cache was freed, which waits for the device."""
+"""Allocations for each step that succeeded only after the device's cache was freed, which waits for the device."""
 THREADS = 1.5
 """Threads that compute for each core: at more they wait for each other within each operation."""
 CROWDED = 0.25
@@ -48,7 +48,7 @@ ONE_STEP = 0.2
 TINY_MS = 0.5
 """A step on a CPU: below it calling operations and fetching single samples takes most of the time."""
 CAUGHT_UP = 0.8
-"""Share of steps at whose end a CUDA device had nothing left to do: the host is slower than it."""
+"""Share of steps at whose end the device had nothing left to do: the host is slower than it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Figures:
         crowded_s: in which the training thread was ready to run and had no core.
         stalled_s: the kernel's pressure-stall time of memory.
         swapped_mib: of this process, now.
-        retries: of CUDA's allocator.
+        retries: of the device's allocator.
         caught_up: share of steps at whose end the device had nothing left to do.
         wasted, wall_s: of all starts of the run: what was lost to kills, and its whole time.
     """
@@ -174,10 +174,10 @@ def _lack_of_memory(figures: Figures) -> Verdict | None:
             "memory", evidence, "use fewer loader workers, a smaller batch, or a machine with more", math.inf
         )
     if figures.retries / figures.steps > RETRIES:
-        evidence = f"CUDA's cache was freed {figures.retries} times in {figures.steps:,} iterations to find memory"
-        remedy = (
-            "use a smaller batch with update.accumulation_steps, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        evidence = (
+            f"the device's cache was freed {figures.retries} times in {figures.steps:,} iterations to find memory"
         )
+        remedy = "use a smaller batch with update.accumulation_steps, or PYTORCH_ALLOC_CONF=expandable_segments:True"
         return Verdict("the device's memory", evidence, remedy, math.inf)
     return None
 
@@ -315,7 +315,7 @@ def _wasted(figures: Figures) -> Verdict | None:
 
 
 def _overhead(figures: Figures) -> Verdict | None:
-    if figures.device == "cuda" and figures.caught_up > CAUGHT_UP:
+    if figures.device != "cpu" and figures.caught_up > CAUGHT_UP:
         evidence = f"the device had nothing left to do at the end of {_percent(figures.caught_up)} of the iterations"
         return Verdict("the host", evidence, "use a larger batch, or compile the model with torch.compile", 0.0)
     if figures.device == "cpu" and figures.p50_ms < TINY_MS:

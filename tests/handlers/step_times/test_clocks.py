@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ignite_engine import devices
 from ignite_engine.handlers.step_times.clocks import DeviceClock, Durations, HostClock
 
 
@@ -40,6 +41,14 @@ def test_marks_of_the_host_lose_nothing() -> None:
 
     assert sum(clock.seconds.values()) == pytest.approx(clock._last - began, rel=1e-9)
     assert clock.steps == clock.durations.count == 1
+
+
+META = torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def stream_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "current_stream", lambda device: f"stream of {device}")
 
 
 class Device:
@@ -86,7 +95,7 @@ def step(clock: DeviceClock) -> None:
 
 def test_device_is_read_when_it_is_done_and_never_waited_for() -> None:
     device = Device()
-    clock = DeviceClock(device.make_event)
+    clock = DeviceClock(META, device.make_event)
     step(clock)
     clock.read()
     assert clock.steps == 0 and not any(clock.seconds.values())
@@ -106,7 +115,7 @@ def test_device_is_read_when_it_is_done_and_never_waited_for() -> None:
 
 def test_device_that_waits_for_the_host_is_noticed() -> None:
     device = Device()
-    clock = DeviceClock(device.make_event)
+    clock = DeviceClock(META, device.make_event)
     step(clock)
     assert not clock.caught_up()
     device.execute(0, 1, 1, 1)
@@ -115,7 +124,7 @@ def test_device_that_waits_for_the_host_is_noticed() -> None:
 
 def test_events_are_used_again_and_their_number_is_bounded() -> None:
     device = Device()
-    clock = DeviceClock(device.make_event)
+    clock = DeviceClock(META, device.make_event)
     device.execute(0)
     for _ in range(1000):
         step(clock)
@@ -127,10 +136,9 @@ def test_events_are_used_again_and_their_number_is_bounded() -> None:
     assert sum(clock.seconds.values()) == pytest.approx(1000 * 6e-3)
 
 
-def test_events_are_recorded_on_the_stream_of_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_recorded_on_the_stream_of_the_models_device() -> None:
     """Else the times of a model on the second device are those of the first one's idle stream."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
     device = Device()
-    step(DeviceClock(device.make_event, torch.device("cuda:1")))
+    step(DeviceClock(torch.device("cuda:1"), device.make_event))
 
     assert {event.stream for event in device.recorded} == {"stream of cuda:1"}

@@ -1,0 +1,344 @@
+"""What the engine asks of a device of any kind; no other module names one.
+
+Through ``torch.accelerator``, which is of the one kind that this process has, and the module that torch has for it
+(``torch.cuda``, also of AMD's devices, ``torch.mps``, ``torch.xpu``). Where a kind lacks something (Apple's MPS: a
+second stream, float64), the plain way is taken: copies are waited for, sums are in float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_NOT_SUPPORTED = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError)
+"""What torch raises for something that a kind of device has not."""
+
+
+def current() -> torch.device:
+    """The accelerator that is current in this process, with its number; the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def in_use() -> torch.device:
+    """As :func:`current`; the CPU, too, where this process has done nothing on the accelerator."""
+    return torch.device("cpu") if _used() is None else current()
+
+
+def is_accelerator(kind: str) -> bool:
+    """Whether it is the kind of this process's accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == kind
+
+
+def for_models() -> torch.device:
+    """Where this process places a model that is on the CPU: as :func:`current`, if its process group reduces there."""
+    device = current()
+    if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() == 1:
+        return device
+    backend = dist.get_backend()
+    if backend_reduces_on(backend, device.type):
+        return device
+    _say_once(f"Models stay on the CPU: the backend {backend} does not reduce tensors on {device.type}.")
+    return torch.device("cpu")
+
+
+def set_current(local_rank: int) -> None:
+    """Make the device of this number the current one of this process; nothing where there is no accelerator.
+
+    Raises:
+        ValueError: there are fewer devices.
+    """
+    count = torch.accelerator.device_count()
+    if not count or not torch.accelerator.is_available():
+        return
+    if local_rank < count:
+        torch.accelerator.set_device_index(local_rank)
+    elif count > 1 or backend_reduces_on(default_backend(), current().type):
+        raise ValueError(
+            f"local rank {local_rank} has no device: this machine has {count}, and each rank takes one; start at most "
+            f"{count} ranks on it."
+        )
+
+
+def name_of(device: torch.device) -> str:
+    """Such as ``NVIDIA H100 80GB HBM3``; of a kind that gives its devices no name, the kind."""
+    get_name = getattr(_module(device.type), "get_device_name", None)
+    return device.type if get_name is None else str(get_name(device))
+
+
+def names() -> list[str]:
+    """Of all accelerators."""
+    if not torch.accelerator.is_available():
+        return []
+    kind = current().type
+    return [name_of(torch.device(kind, number)) for number in range(torch.accelerator.device_count())]
+
+
+def runtimes() -> dict[str, str | None]:
+    """Versions of what torch was built for: ``cuda``, and ``hip`` (AMD) or ``xpu`` (Intel) where it was."""
+    others = {name: getattr(torch.version, name, None) for name in ("hip", "xpu")}
+    return {"cuda": torch.version.cuda} | {name: version for name, version in others.items() if version}
+
+
+RUNTIMES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "oneAPI"}
+"""The keys of :func:`runtimes`, in words."""
+
+
+# -- process groups -----------------------------------------------------------------------------------------------
+
+
+def default_backend() -> str:
+    """Of the backends that Ignite can use, the one that is made for the accelerator; else ``gloo``."""
+    if torch.accelerator.is_available():
+        made_for_it = dist.Backend.default_device_backend_map.get(current().type, "gloo")
+        if made_for_it in ("nccl", "mpi") and dist.is_backend_available(made_for_it):
+            return made_for_it
+    return "gloo"
+
+
+def backend_is_usable(backend: str) -> bool:
+    """Whether it has a device to reduce on."""
+    return "cpu" in _kinds_of(backend) or (torch.accelerator.is_available() and current().type in _kinds_of(backend))
+
+
+def backend_reduces_on(backend: str, kind: str) -> bool:
+    """Whether tensors on this kind of device can be reduced by it; ``cpu:gloo,cuda:nccl`` names several backends."""
+    return any(kind in _kinds_of(part.rpartition(":")[2]) for part in backend.split(","))
+
+
+def _kinds_of(backend: str) -> Sequence[str]:
+    return dist.Backend.backend_capability.get(backend, ())
+
+
+def kinds_of_groups() -> list[torch.device]:
+    """The kinds of devices for which a process group may have a backend."""
+    accelerator = torch.accelerator.current_accelerator()
+    return [torch.device("cpu"), *([] if accelerator is None else [accelerator])]
+
+
+def has_sync_batch_norm(kind: str) -> bool:
+    """Whether torch's SyncBatchNorm works there."""
+    return kind in ("cuda", "xpu")
+
+
+# -- random numbers -----------------------------------------------------------------------------------------------
+
+
+def _used() -> tuple[str, Any] | None:
+    """The accelerator's kind and module, if this process has used it; asked for each batch, so it asks no driver."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    module = _module(accelerator.type)
+    is_initialized = getattr(module, "is_initialized", module.is_available)
+    return (accelerator.type, module) if is_initialized() and not _in_fork_of_user(module) else None
+
+
+def _in_fork_of_user(module: Any) -> bool:
+    """In a process that was forked by one that uses the device it cannot be used."""
+    return bool(getattr(module, "_is_in_bad_fork", bool)())
+
+
+def generator_states() -> dict[str, list[Tensor]]:
+    """By the accelerator's kind the state of each device's generator; empty where this process has not used it."""
+    used = _used()
+    if used is None:
+        return {}
+    kind, module = used
+    if hasattr(module, "get_rng_state_all"):
+        return {kind: module.get_rng_state_all()}
+    return {kind: [_generator_state(module, number) for number in range(module.device_count())]}
+
+
+def set_generator_states(states: dict[str, Any]) -> None:
+    """Set what :func:`generator_states` gave; other keys, and devices that are not there, are passed over."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type not in states or not torch.accelerator.is_available():
+        return
+    module = _module(accelerator.type)
+    for number, state in enumerate(states[accelerator.type][: module.device_count()]):
+        set_generator_state(torch.device(accelerator.type, number), state)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed all devices' generators, if this process has used one."""
+    used = _used()
+    if used is not None:
+        getattr(used[1], "manual_seed_all", used[1].manual_seed)(seed)
+
+
+def generator_state(device: torch.device) -> Tensor | None:
+    """None of what is no accelerator."""
+    if not is_accelerator(device.type):
+        return None
+    number = device.index if device.index is not None else torch.accelerator.current_device_index()
+    return _generator_state(_module(device.type), number)
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    module = _module(device.type)
+    if module.device_count() == 1:  # of Apple's MPS it takes no number
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
+def _generator_state(module: Any, number: int) -> Tensor:
+    state: Tensor = module.get_rng_state() if module.device_count() == 1 else module.get_rng_state(number)
+    return state
+
+
+# -- streams, events, types ---------------------------------------------------------------------------------------
+
+
+def side_stream(device: torch.device) -> torch.Stream | None:
+    """A new stream beside the one that computes; None where copies cannot run beside it: they are to be waited for."""
+    return torch.Stream(device) if _has_side_streams(device.type) else None
+
+
+@cache
+def _has_side_streams(kind: str) -> bool:
+    """Whether a device has several streams, memory of the host from which copies run beside them, and what keeps a
+    tensor's memory until another stream has read it."""
+    if not is_accelerator(kind):
+        return False
+    try:
+        stream = torch.Stream(kind)
+        torch.empty(1, device=kind).record_stream(stream)
+        if stream != torch.accelerator.current_stream(kind) and torch.empty(1, pin_memory=True).is_pinned():
+            return True
+    except _NOT_SUPPORTED:
+        pass
+    logger.info("%s has no streams for copies beside computing: each copy to and from it is waited for.", kind)
+    return False
+
+
+def pins_memory() -> bool:
+    """Whether batches are to be in pinned memory, from which they are copied beside computing."""
+    return _has_side_streams(for_models().type)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
+
+
+@cache
+def has_timing_events(kind: str) -> bool:
+    """Whether the device's own time can be measured; else it is the host's."""
+    if not is_accelerator(kind):
+        return False
+    try:
+        torch.Event(kind, enable_timing=True).record()
+    except _NOT_SUPPORTED:
+        logger.info("%s has no events: times are the host's, which launches work and does not wait for it.", kind)
+        return False
+    return True
+
+
+def timing_event(device: torch.device) -> torch.Event:
+    return torch.Event(device.type, enable_timing=True)
+
+
+@cache
+def _has(kind: str, dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(0, dtype=dtype, device=kind)
+    except _NOT_SUPPORTED:
+        logger.info("%s has no %s.", kind, str(dtype).removeprefix("torch."))
+        return False
+    return True
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The floating-point type of the device with the most digits: float64, on Apple's MPS float32."""
+    return torch.float64 if _has(device.type, torch.float64) else torch.float32
+
+
+def autocast(kind: str, dtype: torch.dtype) -> torch.autocast | None:
+    """None, said in one line of the log: forward passes there are in the weights' own type."""
+    if torch.amp.is_autocast_available(kind):
+        return torch.autocast(kind, dtype=dtype)
+    _say_once(f"{kind} has no autocast: the precision {dtype} has no effect, products are in the type of the weights.")
+    return None
+
+
+def set_matmul_precision(precision: str) -> None:
+    """Of float32 products and convolutions: ``highest``, or ``high`` and ``medium``, where TF32 may be used."""
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
+def may_use_tf32(*, convolutions: bool) -> bool:
+    """Whether products in float32, or convolutions, may be computed in TF32."""
+    if torch.get_float32_matmul_precision() != "highest":
+        return True
+    return convolutions and torch.backends.cudnn.conv.fp32_precision != "ieee"  # type: ignore[attr-defined]
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def has_memory_statistics(kind: str) -> bool:
+    """Whether torch counts what is allocated there."""
+    if not is_accelerator(kind):
+        return False
+    try:
+        torch.accelerator.memory_stats(torch.device(kind, 0))
+    except _NOT_SUPPORTED:
+        logger.info("%s does not count its memory: figures are the host's.", kind)
+        return False
+    return True
+
+
+def memory_statistics(device: torch.device) -> dict[str, int]:
+    """As ``torch.accelerator.memory_stats``; empty where there is none."""
+    return dict(torch.accelerator.memory_stats(device)) if has_memory_statistics(device.type) else {}
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if has_memory_statistics(device.type):
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    return int(torch.accelerator.memory_allocated(device))
+
+
+def memory_summary(device: torch.device) -> str:
+    """For people: torch's own table where the kind has one, else each figure."""
+    summary = getattr(_module(device.type), "memory_summary", None)
+    if summary is not None:
+        return str(summary(device))
+    return "\n".join(f"{name}: {value}" for name, value in memory_statistics(device).items())
+
+
+def free_cached_memory() -> None:
+    """Return what no tensor uses to the device."""
+    used = _used()
+    if used is not None:
+        used[1].empty_cache()
+
+
+def _module(kind: str) -> Any:
+    return torch.get_device_module(kind)
+
+
+_said: set[str] = set()
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        logger.warning("%s", line)
