@@ -45,6 +45,8 @@ _PEERS_OF_A_FAILURE_MAY_END_S = 5.0
 _TERMINATED_RANKS_MAY_END_S = 30.0
 _AGENT_MAY_ANSWER_S = 3.0
 _POLL_S = 0.02
+_FINAL_CODES = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes after which another attempt would end the same: a wrong config or arguments, and a stop."""
 
 
 class Parallel(IgniteParallel):
@@ -102,6 +104,7 @@ class Parallel(IgniteParallel):
         self._timeout = timeout if isinstance(timeout, timedelta | None) else timedelta(seconds=timeout)
         self._heartbeat_timeout_s = heartbeat_timeout
         self._within = contextlib.ExitStack()
+        self._attempt: Any = None
 
     def __enter__(self) -> Parallel:
         if not self._is_ours:
@@ -112,7 +115,7 @@ class Parallel(IgniteParallel):
                 stack.enter_context(signals.ending_the_process())
                 torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # another launcher may end before its processes
                 stack.enter_context(signals.listening(os.getppid() if torchrun else None))
-                _connect(self.backend, self.init_method, self._timeout)
+                self._attempt = _connect(self.backend, self.init_method, self._timeout)
                 stack.callback(_disconnect)
                 stack.enter_context(_warnings_said_once())
                 self._within = stack.pop_all()
@@ -134,7 +137,12 @@ class Parallel(IgniteParallel):
         if not self._is_ours:
             super().run(func, *args, **kwargs)
         elif self._spawn_params is None:
-            watched(idist.get_local_rank(), func, self._heartbeat_timeout_s, *args, **kwargs)
+            try:
+                watched(idist.get_local_rank(), func, self._heartbeat_timeout_s, *args, **kwargs)
+            except SystemExit as end:
+                if self._attempt is not None and end.code in _FINAL_CODES:
+                    self._attempt.set(f"code_{agreement.rank()}", str(end.code))
+                raise
         else:
             assert self.backend is not None
             watching = (func, self._heartbeat_timeout_s, *args)
@@ -154,11 +162,15 @@ def is_launched() -> bool:
 # -- meeting the other ranks ------------------------------------------------------------------------------------------
 
 
-def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -> None:
+def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -> Any:
     """Join the other ranks, as the environment says; ``ignite.distributed`` takes the group over.
+
+    Returns:
+        Under torchrun the store of this attempt of its ranks, else None.
 
     Raises:
         LaunchError: it cannot be.
+        SystemExit: torchrun has started ranks again that all of them had ended for good.
     """
     for name in (
         "auto_model",
@@ -175,7 +187,7 @@ def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -
         store = _store(options) if init_method in (None, "env://") else None
         if store is None:  # as torch and Ignite do it, under SLURM for instance
             idist.initialize(backend, init_method=init_method, **options)
-            return
+            return None
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         try:
@@ -187,6 +199,7 @@ def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -
         idist.sync()
         if slurm is not None:
             os.environ["SLURM_JOB_ID"] = slurm
+    return store if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _store(options: dict[str, Any]) -> Any:
@@ -197,7 +210,10 @@ def _store(options: dict[str, Any]) -> Any:
         store = _stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, **options)
         # torch's own rendezvous keeps the keys of all groups in one place: a rank could meet one of them that is dead
         store = _stores.PrefixStore(f"meeting_{next(_meetings)}", store)
-        return _part_of_this_attempt(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        rank = int(os.environ["RANK"])
+        attempt = _part_of_this_attempt(store, rank, int(os.environ["WORLD_SIZE"]))
+        _end_as_before(attempt, rank)
+        return attempt
     return None if {"RANK", "WORLD_SIZE", "SLURM_JOB_ID"} & os.environ.keys() else _stores.HashStore()
 
 
@@ -229,7 +245,36 @@ def _part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
                 f"{store.timeout.total_seconds():g} s: {ranks}. See why in their logs."
             )
         time.sleep(_POLL_S if missing else 0.0)
-    return _stores.PrefixStore(name, store)
+    attempt = _stores.PrefixStore(name, store)
+    attempt.set("code_before", str(_code_of_last_attempt(store)))
+    store.set("last_attempt", f"{name} {world_size}")
+    return attempt
+
+
+def _code_of_last_attempt(store: Any) -> int:
+    """With which all ranks of torchrun's attempt before this one have ended for good; 0: they have not."""
+    if not store.check(["last_attempt"]):
+        return 0
+    name, ranks = store.get("last_attempt").decode().split()
+    last, keys = _stores.PrefixStore(name, store), [f"code_{rank}" for rank in range(int(ranks))]
+    return max(int(last.get(key)) for key in keys) if last.check(keys) else 0
+
+
+def _end_as_before(attempt: Any, rank: int) -> None:
+    """torchrun starts its ranks again after any code but 0, also where they were stopped: then they end at once.
+
+    Raises:
+        SystemExit: with the code of the attempt before this one.
+    """
+    if not (code := int(attempt.get("code_before"))):
+        return
+    if rank == 0:
+        logger.warning(
+            "torchrun has started the ranks again, which had all ended with code %d (%s): they end at once. "
+            "--max-restarts is for ranks that fail; a signal to torchrun itself starts none again.",
+            *(code, "wrong config or arguments" if code == 2 else "a stop"),
+        )
+    sys.exit(code)
 
 
 def _check_agent_lives() -> None:

@@ -33,6 +33,7 @@ _ORIGINS = {forwarded: number for number, forwarded in FORWARDED.items()}
 _WAKE = getattr(signal, "SIGRTMAX", signal.SIGURG + len(SIGNALS)) - len(SIGNALS)
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 _ORPHANS_MAY_SAVE_S = 30.0  # as torchrun allows from SIGTERM to SIGKILL
+_orphaned = threading.Lock()  # a second SIGTERM would end the process at once
 
 
 def origin(number: int) -> int:
@@ -195,6 +196,19 @@ def _listen(received: socket.socket, sender: socket.socket, parent: int | None) 
                 for delay in (0.0, 0.1, 0.4):  # it may have been about to wait: between Python's last look and the wait
                     time.sleep(delay)
                     signal.pthread_kill(main, _WAKE)
+    end_orphan(parent)
+
+
+def end_orphan(parent: int) -> None:
+    """Stop this rank as on SIGTERM, and end it 30 s later; in a thread, of which the first that calls it acts.
+
+    Args:
+        parent: the process that started this rank, and is gone.
+    """
+    if not _orphaned.acquire(blocking=False):
+        return
+    main = threading.main_thread().ident
+    assert main is not None
     logger.warning("The process that started this rank (%d) is gone: the rank stops, as on SIGTERM.", parent)
     signal.pthread_kill(main, signal.SIGTERM)
     time.sleep(_ORPHANS_MAY_SAVE_S)

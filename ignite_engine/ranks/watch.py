@@ -2,13 +2,15 @@
 
 Every rank has a thread that says twice a second what the rank does, and hears from rank 0
 (:mod:`ignite_engine.ranks.heartbeats`) when a rank has failed: it raised, its process ended, nothing is heard of it, or
-its peers' collective timed out waiting for it. On one process there is no watch.
+its peers' collective timed out waiting for it. It also ends a rank of ``multiprocessing`` whose parent was killed. On
+one process there is no watch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -27,7 +29,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from ignite_engine.errors import PeerFailed, one_line, raised_by_all_ranks
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, signals
 from ignite_engine.ranks.heartbeats import BEAT_S, ENDED, SILENT, SILENT_S, Failure, Hub, Link, Message, connect
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,8 @@ class Watch:
         self._learned = threading.Event()
         self._decided, self._told = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._parent = multiprocessing.parent_process()
+        self._parent_seen = os.getppid()  # of multiprocessing's fork server it is that one
         self._left: set[int] = set()
         self._hub_heartbeat = "none"
         self._hub_left: Failure | None = None
@@ -236,9 +240,17 @@ class Watch:
             if silent_s >= (SILENT_S if self._waits_for_verdict else self.heartbeat_timeout_s):
                 self._learn(self._failure_of_hub(SILENT.format(silent_s), kind="silent"))
             self._end_if_due()
+            self._end_orphan()
         while not self._leaving:
             time.sleep(BEAT_S / 2)
             self._end_if_due()
+
+    def _end_orphan(self) -> None:
+        """A rank of ``mp.spawn`` whose parent was killed ends; nothing else tells it, and its peers wait for it."""
+        if self._parent is None or (self._parent.is_alive() and os.getppid() in (self._parent.pid, self._parent_seen)):
+            return
+        pid, self._parent = self._parent.pid, None
+        threading.Thread(target=signals.end_orphan, args=(pid,), name="orphan", daemon=True).start()
 
     def _failure_of_hub(self, how: str, kind: Literal["ended", "silent"] = "ended") -> Failure:
         return Failure(f"rank 0 {how}. Last heartbeat: {self._hub_heartbeat}", (0,), kind=kind)

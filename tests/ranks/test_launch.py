@@ -442,6 +442,44 @@ def rank_pids(folder: Path) -> dict[int, int]:
     return found if len(found) == 2 and all(found.values()) else {}
 
 
+SPAWNED = """
+import sys, time
+from pathlib import Path
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from ignite.engine import Events
+from ignite_engine import Trainer, Update
+from ignite_engine.handlers import Checkpoint, GracefulStop
+
+def main(rank, folder):
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).mean())
+    trainer = Trainer(update)
+    Checkpoint(f"{folder}/checkpoints").attach(trainer)
+    GracefulStop().attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: time.sleep(0.05))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: Path(folder, f"trains_{rank}").touch())
+    trainer.run([torch.ones(2, 1)] * 10_000)
+
+if __name__ == "__main__":
+    mp.start_processes(main, (sys.argv[1],), 2, start_method=sys.argv[2])
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.faults
+@pytest.mark.parametrize("start_method", ["spawn", pytest.param("fork", marks=pytest.mark.slow)])
+def test_ranks_of_another_launcher_whose_parent_is_killed_save_and_end(tmp_path: Path, start_method: str) -> None:
+    process = started(tmp_path, SPAWNED.replace("sys.argv[2]", repr(start_method)))
+    wait_until(lambda: all((tmp_path / f"trains_{rank}").exists() for rank in range(2)), process)
+    process.kill()
+    process.wait()
+
+    assert group_is_gone(process.pid, timeout_s=20.0), "they train on"
+    assert CheckpointStore(tmp_path / "checkpoints").latest().checkpoint is not None
+    assert process.stderr is not None and "is gone: the rank stops, as on SIGTERM" in process.stderr.read()
+
+
 RESTARTED = """
 import os, sys
 from pathlib import Path
@@ -463,6 +501,45 @@ if __name__ == "__main__":
     with Parallel(backend="gloo", timeout=60) as parallel:
         parallel.run(main, sys.argv[1])
 """
+
+
+STOPPED = """
+import os, sys
+from pathlib import Path
+from ignite_engine import Parallel
+
+def main(local_rank, folder):
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (Path(folder) / f"trains_{local_rank}_{attempt}").touch()
+    sys.exit(CODES[local_rank])
+
+if __name__ == "__main__":
+    with Parallel(backend="gloo", timeout=60) as parallel:
+        parallel.run(main, sys.argv[1])
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("codes", "attempts"),
+    [
+        ((143, 143), {"0"}),
+        pytest.param((2, 2), {"0"}, marks=pytest.mark.slow),
+        pytest.param((143, 1), {"0", "1"}, marks=pytest.mark.slow),  # a rank failed, and torchrun stopped its peer
+    ],
+)
+def test_ranks_that_were_stopped_end_at_once_when_torchrun_starts_them_again(
+    tmp_path: Path, codes: tuple[int, int], attempts: set[str]
+) -> None:
+    (tmp_path / "script.py").write_text(STOPPED.replace("CODES", repr(codes)))
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 --monitor-interval 0.1"
+    command = [sys.executable, *torchrun.split(), str(tmp_path / "script.py"), str(tmp_path)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180, check=False)
+
+    assert ended.returncode == 1, "torchrun's own"
+    assert {path.name.rpartition("_")[2] for path in tmp_path.glob("trains_*")} == attempts, ended.stderr
+    assert ended.stderr.count("torchrun has started the ranks again") == (attempts == {"0"})
 
 
 @pytest.mark.distributed
