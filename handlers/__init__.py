@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.ema import EMA
     from ignite_engine.handlers.evaluation import Evaluation
     from ignite_engine.handlers.graceful_stop import GracefulStop
+    from ignite_engine.handlers.gradient_histograms import GradientHistograms
     from ignite_engine.handlers.ids import IdAdmission
     from ignite_engine.handlers.limits import RequestFiles, SaveEvery, StopFile, WallClockLimit
     from ignite_engine.handlers.lr_schedule import LRSchedule
@@ -46,6 +47,7 @@ __all__ = [
     "EarlyStopping",
     "Evaluation",
     "GracefulStop",
+    "GradientHistograms",
     "Histogram",
     "IdAdmission",
     "Image",
@@ -89,6 +91,7 @@ _MODULES = {
     "EarlyStopping": "ignite_engine.handlers.early_stopping",
     "Evaluation": "ignite_engine.handlers.evaluation",
     "GracefulStop": "ignite_engine.handlers.graceful_stop",
+    "GradientHistograms": "ignite_engine.handlers.gradient_histograms",
     "Histogram": "ignite_engine.handlers.media",
     "IdAdmission": "ignite_engine.handlers.ids",
     "Image": "ignite_engine.handlers.media",

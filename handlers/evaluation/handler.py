@@ -23,6 +23,7 @@ from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
 from ignite_engine.handlers.evaluation.invariant import InvariantSums, dealing_of, unsummed
 from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress
+from ignite_engine.handlers.evaluation.tables import media_of
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
@@ -49,6 +50,9 @@ class Evaluation:
             continues from there in the resumed run, to the same bits. What handlers of ``evaluator`` other than
             Ignite's metrics have collected is not saved.
         progress_every: batches between two writes of it.
+
+    A metric that is not one number (a value per class, a confusion matrix, a report, a curve) goes to ``state.media``
+    as a table or a picture, and is in :attr:`values`.
 
     The mode of each module is restored and random numbers are isolated. A stop that comes during an evaluation ends it
     without metrics, on one process at once, on several after the same number of batches; the resumed run repeats it
@@ -98,6 +102,8 @@ class Evaluation:
         if self._changes and progress is not None:
             raise ValueError("progress continues an evaluation of one loader: leave it out for windows or a function.")
         self._progress = None if progress is None else EvaluationProgress(progress, name, progress_every)
+        self.values: dict[str, Any] = {}
+        """All that the last evaluation has measured, by ``<name>/<metric>``, as the metrics gave it."""
         self._rebuilt: tuple[Any, Any] = (None, None)
         """``data``, and the loader that is iterated in its place."""
         self._reset()
@@ -190,14 +196,23 @@ class Evaluation:
             if self._windows is not None:
                 self._windows.done()
             self._evaluated_at, self._unfinished_at = state.iteration, None
-            for key, value in self.evaluator.state.metrics.items():
-                number = number_of(value)
-                if number is not None:
-                    state.metrics[f"{self.label}/{key}"] = number
+            self.values = {f"{self.label}/{key}": value for key, value in self.evaluator.state.metrics.items()}
+            self._publish(trainer)
             if self._changes and self._windows is None and state.windows > state.windows_completed:
                 state.metrics[f"{self.label}/window"] = float(state.windows)
             state.evaluations += 1
             trainer.fire_event(TrainingEvents.EVALUATION_COMPLETED)
+
+    def _publish(self, trainer: Trainer) -> None:
+        """Write each value: a number as a metric, what is more on rank 0 as a table or a picture."""
+        state, parts = trainer.state, [value for value in self.values.values() if isinstance(value, Mapping)]
+        for name, value in self.values.items():
+            number = number_of(value)
+            if number is not None:
+                state.metrics[name] = number
+            # Ignite writes a mapping and each of its parts
+            elif agreement.rank() == 0 and not any(value is part for whole in parts for part in whole.values()):
+                state.media.update(media_of(name, value))
 
     def _run(self, trainer: Trainer, data: Any) -> bool:
         """Whether it completed."""

@@ -25,6 +25,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.report.goodput import goodput_line, read_ledger
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, plain_metric, weights_sha256
+from ignite_engine.runs.history import Records, read_records
 from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
 from ignite_engine.states.loading import load_part
@@ -58,6 +59,15 @@ class Saves(Protocol):
     def load(self, path: Sequence[LoadSource]) -> LoadTable: ...
 
 
+class Evaluates(Protocol):
+    """What a run needs of an evaluation."""
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+    def __call__(self, trainer: Trainer, /) -> None: ...
+
+
 @dataclass(repr=False)
 class Run:
     """A trainer with everything attached, its data and its folder.
@@ -87,7 +97,7 @@ class Run:
     schedules: Mapping[str, Schedule]
     total: int | None
     length: Mapping[str, int]
-    evaluations: Callable[[], Iterable[Callable[[Trainer], None]]]
+    evaluations: Callable[[], Iterable[Evaluates]]
     startup: PhaseTimes
     config: Mapping[str, Any]
     best: tuple[str, str] | None = None
@@ -106,6 +116,11 @@ class Run:
         """The last value of everything that was measured, by name."""
         metrics: Mapping[str, float] = self.summary.get("metrics", {})
         return metrics
+
+    @property
+    def history(self) -> Records:
+        """What was logged at each log point, as ``metrics.jsonl`` has it; ``to_pandas()`` makes a table of it."""
+        return read_records(self.directory.metrics)
 
     def __repr__(self) -> str:
         if not self.summary:
@@ -247,8 +262,10 @@ class Run:
         own_schedule = self.config["optimizers"].get(optimizer, {}).get("schedule")
         return f"optimizers.{optimizer}.schedule" if own_schedule else "schedule"
 
-    def evaluate(self, checkpoint: Path | str | None = None) -> dict[str, float | int | str]:
+    def evaluate(self, checkpoint: Path | str | None = None) -> dict[str, Any]:
         """Metrics of every validation and test set with the weights of a checkpoint; a collective, nothing is written.
+
+        One that is not a number, as a value per class or a confusion matrix, is nested lists, or what the metric gave.
 
         Args:
             checkpoint: its directory, or that of a run, perhaps with a name (``runs/x/best``); or of this run ``best``
@@ -268,13 +285,13 @@ class Run:
         agreement.agreed(lambda: self._load_weights(loaded))
         self.trainer.state.iteration = loaded.manifest.iteration
         self.trainer.state.metrics.clear()
+        values: dict[str, Any] = {}
         for evaluation in self.evaluations():
             evaluation(self.trainer)
-        return {
-            "checkpoint": str(path),
-            "iteration": loaded.manifest.iteration,
-            **dict(sorted(self.trainer.state.metrics.items())),
-        }
+            values |= {name: _in_lists(value) for name, value in evaluation.values.items()}
+        self.trainer.state.media.clear()  # they are of another moment than what is logged next
+        values |= self.trainer.state.metrics
+        return {"checkpoint": str(path), "iteration": loaded.manifest.iteration, **dict(sorted(values.items()))}
 
     def _load_weights(self, loaded: Loaded) -> None:
         for name, part in self.trainer.registry.objects.items():
@@ -468,3 +485,12 @@ class Run:
                 # the error that failed the run is raised instead: often the same full disk
                 logger.error("%s could not be written: %s.", self.directory.summary, error)
         return summary
+
+
+def _in_lists(value: Any) -> Any:
+    """A metric's value with its tensors and arrays as numbers, or lists of them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _in_lists(element) for key, element in value.items()}
+    return [_in_lists(element) for element in value] if isinstance(value, list | tuple) else value

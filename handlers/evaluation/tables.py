@@ -1,0 +1,109 @@
+"""How a metric that is not one number is shown: as a table, or as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ignite_engine.handlers.media import Histogram, Image
+from ignite_engine.text import in_columns, short
+
+ROWS, COLUMNS = 200, 20
+"""Of a table; what is larger is a histogram or a picture alone."""
+SIDE = 240
+"""Of a picture, in pixels."""
+
+Array = np.ndarray[Any, Any]
+
+
+def media_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What ``state.media`` takes of a metric, by name; nothing of what is not known.
+
+    A vector (a value per class) and a report by class are a table; a matrix (of confusions: the row is the true class)
+    a picture, and a table if it is small; a curve of Ignite's (ROC, precision over recall) a picture.
+    """
+    if isinstance(value, str):
+        value = _of_json(value)
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, Mapping):
+        yield name, _report(value)
+    elif isinstance(value, Sequence) and len(value) >= 2 and all(getattr(part, "ndim", 0) == 1 for part in value):
+        yield name, Image(_curve(*(_array(part) for part in value[:3])))
+    elif (values := _array(value)) is not None and values.ndim == 1 and values.size:
+        yield (
+            name,
+            Histogram(values)
+            if len(values) > ROWS
+            else _table([[str(at), *_cells([each])] for at, each in enumerate(values)]),
+        )
+    elif values is not None and values.ndim == 2 and values.size:
+        yield name, Image(_heat_map(values))
+        if values.shape[0] <= ROWS and values.shape[1] <= COLUMNS:
+            rows = [[str(at), *_cells(row)] for at, row in enumerate(values)]
+            yield f"{name}/table", _table([["", *map(str, range(values.shape[1]))], *rows])
+
+
+def _of_json(text: str) -> Any:
+    """What Ignite's ClassificationReport writes by default, or the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _report(values: Mapping[Any, Any]) -> str:
+    """Rows by name; of nested mappings the inner names are columns."""
+    columns = list(dict.fromkeys(key for row in values.values() if isinstance(row, Mapping) for key in row))
+    rows = [["", *map(str, columns)]] if columns else []
+    for name, row in values.items():
+        cells = [row.get(key, "") for key in columns] if isinstance(row, Mapping) else [row]
+        rows.append([str(name), *_cells(cells)])
+    width = max(map(len, rows), default=0)
+    return _table([row + [""] * (width - len(row)) for row in rows])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(in_columns(rows))
+
+
+def _cells(values: Any) -> list[str]:
+    return [value if isinstance(value, str) else short(float(value)) for value in values]
+
+
+def _array(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().float().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        return value
+    numbers = isinstance(value, Sequence) and value and all(isinstance(each, int | float) for each in value)
+    return np.asarray(value, float) if numbers else None
+
+
+def _heat_map(matrix: Array) -> Array:
+    """Each row by its sum, dark where much is; shape ``(height, width)``, from 0 to 1."""
+    sums = np.abs(matrix).sum(axis=1, keepdims=True)
+    shares = np.abs(matrix) / np.where(sums > 0, sums, 1)
+    cell = max(1, SIDE // max(matrix.shape))
+    return np.asarray(1.0 - np.kron(shares, np.ones((cell, cell))))
+
+
+def _curve(first: Array, second: Array, thresholds: Array | None = None) -> Array:
+    """The line of a curve within the unit square, dark on white; shape ``(SIDE, SIDE)``.
+
+    Of Ignite's curves ROC has as many thresholds as points and its x first; that of precision over recall has a
+    threshold less and its y first.
+    """
+    y_is_first = thresholds is not None and len(thresholds) < len(first)
+    x, y = (second, first) if y_is_first else (first, second)
+    steps = np.linspace(0, len(x) - 1, max(len(x), 4 * SIDE))
+    columns, rows = (np.interp(steps, np.arange(len(axis)), np.nan_to_num(axis)) for axis in (x, y))
+    picture = np.ones((SIDE, SIDE))
+    picture[[0, -1], :] = picture[:, [0, -1]] = 0.8
+    at = [(np.clip(axis, 0, 1) * (SIDE - 1)).round().astype(int) for axis in (1 - rows, columns)]
+    picture[at[0], at[1]] = 0.0
+    return picture
