@@ -49,6 +49,8 @@ class RunDirectory:
         self.summary = self.path / "summary.json"
         self.checkpoints = self.path / "checkpoints"
         self.history = self.path / "history.jsonl"
+        self.code = self.path / "code.json"
+        self.code_diff = self.path / "code.diff"
         self.goodput = self.path / "goodput.jsonl"
         self.evaluations = self.path / "evaluations"
         self.logs = self.path / "logs"
@@ -90,11 +92,13 @@ class RunDirectory:
         """The files that say which run this folder holds, if it is completed; else none."""
         if self.read_summary().get("status") != "completed":
             return {}
-        files = (self.config, self.environment, self.summary)
+        files = (self.config, self.environment, self.summary, self.code, self.code_diff)
         return {path: path.read_text(encoding="utf-8") for path in files if path.exists()}
 
     def put_back(self, files: Mapping[Path, str]) -> None:
         """Undo what a start that was refused has written: ``files`` as they were."""
+        for path in (self.code, self.code_diff):
+            path.unlink(missing_ok=True)
         for path, content in files.items():
             write_whole(path, content)
 
@@ -110,12 +114,16 @@ class RunDirectory:
     def note(self, what: str, iteration: int, reason: str | None = None) -> None:
         """Add to the history: ``started``, ``resumed``, or how a start ended (``completed``, ``interrupted``, ...).
 
-        That of a start has its settings, where the folder has a config.
+        That of a start has its settings and the commit of its code, where the folder has them; a commit with ``+`` is
+        changed by ``code.diff``.
         """
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         values: dict[str, Any] = {"what": what, "iteration": iteration, "reason": reason, "at": now}
-        if what in ("started", "resumed") and (config := self._stored_config()) is not None:
-            values["config"] = config
+        if what in ("started", "resumed"):
+            if (config := self._stored_config()) is not None:
+                values["config"] = config
+            if code := self.read_code():
+                values["commit"] = str(code.get("commit")) + ("+" if self.code_diff.exists() else "")
         line = json.dumps(json_values(values), default=str)
         self.path.mkdir(parents=True, exist_ok=True)
         with self.history.open("a", encoding="utf-8") as file:
@@ -155,6 +163,14 @@ class RunDirectory:
         try:
             values = json.loads(self.summary.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError, RecursionError):
+            return {}
+        return values if isinstance(values, dict) else {}
+
+    def read_code(self) -> dict[str, Any]:
+        """What ``runs.code_record`` wrote at the last start; empty if there is none, or it cannot be read."""
+        try:
+            values = json.loads(self.code.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             return {}
         return values if isinstance(values, dict) else {}
 

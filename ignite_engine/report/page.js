@@ -202,7 +202,9 @@ const drawAll = () => {
   for (const plot of drawn) plot.destroy();
   const wanted = control("chart")?.value ?? "";
   for (const figure of figures) figure.hidden = wanted !== "" && charts[figure.dataset.chart].title !== wanted;
-  drawn = figures.filter(figure => !figure.hidden).map(draw);
+  const shown = figures.filter(figure => !figure.hidden);
+  if (wanted !== "") for (const figure of shown) figure.closest("details:not([open])")?.setAttribute("open", "");
+  drawn = shown.filter(figure => !figure.closest("details:not([open])")).map(draw);
   if (runs.length > 1) eachOther(null, plot => plot.series.forEach((each, index) => {
     if (index && hidden.has(each.label)) plot.setSeries(index, { show: false });
   }));
@@ -216,6 +218,7 @@ for (const each of document.querySelectorAll("[data-control]")) {
   each.addEventListener("input", () => { if (each.dataset.control === "axis" || each.dataset.control === "logx") { zoom = null; document.body.classList.remove("zoomed"); } later(); });
 }
 document.querySelector("[data-reset]")?.addEventListener("click", reset);
+for (const folded of document.querySelectorAll("[data-folded]")) folded.addEventListener("toggle", later);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", later);
 let width = 0;
 new ResizeObserver(([main]) => { if (main.contentRect.width !== width) { width = main.contentRect.width; later(); } }).observe(document.querySelector("main"));

@@ -12,8 +12,8 @@ from typing import Any
 from ignite_engine.report.charts import chart, script_data, sparkline
 from ignite_engine.report.goodput.section import goodput_section
 from ignite_engine.report.media import media_section
-from ignite_engine.report.panels import COLOURS, Panel, compared_panels, panels_of
-from ignite_engine.report.records import Record, read_run
+from ignite_engine.report.panels import COLOURS, OF_ENGINE, Panel, compared_panels, panels_of
+from ignite_engine.report.records import DIFF_SHOWN, Record, read_run
 from ignite_engine.report.scales import Point
 from ignite_engine.report.timeline import iterations_per_epoch, seconds, timeline
 from ignite_engine.run_directory import flat, write_whole
@@ -70,11 +70,12 @@ def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
         f"<h1>{escape(run.name)}</h1>",
         f'<p class="under">{escape(str(run.path.absolute()))}</p>',
         _outcome(run),
+        *_notes(run),
         _tiles(_key_numbers(run)),
-        *goodput_section(run.ledger),
-        *_curves(panels_of(run), [run]),
+        *_curves(panels_of(run), [run], goodput_section(run.ledger)),
         *media_section(run.path / "media"),
         *_config(run.config, defaults),
+        *_code(run),
         *_last_values(run),
         *_environment(run.environment),
     ]
@@ -171,21 +172,52 @@ def _tiles(tiles: Sequence[Tile]) -> str:
     return f'<dl class="tiles">{cells}</dl>' if cells else ""
 
 
-def _curves(panels: Sequence[Panel], runs: Sequence[Record]) -> list[str]:
+def _curves(panels: Sequence[Panel], runs: Sequence[Record], of_engine: Sequence[str] = ()) -> list[str]:
+    """The charts; those of the engine's own measurements are folded below the others, after ``of_engine``."""
     if not panels:
-        return ["<h2>Curves</h2><p>Nothing was logged twice yet, so there are no curves.</p>"]
+        return ["<h2>Curves</h2><p>Nothing was logged twice yet, so there are no curves.</p>", *of_engine]
     charts = [chart(panel, number) for number, panel in enumerate(panels)]
-    figures = "\n".join(html for html, _ in charts)
     data = script_data([data for _, data in charts])
     lines = [timeline(run) for run in runs]
     about = escape(script_data(lines), quote=True)
+    users_own = "\n".join(html for panel, (html, _) in zip(panels, charts, strict=True) if not panel.of_engine)
+    engines = "\n".join(html for panel, (html, _) in zip(panels, charts, strict=True) if panel.of_engine)
+    folded = [
+        f"<details data-folded{'' if users_own else ' open'}><summary>Speed, times and memory</summary>",
+        *of_engine,
+        f'<div class="charts">\n{engines}\n</div></details>',
+    ]
     return [
         "<h2>Curves</h2>",
         _controls([panel.title for panel in panels], lines),
         "<noscript><p>The curves are drawn by a script of this page; scripts are off.</p></noscript>",
-        f'<div class="charts">\n{figures}\n</div>',
+        f'<div class="charts">\n{users_own}\n</div>',
+        *(folded if engines or of_engine else []),
         f'<script type="application/json" id="charts" data-runs="{about}">{data}</script>',
     ]
+
+
+def _notes(run: Record) -> list[str]:
+    if not run.notes:
+        return []
+    return [f'<p class="notes">{escape(run.notes)}</p>']
+
+
+def _code(run: Record) -> list[str]:
+    """Commit and differences of the code that ran, and the commits of earlier starts if they were others."""
+    commit = run.code.get("commit")
+    if not commit:
+        return []
+    values = {"commit": commit, "branch": run.code.get("branch"), "changed": run.code.get("changed")}
+    values["not in git"] = run.code.get("untracked")
+    commits = [str(entry["commit"]) for entry in run.history if "commit" in entry]
+    if len(set(commits)) > 1:
+        values["of its starts"] = [commit.rstrip("+")[:10] + "+" * commit.endswith("+") for commit in commits]
+    card = _card("code", {key: value for key, value in values.items() if value})
+    is_cut = run.code.get("diff_is_cut") or len(run.code_diff) >= DIFF_SHOWN
+    cut = " (the beginning)" if is_cut else ""
+    diff = f"<details><summary>Its differences to the commit{cut}</summary><pre>{escape(run.code_diff)}</pre></details>"
+    return [f'<h2>Code</h2><div class="cards">{card}</div>', *([diff] if run.code_diff else [])]
 
 
 def _controls(titles: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
@@ -252,8 +284,15 @@ def _last_values(run: Record) -> list[str]:
         for phase, seconds in (run.summary.get("startup_s") or {}).items()
         if isinstance(seconds, int | float) and abs(seconds) < 1e15
     }
-    cards = [_card(name, part) for name, part in (("run", rest), ("start-up", startup), ("last values", kept)) if part]
-    return [f'<h2>Summary</h2><div class="cards">{"".join(cards)}</div>'] if cards else []
+    measured = {key: value for key, value in kept.items() if not key.startswith(OF_ENGINE)}
+    of_engine = {key: value for key, value in kept.items() if key.startswith(OF_ENGINE)}
+    parts = (("last values", measured), ("run", flat(rest)), ("start-up", startup))
+    cards = "".join(_card(name, part) for name, part in parts if part)
+    folded = "Last values of speed, times and memory"
+    return [
+        *([f'<h2>Summary</h2><div class="cards">{cards}</div>'] if cards else []),
+        *([f"<details><summary>{folded}</summary>{_card('', of_engine)}</details>"] if of_engine else []),
+    ]
 
 
 def _environment(environment: Mapping[str, Any]) -> list[str]:
@@ -270,7 +309,8 @@ def _card(name: str, values: Mapping[str, Any]) -> str:
     rows = "".join(
         f"<tr><td>{escape(str(key))}</td><td>{escape(text_of(value))}</td></tr>" for key, value in values.items()
     )
-    return f'<div class="card"><h3>{escape(name)}</h3><table>{rows}</table></div>'
+    head = f"<h3>{escape(name)}</h3>" if name else ""
+    return f'<div class="card">{head}<table>{rows}</table></div>'
 
 
 def _runs_table(runs: Sequence[Record], names: Sequence[str]) -> str:

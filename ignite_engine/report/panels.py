@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ignite_engine.report.records import Record
 from ignite_engine.report.series import Logged
@@ -26,6 +26,8 @@ STEPS = {
 }
 COLOURS = 8
 _GIB_FROM_MIB = 8192.0
+OF_ENGINE = ("throughput/", "time/", "memory/")
+"""How the names of what the engine measures of itself begin."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Line:
 class Panel:
     """Curves over one axis; ``stacked``: each line's values are added to those of the lines before it.
 
-    ``exact``: without noise, so it is never smoothed.
+    ``exact``: without noise, so it is never smoothed. ``of_engine``: speed, times and memory, which a page folds away.
     """
 
     title: str
@@ -57,26 +59,52 @@ class Panel:
     stacked: bool = False
     exact: bool = False
     notes: Sequence[str] = ()
+    of_engine: bool = False
 
 
 def panels_of(run: Record) -> list[Panel]:
-    """The panels of one run, the loss first; a series of one point is left out."""
+    """The panels of one run, the loss first, what the engine measures of itself last; a series of one point is none."""
     series = {name: points for name, points in run.series.items() if len(points) > 1 and name != "epoch"}
     metrics = list(dict.fromkeys(key.partition("/")[2] for key in series if _is_evaluated(key)))
     others = [key for key in series if "/" not in key and key not in ("loss", "lr", "grad_norm", *metrics)]
+    parts = _parts_of_the_loss(series)
+    drawn = {drawn for name, _ in parts for drawn in (name, f"loss/{name}")}
     made = [
         _panel(run, "Loss", "", _sets(series, "loss"), from_zero=False, may_be_log=True),
-        *(_metric(run, series, name) for name in metrics if name != "loss"),
+        _loss_parts(run, parts),
+        *(_metric(run, series, name) for name in metrics if name != "loss" and name not in drawn),
         _panel(run, "Learning rate", "", _rates(series), exact=True),
         _panel(run, "Gradient norm", "", {key: key for key in series if key == "grad_norm"}, may_be_log=True),
+        *(_panel(run, key, "", {key: key}, from_zero=False) for key in others),
+    ]
+    of_engine = [
         *_throughput(run, series),
         _time_split(run, series),
         _panel(run, "Steps", "ms; of ranks without the reduction", {k: v for k, v in STEPS.items() if v in series}),
         _other_times(run, series),
         *_memory_panels(run, series),
-        *(_panel(run, key, "", {key: key}, from_zero=False) for key in others),
     ]
-    return [panel for panel in made if panel is not None]
+    return [panel for panel in made if panel is not None] + [
+        replace(panel, of_engine=True) for panel in of_engine if panel is not None
+    ]
+
+
+def _parts_of_the_loss(series: Mapping[str, Sequence[Logged]]) -> list[tuple[str, dict[str, str]]]:
+    """Name and lines of each part of a loss of several; what else has the name of one, too."""
+    names = [key.removeprefix("loss/") for key in series if key.startswith("loss/")]
+    return [(name, _sets(series, name) | _sets(series, f"loss/{name}") | {"train": f"loss/{name}"}) for name in names]
+
+
+def _loss_parts(run: Record, parts: Sequence[tuple[str, Mapping[str, str]]]) -> Panel | None:
+    """All parts of the loss in one chart, those of one part in one colour."""
+    lines = [
+        Line(name if place == 0 else f"{name}, {of_set}", run.series[key], mark, dashed=place > 0)
+        for mark, (name, found) in enumerate(parts)
+        for place, (of_set, key) in enumerate(sorted(found.items(), key=lambda item: item[0] != "train"))
+    ]
+    keys = [key for _, found in parts for key in found.values()]
+    notes = [_not_finite(key, run.not_finite[key]) for key in keys if key in run.not_finite]
+    return Panel("Parts of the loss", "", lines, from_zero=False, may_be_log=True, notes=notes) if lines else None
 
 
 def _metric(run: Record, series: Mapping[str, Sequence[Logged]], name: str) -> Panel | None:
@@ -91,7 +119,7 @@ def _moves(run: Record, key: str) -> bool:
 
 def _is_evaluated(key: str) -> bool:
     """Whether it is a set's metric, such as val/loss."""
-    return "/" in key and not key.startswith(("lr/", "throughput/", "time/", "memory/"))
+    return "/" in key and not key.startswith(("lr/", "loss/", *OF_ENGINE))
 
 
 def _sets(series: Mapping[str, Sequence[Logged]], metric: str) -> dict[str, str]:
@@ -213,7 +241,8 @@ def compared_panels(runs: Sequence[Record], names: Sequence[str]) -> list[Panel]
         notes = [_not_finite(name, run.not_finite[key]) for run, name, _ in having if key in run.not_finite]
         may_be_log = key == "grad_norm" or key.rpartition("/")[2] == "loss"
         exact = key == "lr" or key.startswith("lr/")
-        made.append(Panel(key, "", lines, _order_on_page(key) > _METRICS_UNTIL, may_be_log, exact=exact, notes=notes))
+        from_zero, of_engine = _order_on_page(key) > _METRICS_UNTIL, key.startswith(OF_ENGINE)
+        made.append(Panel(key, "", lines, from_zero, may_be_log, exact=exact, notes=notes, of_engine=of_engine))
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,10 @@ from ignite_engine.report.series import Logged, Series
 from ignite_engine.run_directory import RunDirectory, lines_of
 
 LOG_LINES = 40
+NOTES = "notes.md"
+"""In the run's folder; written by its user."""
+DIFF_SHOWN, NOTES_SHOWN = 64 * 1024, 16 * 1024
+"""Bytes; the rest is in the file."""
 _LARGEST = 1e15
 """Larger numbers in a summary are neither counts nor seconds."""
 _LAST_ITERATION = 2**53
@@ -43,6 +48,9 @@ class Record:
         judged_by: the metric by which its checkpoints are judged, and ``min`` or ``max``, as the newest of them says.
         log: the last lines of rank 0's log.
         ledger: where its time went, if that was measured.
+        code: commit and changed files of the code that ran, see ``runs.code_record``.
+        code_diff: how its code differed from that commit.
+        notes: what its user wrote into ``notes.md`` in its folder.
     """
 
     path: Path
@@ -55,6 +63,14 @@ class Record:
     judged_by: tuple[str, str] | None = None
     log: str = ""
     ledger: Ledger | None = None
+    code: Mapping[str, Any] = field(default_factory=dict)
+    code_diff: str = ""
+    notes: str = ""
+
+    @property
+    def tags(self) -> list[str]:
+        """The words of the notes that begin with ``#``, without it; a heading is none."""
+        return list(dict.fromkeys(re.findall(r"(?<!\S)#(\w[\w.-]*)", self.notes)))
 
     @property
     def name(self) -> str:
@@ -138,6 +154,9 @@ def read_run(directory: str | Path) -> Record:
         (str(best["metric"]), "max" if best.get("mode") == "max" else "min") if "metric" in best else None,
         _last_lines(run.logs / "rank_0.log"),
         read_ledger(run.goodput),
+        run.read_code(),
+        _text(run.code_diff, DIFF_SHOWN),
+        _text(run.path / NOTES, NOTES_SHOWN).strip(),
     )
 
 
@@ -226,6 +245,14 @@ def _is_larger(values: Any, count: int) -> bool:
         elif isinstance(value, list):
             waiting += value
     return count < 0
+
+
+def _text(path: Path, limit: int) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(limit).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _last_lines(path: Path) -> str:

@@ -25,6 +25,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.report.goodput import goodput_line, read_ledger
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, plain_metric, weights_sha256
+from ignite_engine.runs.code_record import record_code
 from ignite_engine.runs.history import Records, read_records
 from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
@@ -326,6 +327,7 @@ class Run:
     def _begin_directory(self) -> None:
         self._differences = self.directory.write_config(self.config)
         self.directory.write_environment(agreement.world_size())
+        record_code(self.directory)
 
     def _log_differences(self, resumed: Path | None) -> None:
         """A changed setting of an optimizer that was resumed is not among them: that it has no effect is said there."""

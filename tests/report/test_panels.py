@@ -27,6 +27,28 @@ def test_the_loss_of_training_and_of_each_set_share_the_first_panel() -> None:
     assert [line.name for line in panels[0].lines] == ["train", "val"] and panels[0].may_be_log
 
 
+def test_parts_of_a_loss_share_a_chart_with_those_of_the_sets() -> None:
+    series = {"loss": points(3, 2), "loss__kl": points(1, 1), "loss__pixels": points(2, 1), "val__kl": points(1, 2)}
+    series |= {"val__loss": points(3, 3), "val__accuracy": points(0, 1)}
+    panels = panels_of(run(**series))
+
+    assert titles(panels) == ["Loss", "Parts of the loss", "accuracy"]
+    assert [line.name for line in panels[0].lines] == ["train", "val"]
+    lines = [(line.name, line.mark, line.dashed) for line in panels[1].lines]
+    assert lines == [("kl", 0, False), ("kl, val", 0, True), ("pixels", 1, False)]
+
+
+def test_what_the_engine_measures_of_itself_comes_last() -> None:
+    series = {"throughput__steps_per_s": points(1, 2), "time__step_ms": points(1, 2), "memory__peak_mib": points(1, 2)}
+    panels = panels_of(run(**series, mine=points(1, 2), lr=points(1, 2), loss=points(1, 2)))
+
+    assert titles([panel for panel in panels if not panel.of_engine]) == ["Loss", "Learning rate", "mine"]
+    assert titles(panels[3:]) == ["Throughput", "Time per iteration", "Memory of the device"]
+    assert all(panel.of_engine for panel in panels[3:])
+    (lr, time) = compared_panels([run(lr=points(1, 2), time__step_ms=points(1, 2))], ["a"])
+    assert (lr.of_engine, time.of_engine) == (False, True)
+
+
 def test_a_series_of_one_point_and_a_metric_that_never_moves_are_left_out() -> None:
     assert panels_of(run(loss=points(3), val__accuracy=points(0.5, 0.5))) == []
     assert titles(panels_of(run(val__accuracy=points(0.5, 0.6)))) == ["accuracy"]
