@@ -19,12 +19,12 @@ from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, StateMismatch
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.launch import Parallel, is_launched
-from ignite_engine.report import NotLogged
+from ignite_engine.report import NoSuchKey, NotLogged
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
 from ignite_engine.runs import recipe
 
 FAILED, USAGE_ERROR = 1, 2
-USER_ERRORS = (ConfigError, StateMismatch, NotExact, NotLogged, RunDirectoryInUse)
+USER_ERRORS = (ConfigError, StateMismatch, NotExact, NoSuchKey, NotLogged, RunDirectoryInUse)
 """What a user can fix, whatever the command: one line and code 2."""
 RUN_ERRORS = (CheckpointError, LaunchError, NotFinite, RanksDiffer)
 """What ends a run and needs no traceback: one line and code 1."""

@@ -29,6 +29,12 @@ def add_parsers(subparsers: Any) -> None:
                 "--sort", metavar="METRIC", help="print a table of the runs too, the best first; such as val/accuracy"
             )
             command.add_argument(
+                "--group-by",
+                metavar="KEY",
+                help="a key of the configs, such as optimizer.lr: runs with the same value are one curve, their mean, "
+                "with a band; default: so are runs that differ in run.seed alone",
+            )
+            command.add_argument(
                 "--mode", choices=["min", "max"], help="which value of --sort is the best; default: as the runs say"
             )
         default = "report.html in the run's directory" if name == "report" else "compare.html"
@@ -48,7 +54,8 @@ def compare(options: argparse.Namespace) -> None:
     if options.sort is not None:
         runs = ordered(runs, options.sort, options.mode)
         print("\n".join(sweep_table(runs, options.sort, options.mode)))
-    print(write_comparison(runs, output or "compare.html"))
+    chosen = {"group_by": options.group_by, "metric": options.sort, "mode": options.mode}
+    print(write_comparison(runs, output or "compare.html", **chosen))
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"report": report, "compare": compare}

@@ -9,11 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ignite_engine.report.groups import NoSuchKey
     from ignite_engine.report.pages import write_comparison, write_report
     from ignite_engine.report.records import NotARun, Record, read_run
     from ignite_engine.report.sweep import NotLogged, ordered, sweep_table
 
 __all__ = [
+    "NoSuchKey",
     "NotARun",
     "NotLogged",
     "Record",
@@ -26,6 +28,7 @@ __all__ = [
 
 # A run loads the pages when it has ended; the verdict and the ledger, which it loads before, are in this room, too.
 _MODULES = {
+    "NoSuchKey": "ignite_engine.report.groups",
     "NotARun": "ignite_engine.report.records",
     "NotLogged": "ignite_engine.report.sweep",
     "Record": "ignite_engine.report.records",

@@ -77,6 +77,7 @@ def chart(panel: Panel, number: int) -> tuple[str, dict[str, Any]]:
                 "mark": line.mark % COLOURS,
                 "dashed": line.dashed,
                 "run": line.run,
+                "band": [[_plain(number) for number in place] for place in line.band],
                 "points": [[_plain(x), _plain(y)] for x, y in _thinned(line, panel.stacked)],
             }
             for line in panel.lines

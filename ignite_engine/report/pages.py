@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.resources
+import os
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,10 +13,12 @@ from typing import Any
 
 from ignite_engine.report.charts import chart, script_data, sparkline
 from ignite_engine.report.goodput.section import goodput_section
+from ignite_engine.report.groups import Group, groups_of, marks_of, summary_of
 from ignite_engine.report.media import media_section
 from ignite_engine.report.panels import COLOURS, OF_ENGINE, Panel, compared_panels, panels_of
 from ignite_engine.report.records import DIFF_SHOWN, Record, read_run
 from ignite_engine.report.scales import Point
+from ignite_engine.report.scatter import scatter_section
 from ignite_engine.report.timeline import iterations_per_epoch, seconds, timeline
 from ignite_engine.run_directory import flat, write_whole
 from ignite_engine.text import short
@@ -34,6 +38,8 @@ class Tile:
 
 
 _NOT_SET = object()
+NOTE_LETTERS = 80
+"""Of a run's notes in the table."""
 
 
 def write_report(
@@ -53,15 +59,39 @@ def write_report(
     return path
 
 
-def write_comparison(runs: Sequence[str | Path | Record], output: str | Path = "compare.html") -> Path:
+def write_comparison(
+    runs: Sequence[str | Path | Record],
+    output: str | Path = "compare.html",
+    *,
+    group_by: str | None = None,
+    metric: str | None = None,
+    mode: str | None = None,
+) -> Path:
     """Write the page that compares several runs, given by their directories or as read; returns its path.
+
+    Args:
+        group_by: a dotted key of the configs; runs with the same value are one curve, their mean, with a band from the
+            lowest to the highest. None: so are runs that differ in their seed alone.
+        metric: whose best values are drawn over the settings; None: the one that a run followed, or a loss.
+        mode: ``min`` or ``max``; None: as the runs followed the metric, or else as its name says.
 
     Raises:
         NotARun: a directory does not hold a run.
+        NoSuchKey: no config has the key.
     """
     records = [run if isinstance(run, Record) else read_run(run) for run in runs]
-    write_whole(Path(output), comparison_page(records))
+    groups = groups_of(records, names_of(records), group_by)
+    links = [_link(run.path / "report.html", Path(output)) for run in records]
+    write_whole(Path(output), comparison_page(records, groups, links, metric, mode))
     return Path(output)
+
+
+def _link(page: Path, output: Path) -> str | None:
+    """The relative address of a run's page, as a link in ``output``; None: it has none, or is on another drive."""
+    if not page.exists():
+        return None
+    relative = os.path.relpath(page.absolute(), output.absolute().parent)
+    return urllib.parse.quote(relative)
 
 
 def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
@@ -85,14 +115,22 @@ def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
     return _page(run.name, parts)
 
 
-def comparison_page(runs: Sequence[Record]) -> str:
-    """The page of several runs as HTML; each has the same colour in all charts."""
-    names = names_of(runs)
+def comparison_page(
+    runs: Sequence[Record],
+    groups: Sequence[Group],
+    links: Sequence[str | None],
+    metric: str | None = None,
+    mode: str | None = None,
+) -> str:
+    """The page of several runs as HTML; each group has the same colour in all charts."""
+    names, marks, keys = names_of(runs), marks_of(groups), _compared_metrics(runs)
     parts = [
         f"<h1>{len(runs)} runs compared</h1>",
-        _runs_table(runs, names),
+        _runs_table(runs, names, keys, marks, links),
+        *_groups_table(runs, groups, keys),
         *_config_differences(runs, names),
-        *_curves(compared_panels(runs, names), runs),
+        *scatter_section(runs, names, differing(runs), metric or next(iter(keys), None), mode, marks),
+        *_curves(compared_panels(runs, groups), runs),
     ]
     return _page("Runs compared", parts)
 
@@ -313,13 +351,44 @@ def _card(name: str, values: Mapping[str, Any]) -> str:
     return f'<div class="card">{head}<table>{rows}</table></div>'
 
 
-def _runs_table(runs: Sequence[Record], names: Sequence[str]) -> str:
+def _compared_metrics(runs: Sequence[Record]) -> list[str]:
+    """What the runs followed, and their losses."""
     losses = sorted({key for run in runs for key in run.series if key == "loss" or key.endswith("/loss")}, key=len)
     followed = [run.followed[0] for run in runs if run.followed is not None and run.followed[0] in run.series]
-    keys = list(dict.fromkeys([*followed, *losses]))
+    return list(dict.fromkeys([*followed, *losses]))
+
+
+def _groups_table(runs: Sequence[Record], groups: Sequence[Group], keys: Sequence[str]) -> list[str]:
+    """For each group of several runs the mean, lowest and highest of their best values; nothing without one."""
+    if all(len(group.members) == 1 for group in groups):
+        return []
+    rows = []
+    for number, group in enumerate(groups):
+        cells = [str(len(group.members))]
+        for key in keys:
+            best = [point[1] for member in group.members if (point := runs[member].best(key)) is not None]
+            cells.append(summary_of(best) if best else "")
+        numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
+        rows.append(f'<tr><td><span class="swatch c{number % COLOURS}"></span>{escape(group.name)}</td>{numbers}</tr>')
+    titles = ["runs", *(f"{key}, best" for key in keys)]
+    head = "<th>group</th>" + "".join(f'<th class="number">{escape(title)}</th>' for title in titles)
+    return [
+        '<h2>Groups <span class="unit">mean (lowest to highest); a curve is the mean, its band the rest</span></h2>'
+        f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+    ]
+
+
+def _runs_table(
+    runs: Sequence[Record],
+    names: Sequence[str],
+    keys: Sequence[str],
+    marks: Mapping[int, int],
+    links: Sequence[str | None],
+) -> str:
     titles = ["run", "status", "iteration", *(f"{key}, best" for key in keys), "time"]
     timed = any(run.ledger is not None for run in runs)
     titles += ["goodput"] if timed else []
+    said = [title for title, has in (("tags", any(run.tags for run in runs)), ("notes", any(map(_note, runs)))) if has]
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         best = [run.best(key) for key in keys]
@@ -331,11 +400,22 @@ def _runs_table(runs: Sequence[Record], names: Sequence[str]) -> str:
         if timed:
             cells.append("" if run.ledger is None else f"{100 * run.ledger.goodput:.0f} %")
         numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
-        swatch = f'<span class="swatch c{index % COLOURS}"></span>'
-        rows.append(f"<tr><td>{swatch}{escape(name)}</td><td>{escape(run.status)}</td>{numbers}</tr>")
-    kinds = ["", "", *[' class="number"'] * (len(titles) - 2)]
-    head = "".join(f"<th{kind}>{escape(title)}</th>" for kind, title in zip(kinds, titles, strict=True))
+        swatch = f'<span class="swatch c{marks[index] % COLOURS}"></span>'
+        link = links[index]
+        shown = escape(name) if link is None else f'<a href="{escape(link, quote=True)}">{escape(name)}</a>'
+        words = {"tags": " ".join(run.tags), "notes": _note(run)}
+        texts = "".join(f"<td>{escape(words[title])}</td>" for title in said)
+        rows.append(f"<tr><td>{swatch}{shown}</td><td>{escape(run.status)}</td>{numbers}{texts}</tr>")
+    kinds = ["", "", *[' class="number"'] * (len(titles) - 2), *[""] * len(said)]
+    head = "".join(f"<th{kind}>{escape(title)}</th>" for kind, title in zip(kinds, titles + said, strict=True))
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _note(run: Record) -> str:
+    """The first line of a run's notes, without its tags."""
+    lines = (" ".join(word for word in line.split() if word[0] != "#") for line in run.notes.splitlines())
+    first = next(filter(None, lines), "")
+    return first if len(first) <= NOTE_LETTERS else f"{first[: NOTE_LETTERS - 3]}..."
 
 
 def _config_differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ignite_engine.report.groups import Group, mean_and_band
 from ignite_engine.report.records import Record
 from ignite_engine.report.series import Logged
 
@@ -34,7 +35,8 @@ OF_ENGINE = ("throughput/", "time/", "memory/")
 class Line:
     """A named curve of the page's n-th ``run``.
 
-    ``mark`` selects its colour, ``dashed`` distinguishes it from another of the same colour.
+    ``mark`` selects its colour, ``dashed`` distinguishes it from another of the same colour. ``band``: ``(x, lowest,
+    highest)`` of the curves that it is the mean of.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Line:
     mark: int
     dashed: bool = False
     run: int = 0
+    band: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -224,26 +227,40 @@ def _not_finite(name: str, iterations: Sequence[int]) -> str:
     return f"{name} is not finite at iteration {first}{more}"
 
 
-def compared_panels(runs: Sequence[Record], names: Sequence[str]) -> list[Panel]:
-    """One panel for each series, with a line for each run; the loss first."""
+def compared_panels(runs: Sequence[Record], groups: Sequence[Group]) -> list[Panel]:
+    """One panel for each series, with a line for each group of runs; the loss first."""
     left_out = {"epoch", "throughput/steps_per_s", "throughput/data_wait_share"}
     if any("throughput/tokens_per_s" in run.series for run in runs):
         left_out.add("throughput/samples_per_s")
     keys = [key for key in dict.fromkeys(key for run in runs for key in run.series) if key not in left_out]
     made = []
     for key in sorted(keys, key=_order_on_page):  # stable: otherwise in the order of the files
-        having = [
-            (run, name, mark) for mark, (run, name) in enumerate(zip(runs, names)) if len(run.series.get(key, ())) > 1
-        ]
-        if not having or _is_a_copy(key, runs) or (_is_evaluated(key) and not any(_moves(run, key) for run in runs)):
+        lines = [line for mark, group in enumerate(groups) if (line := _line_of(runs, group, mark, key)) is not None]
+        if not lines or _is_a_copy(key, runs) or (_is_evaluated(key) and not any(_moves(run, key) for run in runs)):
             continue
-        lines = [Line(name, run.series[key], mark, dashed=mark >= COLOURS, run=mark) for run, name, mark in having]
-        notes = [_not_finite(name, run.not_finite[key]) for run, name, _ in having if key in run.not_finite]
+        notes = [
+            _not_finite(group.name, runs[member].not_finite[key])
+            for group in groups
+            for member in group.members
+            if key in runs[member].not_finite and len(runs[member].series.get(key, ())) > 1
+        ]
         may_be_log = key == "grad_norm" or key.rpartition("/")[2] == "loss"
         exact = key == "lr" or key.startswith("lr/")
         from_zero, of_engine = _order_on_page(key) > _METRICS_UNTIL, key.startswith(OF_ENGINE)
         made.append(Panel(key, "", lines, from_zero, may_be_log, exact=exact, notes=notes, of_engine=of_engine))
     return made
+
+
+def _line_of(runs: Sequence[Record], group: Group, mark: int, key: str) -> Line | None:
+    """The curve of a run, or of several the mean of those that have one."""
+    members = [member for member in group.members if len(runs[member].series.get(key, ())) > 1]
+    if not members:
+        return None
+    dashed = mark >= COLOURS
+    if len(members) == 1:
+        return Line(group.name, runs[members[0]].series[key], mark, dashed=dashed, run=members[0])
+    points, band = mean_and_band([runs[member].means(key) for member in members])
+    return Line(group.name, points, mark, dashed=dashed, run=members[0], band=band) if points else None
 
 
 _METRICS_UNTIL = 2

@@ -178,7 +178,8 @@ def test_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:
     for path in (write_report(run), write_comparison([run, run], tmp_path / "compare.html")):
         page = Page(path)
         loading = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}
-        assert [tag for tag in page.tags if loading & tag[1].keys()] == []
+        assert [tag for tag in page.tags if loading & tag[1].keys() and tag[0] != "a"] == []
+        assert {tag[1]["href"] for tag in page.tags if tag[0] == "a"} <= {"run/report.html"}
         assert re.findall(r"https?://|url\(|@import|\bfetch\(|XMLHttp|import\s*\(", page.text) == []
         policy = dict(page.tags)["meta"]  # the last one
         assert "default-src 'none'" in str(policy["content"])
