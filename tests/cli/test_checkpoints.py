@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,7 @@ from ignite_engine.cli import main
 from ignite_engine.handlers import EMA, Checkpoint
 from tests.builders import linear, mse, numbers_loader, one
 from tests.checkpointing.tables import Saving, parts
+from tests.faults.commands import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -349,13 +348,13 @@ def test_without_safetensors_one_line_says_what_to_install(
 
 
 def test_as_a_program(run: Path) -> None:
-    command = [sys.executable, "-m", "ignite_engine", "checkpoints"]
     flip(run / "checkpoints" / "iteration_00000012" / "shared.pt")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, "verify", "run"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout.splitlines()[2].startswith("iteration_00000012  damaged: shared.pt")
-    done = subprocess.run([*command, "list", "nowhere"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: nowhere does not exist")
+    command = Command(Path.cwd(), "checkpoints", "verify", "run")
+    output, _ = command.communicate()
+    assert command.returncode == 1 and output.splitlines()[2].startswith("iteration_00000012  damaged: shared.pt")
+    command = Command(Path.cwd(), "checkpoints", "list", "nowhere")
+    _, errors = command.communicate()
+    assert command.returncode == 2 and errors.startswith("error: nowhere does not exist")
 
 
 def test_prune_knows_whether_a_large_score_is_better(tmp_path: Path, say: Say) -> None:

@@ -17,6 +17,7 @@ import pytest
 import ignite_engine
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.cli import main
+from tests.faults.commands import Command, fork_the_runs_of_verify_resume
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,26 +73,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The command in a process group of its own, as a terminal starts it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "ignite_engine", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def summary(folder: Path, run: str = "run") -> dict[str, Any]:
     values = json.loads((folder / run / "summary.json").read_text())
     assert isinstance(values, dict)
     return values
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], timeout_s: float = 120) -> None:
+def wait_for(path: Path, process: Command, timeout_s: float = 120) -> None:
     until = time.monotonic() + timeout_s
     while not path.exists():
         assert process.poll() is None, process.communicate()[1]
@@ -198,15 +186,11 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(folder: Path, ranks: int) -> None:
     """No file may grow above 8 KiB; the log and the summary are smaller."""
     several = ["--nproc-per-node", "2", "--backend", "gloo"] if ranks == 2 else []
-    command = [sys.executable, "-m", "ignite_engine", "train", "my_config.yaml", *several]
-    limited = ["bash", "-c", f"ulimit -f 8; exec {' '.join(command)}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        limited, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    command = Command(folder, "train", "my_config.yaml", *several, function="tests.faults.commands:main_on_a_full_disk")
+    _, errors = command.communicate()
 
-    logged = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert ended.returncode == 1 and len(logged) == 1 and "Traceback" not in ended.stderr, ended.stderr
+    logged = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert command.returncode == 1 and len(logged) == 1 and "Traceback" not in errors, errors
     assert "The checkpoint of iteration 12 was not saved" in logged[0] and "there is no earlier one." in logged[0]
     left = summary(folder)
     assert left["status"] == "failed"
@@ -304,7 +288,7 @@ def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.
 
 
 def test_any_other_failure_is_code_1_with_its_traceback(folder: Path) -> None:
-    process = start(folder, "train", "my_config.yaml", "task_options.fails=true")
+    process = Command(folder, "train", "my_config.yaml", "task_options.fails=true")
     error = process.communicate(timeout=120)[1]
 
     assert process.returncode == 1
@@ -347,7 +331,7 @@ def test_model_that_is_not_the_saved_one_is_one_line_and_code_2(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_ends_with_its_code_and_the_same_command_resumes(folder: Path, number: int, code: int) -> None:
     assert main(["train", "my_config.yaml", "run.directory=whole"]) == 0
-    process = start(folder, "train", "my_config.yaml", "task_options.wait_s=0.2")
+    process = Command(folder, "train", "my_config.yaml", "task_options.wait_s=0.2")
     wait_for(folder / "run" / "checkpoints" / "iteration_00000006", process)
     process.send_signal(number)
     error = process.communicate(timeout=60)[1]
@@ -383,10 +367,10 @@ def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path
     assert main(["train", "my_config.yaml", "run.directory=alone"]) == 0
     held = folder / "held"
     held.touch()
-    first = start(folder, "train", "my_config.yaml", f"task_options.held_by={held}")
+    first = Command(folder, "train", "my_config.yaml", f"task_options.held_by={held}")
     wait_for(folder / "run" / "summary.json", first)
     several = ["--nproc-per-node", "2", "--backend", "gloo"] if ranks == 2 else []
-    second = start(folder, "train", "my_config.yaml", *several)
+    second = Command(folder, "train", "my_config.yaml", *several)
     error = second.communicate(timeout=300)[1]
     assert first.poll() is None  # the second one was refused while the first one trained
     held.unlink()
@@ -402,27 +386,30 @@ def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path
 
 
 @pytest.mark.faults
-def test_resume_is_verified_where_a_slow_disk_is_written_in_the_background(folder: Path) -> None:
+def test_resume_is_verified_where_a_slow_disk_is_written_in_the_background(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_the_runs_of_verify_resume(monkeypatch)
     slow = "import os\nfsync = os.fsync\nos.fsync = lambda descriptor: (time.sleep(0.1), fsync(descriptor))[1]\n"
     (folder / "slow_disk.py").write_text(TASK + slow)
     command = ["verify-resume", "my_config.yaml", "--iterations", "6", "checkpoint.background=true"]
-    process = start(folder, *command, f"task={folder / 'slow_disk.py'}:build")
-    said, error = process.communicate(timeout=300)
+    code = main([*command, f"task={folder / 'slow_disk.py'}:build"])
 
-    assert said.startswith("Resume is exact: killed at iteration 4, resumed from 3, "), said + error
-    assert process.returncode == 0
+    assert capsys.readouterr().out.startswith("Resume is exact: killed at iteration 4, resumed from 3, ")
+    assert code == 0
 
 
 @pytest.mark.distributed
-def test_two_ranks_share_one_run(folder: Path) -> None:
-    """One spawn for all of it: summary and metrics once, a log per rank, evaluation over uneven shards."""
+def test_two_ranks_share_one_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A spawn as a user's: summary and metrics once, a log per rank, evaluation over uneven shards."""
     command = ["my_config.yaml", "--nproc-per-node", "2", "--backend", "gloo"]
-    train = start(folder, "train", *command, "logging.console=false")
-    error = train.communicate(timeout=300)[1]
-    assert train.returncode == 0, error
+    program = [sys.executable, "-m", "ignite_engine", "train", *command, "logging.console=false"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    train = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert train.returncode == 0, train.stderr
     ours = ("Start-up took", "epoch ", "Completed at ", "Best ")
-    assert [line for line in error.splitlines() if not line.startswith(ours)] == [], "no line of a library"
-    evaluate = start(folder, "evaluate", *command, "data.eval_batch_size=3")
+    assert [line for line in train.stderr.splitlines() if not line.startswith(ours)] == [], "no line of a library"
+    evaluate = Command(folder, "evaluate", *command, "data.eval_batch_size=3")
     out, error = evaluate.communicate(timeout=300)
     assert evaluate.returncode == 0, error
 
@@ -432,13 +419,13 @@ def test_two_ranks_share_one_run(folder: Path) -> None:
     logs = sorted(path.name for path in (folder / "run" / "logs").iterdir())
     assert logs == ["rank_0.log", "rank_1.log"]
     found = json.loads([line for line in out.splitlines() if line.startswith("{")][-1])
-    alone = start(folder, "evaluate", "my_config.yaml")
-    assert found["val/loss"] == pytest.approx(json.loads(alone.communicate(timeout=120)[0])["val/loss"], rel=1e-6)
+    assert main(["evaluate", "my_config.yaml"]) == 0
+    assert found["val/loss"] == pytest.approx(json.loads(capsys.readouterr().out)["val/loss"], rel=1e-6)
 
 
 @pytest.mark.distributed
 def test_wrong_task_on_two_ranks_is_one_line_and_code_2(folder: Path) -> None:
-    process = start(
+    process = Command(
         folder, "train", "my_config.yaml", "--nproc-per-node", "2", "--backend", "gloo", "task_options.broken=1"
     )
     error = process.communicate(timeout=300)[1]

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -28,6 +28,8 @@ from typing import Any, NoReturn, Self
 ROOT = Path(__file__).resolve().parents[2]
 AFTER_SIGKILL_S = 30.0
 """For how long the end of a killed child is waited for."""
+COMMAND = ("ignite_engine.cli", "ignite_engine.runs.recipe")
+"""What the command line imports before it trains."""
 
 
 class Child:
@@ -40,21 +42,23 @@ class Child:
 
     def poll(self, timeout_s: float = 0.0) -> int | None:
         """Its exit code, -9 for SIGKILL, waiting so long; None if it still runs."""
-        if self._code is None and self._server.has_answer(timeout_s):
-            self._code = self._server.answer()
+        deadline = time.monotonic() + timeout_s
+        while self._code is None:
+            self._code = self._server.codes.pop(self.pid, None)
+            if self._code is None and not self._server.receive(max(0.0, deadline - time.monotonic())):
+                break
         return self._code
 
     def wait(self, timeout_s: float = 120.0) -> int:
         """Its exit code.
 
         Raises:
-            TimeoutError: it did not end; it is killed, and so is its server if it does not hear of that.
+            TimeoutError: it did not end, and is killed.
         """
         code = self.poll(timeout_s)
         if code is None:
             self.signal(signal.SIGKILL)
-            if self.poll(AFTER_SIGKILL_S) is None:
-                self._server.drop()
+            self.poll(AFTER_SIGKILL_S)
             raise TimeoutError(f"A child did not end within {timeout_s} s.")
         return code
 
@@ -65,31 +69,32 @@ class Child:
 
 
 class ForkServer:
-    """Starts functions in children, one at a time.
+    """Starts functions in children.
 
     Args:
         modules: imported once, before the first fork.
-        environment: variables in addition to this process's.
+        environment: variables in addition to those of this process at each start.
+
+    Attributes:
+        codes: by process number the exit codes that nobody has asked for yet.
     """
 
     def __init__(self, modules: Sequence[str], **environment: str) -> None:
-        command = [sys.executable, "-m", "tests.faults.fork_server", *modules]
-        path = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
-
-        def launch() -> subprocess.Popen[bytes]:
-            pipe = subprocess.PIPE
-            return subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, cwd=ROOT, env=variables)
-
-        self._launch = launch
+        self.codes: dict[int, int] = {}
+        self._modules, self._added = list(modules), environment
         self._begin()
 
     def _begin(self) -> None:
-        self._process = self._launch()
-        self._received = b""
+        command, pipe = [sys.executable, "-m", "tests.faults.fork_server", *self._modules], subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, cwd=ROOT, env=self._environment())
+        self._received, self._begun = b"", list[int]()
         self._selector = selectors.DefaultSelector()
         assert self._process.stdout is not None
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
+
+    def _environment(self) -> dict[str, str]:
+        path = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **self._added}
 
     def __enter__(self) -> Self:
         return self
@@ -99,48 +104,65 @@ class ForkServer:
     ) -> None:
         self.close()
 
-    def start(self, function: str, *arguments: Any, output: Path) -> Child:
-        """Call ``module:function`` with JSON arguments; what it prints is appended to ``output``."""
-        assert self._process.stdin is not None
-        request = {"function": function, "arguments": arguments, "output": str(output)}
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        return Child(self, self.answer())
+    def load(self, modules: Sequence[str]) -> None:
+        """Import these too before the next fork."""
+        new = [name for name in modules if name not in self._modules]
+        self._modules += new
+        if new:
+            self._ask({"modules": new})
+
+    def start(
+        self, function: str, *arguments: Any, output: Path, errors: Path | None = None, folder: Path = ROOT
+    ) -> Child:
+        """Call ``module:function`` with JSON arguments.
+
+        Args:
+            output: what it prints is appended there.
+            errors: and its standard error there, where it is another file.
+            folder: its working directory.
+        """
+        files = {"output": str(output), "errors": str(errors or output)}
+        place = {"folder": str(folder), "environment": self._environment()}
+        self._ask({"function": function, "arguments": arguments, **files, **place})
+        while not self._begun:
+            self.receive(None)
+        return Child(self, self._begun.pop())
 
     def call(self, function: str, *arguments: Any, output: Path, timeout_s: float = 120.0) -> int:
         """As ``start``, and the exit code."""
         return self.start(function, *arguments, output=output).wait(timeout_s)
 
-    def has_answer(self, timeout_s: float | None) -> bool:
-        """Wait so long for the next answer, None: without a limit.
+    def _ask(self, request: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    def receive(self, timeout_s: float | None) -> bool:
+        """Read which children have begun and ended, waiting so long for it, None: without a limit; False: nothing.
 
         Raises:
             RuntimeError: the server has ended; a new one has begun.
         """
-        # not through a buffered file: it may read the exit code with the process number, and then the pipe is empty
+        # not through a buffered file: it may read more than a line, and then the pipe is empty
         assert self._process.stdout is not None
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while b"\n" not in self._received:
-            if not self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return False
-            if not (received := os.read(self._process.stdout.fileno(), 4096)):
-                code = self._process.wait()
-                self.drop()
-                raise RuntimeError(f"The fork server ended with code {code}.")
-            self._received += received
+        if not self._selector.select(timeout_s):
+            return False
+        if not (received := os.read(self._process.stdout.fileno(), 4096)):
+            code = self._process.wait()
+            self.close()
+            self._begin()
+            raise RuntimeError(f"The fork server ended with code {code}.")
+        *lines, self._received = (self._received + received).split(b"\n")
+        for line in lines:
+            pid, _, code_of_it = line.partition(b" ")
+            if code_of_it:
+                self.codes[int(pid)] = int(code_of_it)
+            else:
+                self.codes.pop(int(pid), None)  # of an earlier process with its number
+                self._begun.append(int(pid))
         return True
 
-    def answer(self) -> int:
-        self.has_answer(None)
-        line, _, self._received = self._received.partition(b"\n")
-        return int(line)
-
-    def drop(self) -> None:
-        """Begin again with a new server: what the present one still answers is of a child that was given up."""
-        self._process.kill()
-        self.close()
-        self._begin()
-
     def close(self) -> None:
+        """End it, and every child that still runs."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._selector.close()
         with contextlib.suppress(BrokenPipeError):
@@ -149,42 +171,105 @@ class ForkServer:
         self._process.stdout.close()
 
 
+_shared: dict[int, ForkServer] = {}
+
+
+def shared(modules: Sequence[str] = COMMAND, *, number: int = 0) -> ForkServer:
+    """The server that all tests of this process use, so that torch is imported once for them; it has these modules.
+
+    Args:
+        number: another one has other hashes, as another process of a user has.
+    """
+    if number not in _shared:
+        _shared[number] = ForkServer(COMMAND)
+        atexit.register(_shared[number].close)
+    _shared[number].load(modules)
+    return _shared[number]
+
+
 def serve(modules: Sequence[str]) -> None:
-    """Fork for each line of the standard input; leaves only in a child, or when the input ends."""
+    """Fork for each request on the standard input; leaves only in a child, or when the input ends.
+
+    Answers with a line for each child: its number when it has begun, its number and exit code when it has ended.
+    """
+    _load(modules)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # nothing that prints may answer
+    children: dict[int, int] = {}  # by the descriptor that becomes readable when one ends
+    received = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd in children:
+                    selector.unregister(key.fd)
+                    pid = children.pop(key.fd)
+                    os.close(key.fd)
+                    print(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers)
+                    continue
+                if not (more := os.read(0, 65536)):
+                    return _end(children.values())
+                *lines, received = (received + more).split(b"\n")
+                for line in lines:
+                    request = json.loads(line)
+                    if "modules" in request:
+                        _load(request["modules"])
+                        continue
+                    pid = _fork(request, [answers.fileno(), selector.fileno(), *children])
+                    child = os.pidfd_open(pid)
+                    children[child] = pid
+                    selector.register(child, selectors.EVENT_READ)
+                    print(pid, file=answers)
+
+
+def _load(modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # a collection in a child would touch, and so copy, all that the server made
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # nothing that prints may answer
-    for line in sys.stdin:
-        request = json.loads(line)
-        begins, begun = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            answers.close()
-            os.close(begins)
-            os.setsid()
-            os.close(begun)
-            _leave(_child(request))
+
+
+def _end(children: Iterable[int]) -> None:
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _fork(request: dict[str, Any], descriptors: Sequence[int]) -> int:
+    """A child that leads a session; its number."""
+    begins, begun = os.pipe()
+    if (pid := os.fork()) == 0:
+        for descriptor in (*descriptors, begins):
+            os.close(descriptor)
+        os.setsid()
         os.close(begun)
-        os.read(begins, 1)  # it leads a session, or has ended: a signal to its group misses it no more
-        os.close(begins)
-        print(pid, file=answers)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers)
+        _leave(_child(request))
+    os.close(begun)
+    os.read(begins, 1)  # it leads a session, or has ended: a signal to its group misses it no more
+    os.close(begins)
+    return pid
 
 
 def _child(request: dict[str, Any]) -> int:
-    for target, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
-        path = os.devnull if target == 0 else request["output"]
-        opened = os.open(path, flags | (os.O_CREAT | os.O_APPEND if target else 0))
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for target, (path, flags) in enumerate(
+        ((os.devnull, os.O_RDONLY), (request["output"], append), (request["errors"], append))
+    ):
+        opened = os.open(path, flags)
         os.dup2(opened, target)
         os.close(opened)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
     _draw_other_numbers()
     module, _, name = request["function"].partition(":")
     try:
         result = getattr(importlib.import_module(module), name)(*request["arguments"])
     except SystemExit as left:
         result = left.code
+        if isinstance(result, str):
+            print(result, file=sys.stderr)
+            result = 1
     except BaseException:
         traceback.print_exc()
         result = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tests.faults.fork_server import Child, ForkServer
+from tests.faults.fork_server import Child, shared
 
 HERE = Path(__file__).parent
 CONFIG: dict[str, Any] = {
@@ -67,22 +66,16 @@ class Run:
         return self._child.wait(timeout)
 
 
-_last_child: dict[ForkServer, Child] = {}
-"""Of each server of this process; one child at a time runs on each."""
-
-
-def start(config: Path, *arguments: str) -> Run:
+def start(config: Path, *arguments: str, function: str = "tests.faults.commands:main") -> Run:
     """``train`` in a session of its own, so that a signal to its group is a terminal's Ctrl-C.
 
     It is forked from a process that has imported torch and the engine: the same command, seconds earlier.
+
+    Args:
+        function: what calls the command line; this one forks the ranks too, which ``ignite_engine.cli:main`` spawns.
     """
-    server = next((server for server, child in _last_child.items() if child.poll() is not None), None)
-    if server is None:
-        server = ForkServer(["ignite_engine.cli", "ignite_engine.runs.recipe"])
-        atexit.register(server.close)
     output = config.parent / "output.txt"
-    _last_child[server] = server.start("ignite_engine.cli:main", ["train", str(config), *arguments], output=output)
-    return Run(_last_child[server])
+    return Run(shared().start(function, ["train", str(config), *arguments], output=output))
 
 
 def train(config: Path, *arguments: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import pytest
 from tests.campaign.cases import DIMENSIONS, Case, Setup, campaign_matrix, pairwise
 from tests.campaign.resuming import MODULES, Difference, Matrix
 from tests.campaign.training import FORGOTTEN
-from tests.faults.fork_server import ForkServer
+from tests.faults.fork_server import ForkServer, shared
 
 Servers = tuple[ForkServer, ForkServer]
 CASES = pairwise()
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    with ForkServer(MODULES) as one, ForkServer(MODULES) as other:
-        yield one, other
+def servers() -> Servers:
+    return shared(MODULES), shared(MODULES, number=1)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import yaml
 
 from ignite_engine.cli import main, verify_resume
-from tests.faults.fork_server import ForkServer
+from tests.faults.commands import fork_the_runs_of_verify_resume
 
 HERE = Path(__file__).parent
 
@@ -58,23 +57,9 @@ def test_right_run_is_killed_resumed_and_found_equal(
     assert not (tmp_path / "the users own").exists() and list(temporary.iterdir()) == []
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(["ignite_engine.cli"]) as server:
-        yield server
-
-
 @pytest.fixture
-def forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command's processes are forked, which saves three imports of torch."""
-
-    def start(self: Any, command: list[str]) -> tuple[int, str]:
-        output = self.folder / "output.txt"
-        output.unlink(missing_ok=True)
-        code = server.call("ignite_engine.cli:main", command[3:], output=output)
-        return code, output.read_text()
-
-    monkeypatch.setattr(verify_resume._ThreeRuns, "_start", start)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_the_runs_of_verify_resume(monkeypatch)
 
 
 @pytest.mark.faults

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults import windows_task
-from tests.faults.fork_server import ForkServer
+from tests.faults.fork_server import ForkServer, shared
 from tests.faults.processes import CONFIG, lines, summary, write_config_like
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
@@ -35,9 +34,8 @@ def config_of(folder: Path, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(["ignite_engine.cli", "ignite_engine.runs.recipe"]) as server:
-        yield server
+def server() -> ForkServer:
+    return shared()
 
 
 def run(server: ForkServer, config: Path) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.fork_server import ForkServer
+from tests.faults.fork_server import ForkServer, shared
 from tests.ranks.invariant_runs import KILLED, MODULES, START, Case, arguments, end_of
 
 pytestmark = pytest.mark.distributed
@@ -22,9 +21,8 @@ PAIRS = (
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(MODULES) as running:
-        yield running
+def server() -> ForkServer:
+    return shared(MODULES)
 
 
 def train(server: ForkServer, folder: Path, ranks: int, case: Case, kill_at: int | None = None) -> int:

@@ -406,7 +406,7 @@ def test_parent_and_its_ranks_while_they_train(tmp_path: Path, how: str) -> None
     config = write_config(
         tmp_path, task_options={"slow_step_s": slow, "count_reductions": True}, checkpoint={"every": 2}
     )
-    process = start(config, "--nproc-per-node", "2", "--backend", "gloo")
+    process = start(config, "--nproc-per-node", "2", "--backend", "gloo", function="ignite_engine.cli:main")
     processes.wait_until(lambda: (tmp_path / "stepping").exists() and rank_pids(tmp_path), process)
     parent = process.pid
     code = {"killed parent": -signal.SIGKILL, "killed rank": 1}.get(how, 130)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.faults.fork_server import ForkServer
+from tests.faults.fork_server import ForkServer, shared
 from tests.ranks.shares_runs import MODULES
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(MODULES) as running:
-        yield running
+def server() -> ForkServer:
+    return shared(MODULES)
 
 
 def run_on(server: ForkServer, folder: Path, ranks: int, function: str, *arguments: Any) -> list[Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ignite_engine.ranks import watch
-from tests.faults.fork_server import ForkServer
+from tests.faults.fork_server import ForkServer, shared
 from tests.faults.processes import CONFIG, group_is_gone, summary, write_config_like
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
@@ -31,9 +30,8 @@ def logs(folder: Path) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(["tests.ranks.failing", "ignite_engine.cli", "ignite_engine.runs.recipe"]) as server:
-        yield server
+def server() -> ForkServer:
+    return shared(["tests.ranks.failing"])
 
 
 BEGUN = r"iteration \d+, epoch [01](, after [A-Z_]+)?"
