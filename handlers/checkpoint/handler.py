@@ -214,7 +214,7 @@ class Checkpoint:
             else:
                 self._elsewhere.append(directory)
             return None
-        if trainer.resume_state.counters:
+        if trainer.resume_state.is_pending:
             raise CheckpointError(
                 f"{trainer.resume_state.source} was resumed, and its place in the data is known when run() is called: "
                 "save from then on."

@@ -34,7 +34,7 @@ class Place(NamedTuple):
     held: Held = Held()
 
     @property
-    def was_begun(self) -> bool:
+    def was_open_when_saved(self) -> bool:
         """The pass was begun before the place was saved: what opening it draws was drawn then."""
         loaded = self.held.loader is not None and not self.held.between_passes
         return self.batch > 0 or self.skipped > 0 or loaded

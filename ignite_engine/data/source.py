@@ -77,17 +77,22 @@ class DataSource:
         self.batches = self.reader.measure(self.place)
 
     @property
-    def was_begun(self) -> bool:
+    def was_open_when_saved(self) -> bool:
         """The pass was begun before the place was saved: what opening it draws was drawn then."""
-        return self.place.was_begun
+        return self.place.was_open_when_saved
+
+    @property
+    def between_passes(self) -> bool:
+        """The pass before has ended, and this one is not open yet."""
+        return self.place.held.between_passes
 
     def begin_after(self, place: Place) -> None:
         """Begin with the pass after ``place``, which is one in other data: the same order would be the same samples."""
-        self.place = Place(place.pass_number + int(place.batch > 0))
+        self.place = Place(pass_number=place.pass_number + int(place.batch > 0))
 
     def continue_at(self, place: Place) -> None:
         """Continue at ``place``, which is one in other data."""
-        self.place = Place(place.pass_number, place.batch)
+        self.place = Place(pass_number=place.pass_number, batch=place.batch)
 
     @property
     def iterations(self) -> int | None:
@@ -241,7 +246,8 @@ class DataSource:
             exhausted=bool(state.get("exhausted")) and same,
             between_passes=bool(state.get("between_passes")),
         )
-        self.place = Place(state["pass"] - int(state["ended"]), batch, state["ended"], skipped, held)
+        pass_number = state["pass"] - int(state["ended"])
+        self.place = Place(pass_number=pass_number, batch=batch, ended=state["ended"], skipped=skipped, held=held)
         self.reader.set_pass(self.place)
 
     def _note_changed(self, sentence: str) -> None:

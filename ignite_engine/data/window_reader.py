@@ -162,7 +162,7 @@ class WindowReader:
             self._stream.load_state_dict(self._before)
             return None
 
-        self.name = agreement.on_rank_0(load) if self.windows.shared else load()
+        self.name = agreement.on_rank_0(load) if self.windows.shared else agreement.together(load)
 
 
 def _fingerprint(name: Any) -> str | None:

@@ -8,7 +8,7 @@ from itertools import chain, islice
 from typing import Any
 
 from ignite_engine import rng
-from ignite_engine.data.place import Held, Place
+from ignite_engine.data.place import Place
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.window_reader import WindowReader
 from ignite_engine.data.windows import Windows
@@ -24,7 +24,7 @@ class WindowPlace:
     """Windows before the open one, or the one that comes next: its pass."""
     of_epoch: int = 0
     """Windows begun in this epoch."""
-    begun: bool = False
+    announced: bool = False
     """The open window has had its WINDOW_STARTED."""
     opened_with: Any = None
     """The random numbers with which it was opened, until its first group is consumed."""
@@ -63,20 +63,25 @@ class WindowedSource:
     @property
     def place(self) -> Place:
         """In the open window; ``pass_number`` counts windows."""
-        return _between(self.at.number) if self.window is None else self.window.place
+        return Place(pass_number=self.at.number) if self.window is None else self.window.place
 
     @property
-    def was_begun(self) -> bool:
+    def was_open_when_saved(self) -> bool:
         """A window was open when the place was saved."""
-        return self.window is not None or self.is_untouched
+        return self.window is not None or self.first_group_pending
 
     @property
-    def begun(self) -> bool:
+    def between_passes(self) -> bool:
+        """No window is open."""
+        return self.window is None or self.window.between_passes
+
+    @property
+    def announced(self) -> bool:
         """The open window has had its WINDOW_STARTED."""
-        return self.at.begun
+        return self.at.announced
 
     @property
-    def is_untouched(self) -> bool:
+    def first_group_pending(self) -> bool:
         """The first group of the open window was fetched, and not trained on."""
         return self.at.opened_with is not None
 
@@ -104,7 +109,7 @@ class WindowedSource:
         """The rest of the open window, or the next one, which is taken by the first ``next``."""
         if self.window is not None:
             return iter(self.window)
-        return self._window_again() if self.is_untouched else self._next_window()
+        return self._window_again() if self.first_group_pending else self._next_window()
 
     def _next_window(self) -> Iterator[Any]:
         if self.reader.take():
@@ -123,21 +128,21 @@ class WindowedSource:
         name = self.reader.name
         self.data.present, self.data.is_open = name, True
         self.window = self._source_of(self.data.loader_of(name))
-        self.window.place = Place(self.at.number)
+        self.window.place = Place(pass_number=self.at.number)
         if type(self.window.data) is not tuple or self.window.data:  # one without a batch says nothing
             self._inexact = self._inexact or self.window.inexact
         self.window.agree_lengths()
         return self.window
 
-    def begin(self) -> None:
-        """The open window has a batch: it counts."""
-        self.at = replace(self.at, begun=True, of_epoch=self.at.of_epoch + 1)
+    def announce(self) -> None:
+        """The open window has a batch: it counts, and WINDOW_STARTED comes."""
+        self.at = replace(self.at, announced=True, of_epoch=self.at.of_epoch + 1)
 
     def consumed(self, batches: int) -> None:
         """So many of the open window are trained on."""
         assert self.window is not None, "a group was fetched from it"
         self.window.consumed(batches)
-        if self.is_untouched:
+        if self.first_group_pending:
             self.at = replace(self.at, opened_with=None)
 
     def next_pass(self) -> None:
@@ -175,9 +180,9 @@ class WindowedSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, and that in the open window; of one that was not trained on how it was opened."""
-        at, window = self.at, None if self.window is None or self.is_untouched else self.window.state_dict()
-        own: dict[str, Any] = {"begun": at.begun, "of_epoch": at.of_epoch, "number": at.number}
-        own |= {"opened_with": at.opened_with} if self.is_untouched else {}
+        at, window = self.at, None if self.window is None or self.first_group_pending else self.window.state_dict()
+        own: dict[str, Any] = {"begun": at.announced, "of_epoch": at.of_epoch, "number": at.number}
+        own |= {"opened_with": at.opened_with} if self.first_group_pending else {}
         own |= {"fingerprint": self.reader.fingerprint} if window is not None and self.reader.fingerprint else {}
         return {"windows": self.reader.state_dict() | own, "window": window, "ranks": mesh.data_size()}
 
@@ -202,16 +207,13 @@ class WindowedSource:
         # of this rank or a peer: all take the next one together
         is_gone = any(agreement.gather_objects(own["name"] is not None and self.reader.name is None))
         opened_with = None if is_gone else own.get("opened_with")
-        self.at = WindowPlace(own["number"], own["of_epoch"], own["begun"], opened_with)
-        if self.is_untouched:
+        self.at = WindowPlace(
+            number=own["number"], of_epoch=own["of_epoch"], announced=own["begun"], opened_with=opened_with
+        )
+        if self.first_group_pending:
             self.data.present, self.data.is_open = self.reader.name, True
         if state["window"] is not None:
             window = self._open()
             window.load_state_dict(state["window"] | ({} if self.data.shared else {"ranks": ranks}))
             if window.place.skipped:
                 window.agree_lengths()
-
-
-def _between(number: int) -> Place:
-    """Before the window ``number``, where none is open."""
-    return Place(number, held=Held(between_passes=True))

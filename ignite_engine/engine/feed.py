@@ -58,7 +58,7 @@ class Feed:
         state.batch, state.output = group, None
         if state.dataloader is not None and self._fire(Events.GET_BATCH_COMPLETED):
             self._boundary.check()
-        if progress.windows is not None and not progress.windows.begun:
+        if progress.windows is not None and not progress.windows.announced:
             progress.begin_window()
             if self._fire(TrainingEvents.WINDOW_STARTED):
                 self._boundary.check()
@@ -119,7 +119,7 @@ class Feed:
         engine, progress, begun_again = self._engine, self._progress, False
         while True:
             progress.consume_unreadable_tail()
-            if begun := windows.begun:
+            if announced := windows.announced:
                 self._fire(TrainingEvents.WINDOW_COMPLETED)
             progress.end_pass()
             engine._dataloader_iter = None
@@ -131,7 +131,7 @@ class Feed:
                 if not progress.epoch_iteration:
                     self._stream_is_exhausted(windows)
                 return End.OF_EPOCH
-            if begun:
+            if announced:
                 if progress.is_done():
                     terminate(engine)
                 self._boundary.at(last=bool(engine.should_terminate), within_epoch=True)

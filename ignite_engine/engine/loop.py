@@ -106,10 +106,11 @@ class Loop:
             engine.should_terminate_single_epoch = self.progress.epoch_ends
         # an evaluation that is done again here publishes and ends what it would have in the uninterrupted run
         at_end_of_epoch = within and (self.progress.epoch_is_full() or engine.should_terminate_single_epoch)
-        before_a_window = self.progress.windows is not None and self.progress.windows.is_untouched
-        measured = bool(state.metrics.fresh) and not at_end_of_epoch and not before_a_window
-        if not at_end_of_epoch and not before_a_window:
-            self.boundary.publish()  # else the end of the epoch does, or that of the first iteration
+        before_a_window = self.progress.windows is not None and self.progress.windows.first_group_pending
+        publishes_here = not (at_end_of_epoch or before_a_window)  # else the end of the epoch or iteration does
+        measured = publishes_here and bool(state.metrics.fresh)
+        if publishes_here:
+            self.boundary.publish()
         self._restore_rng()
         if measured and bus.handlers_of(engine, TrainingEvents.RESUME_POINT):
             self._fire(TrainingEvents.RESUME_POINT)  # what was measured is that of these weights, not of later ones

@@ -135,7 +135,7 @@ class Progress:
         state.max_epochs, state.max_iters, state.max_windows = plan.max_epochs, plan.max_iters, plan.max_windows
         state.epoch_length, state.dataloader = plan.epoch_length, data
         state.iteration, state.windows_completed = position.iteration, position.windows_completed
-        state.window = source.data.present if isinstance(source, WindowedSource) and source.begun else None
+        state.window = source.data.present if isinstance(source, WindowedSource) and source.announced else None
         self._forget_group()
 
     @property
@@ -186,6 +186,7 @@ class Progress:
                     "each rank samples of its own: use shared windows, or accumulation_steps."
                 )
             stops = (lambda: False) if self._waiting is None else self._waiting.stops_waiting
+            # a window is grouped as the run is when it opens
             return WindowedSource(data, lambda window: self._source_of(window, self.grouping), stops)
         source = self._source_of(data, grouping)
         source.agree_lengths()
@@ -209,13 +210,13 @@ class Progress:
         if data is None or self.source is None:
             assert self.state.epoch_length is not None
             return repeat(None, self.state.epoch_length)
-        if self.source.place.held.between_passes:
+        if self.source.between_passes:
             self._change_grouping()
             self.source.agree_lengths()  # the data may have grown
             self._forget_group()
             if self.epoch_is is EpochIs.A_PASS and self.source.iterations:
                 self.state.epoch_length = self.source.iterations
-        if not self.source.was_begun:
+        if not self.source.was_open_when_saved:
             return iter(self.source)
         with rng.isolated():  # the uninterrupted run made this iterator earlier
             return iter(self.source)
@@ -325,7 +326,7 @@ class Progress:
     def begin_window(self) -> None:
         """The first group of a window was fetched."""
         assert self.windows is not None
-        self.windows.begin()
+        self.windows.announce()
         self.state.windows += 1
         self.state.window = self.windows.data.present
 

@@ -25,7 +25,7 @@ def parts(progress: Progress, resume: ResumeState) -> dict[str, Stateful]:
 
     def set_counters(saved: dict[str, Any]) -> None:
         _set_counters(progress, saved)
-        resume.counters = Grouping(saved["accumulation_steps"], saved["global_micro_batches"])
+        resume.saved_grouping = Grouping(saved["accumulation_steps"], saved["global_micro_batches"])
 
     def set_data(saved: dict[str, Any]) -> None:
         resume.data = saved

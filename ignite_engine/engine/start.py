@@ -1,7 +1,8 @@
 """How a run starts: every rule about it, and nothing else.
 
-:func:`begin` is all that happens between ``Trainer.run()`` and STARTED. It decides which of the four starts this is,
-checks the arguments against it, and puts counters and data where the run begins. Nothing has changed if it raises.
+:func:`begin` decides which of the four starts this is, checks the arguments against it, and puts counters and data
+where the run begins. Trainer, state and the data of the run before are as they were if it raises; a stream of windows
+may have been rewound, which the next start does again.
 ``docs/the_loop.md`` shows the four starts side by side.
 """
 
@@ -98,22 +99,23 @@ def begin(
             f"Windows(per_epoch=...) sets the length of an epoch, got epoch_length={arguments.epoch_length}."
         )
     grouping = progress.groupings.built if start is Start.FRESH else progress.grouping
-    position = _position(start, state, progress)
+    position = _position(start, state, progress, resume)
     # a new source may begin a stream again, and draw random numbers for its loaders
     random_numbers = rng.capture() if start is Start.CONTINUED else None
     source = None if arguments.data is None else progress.new_source(arguments.data, grouping)
     plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
     if source is not None:
-        _place(source, start, arguments.data, progress, resume, position)
+        _place(source, start, arguments.data, progress, position)
     if start is Start.RESET and plan.epoch_length is not None and _is_set_by_hand(progress):
         # as Ignite after its load_state_dict()
         position = replace(position, epoch_iteration=state.iteration % plan.epoch_length)
-    saved_with = resume.counters if start is Start.RESUMED else grouping
+    saved_with = resume.saved_grouping if start is Start.RESUMED else grouping
     if start.continues and isinstance(source, DataSource) and (saved_with != grouping or source.place.skipped):
         position = _regrouped(position, plan, source)
 
-    begun = isinstance(source, WindowedSource) and source.begun
-    position = replace(position, windows_completed=(0 if start is Start.FRESH else state.windows) - int(begun))
+    # of the windows that have begun all are completed but the one that is open
+    open_now = isinstance(source, WindowedSource) and source.announced
+    position = replace(position, windows_completed=(0 if start is Start.FRESH else state.windows) - int(open_now))
 
     # nothing below raises
     if start is Start.FRESH:
@@ -139,7 +141,7 @@ def _decide(
     """Which start it is, with ``max_epochs`` and ``max_iters``."""
     given, left = (arguments.max_epochs, arguments.max_iters), progress.left
     default = (1, None) if given == (None, None) else given
-    if resume.counters is not None:
+    if resume.is_pending:
         at_least = max(1, progress.epochs_completed)  # a finished run is evaluated, not trained on
         return Start.RESUMED, *((at_least, None) if given == (None, None) else given)
     failed = left is not None and left.ending is Ending.FAILED
@@ -161,12 +163,14 @@ def _decide(
     return (Start.CONTINUED if ending is Ending.AT_BOUNDARY else Start.RESET), max_epochs, max_iters
 
 
-def _position(start: Start, state: TrainingState, progress: Progress) -> Position:
+def _position(start: Start, state: TrainingState, progress: Progress, resume: ResumeState) -> Position:
     """Where the run begins, as far as its data does not say otherwise."""
     if start is Start.FRESH:
         return Position()
     if start is Start.RESET:
         return Position(state.iteration, epochs=state.epoch)
+    if start is Start.RESUMED:
+        return replace(progress.counted, data=resume.data or {})
     return progress.position
 
 
@@ -257,14 +261,12 @@ def _plan(
     return Plan(max_epochs, max_iters, max_windows, length, epoch_is)
 
 
-def _place(
-    source: Source, start: Start, data: Any, progress: Progress, resume: ResumeState, position: Position
-) -> None:
+def _place(source: Source, start: Start, data: Any, progress: Progress, position: Position) -> None:
     """Move a new source to the place at which the run begins; a fresh one is at the beginning of pass 0."""
     before = progress.source
     if start is Start.RESUMED:
-        if resume.data:
-            source.load_state_dict(resume.data)
+        if position.data:
+            source.load_state_dict(dict(position.data))
             if isinstance(source, DataSource) and source.place.skipped:
                 source.agree_lengths()  # of the rest of the pass
     elif before is None:

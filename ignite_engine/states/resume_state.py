@@ -35,8 +35,8 @@ class ResumeState:
         """Parts that no registered object has claimed, by name."""
         self.adapt: Adapt = unchanged
         """Applied to a part when its object claims it."""
-        self.counters: Any = None
-        """The run's counters were loaded: the ``Grouping`` that an iteration had where they were saved."""
+        self.saved_grouping: Any = None
+        """The ``Grouping`` that an iteration had where the run's counters were saved; None: none were loaded."""
         self.data: dict[str, Any] | None = None
         """The position in the data."""
         self.rng: dict[str, Any] | None = None
@@ -46,6 +46,11 @@ class ResumeState:
         self.loaded: set[str] = set()
         """Names of the objects whose state was loaded since the last run."""
 
+    @property
+    def is_pending(self) -> bool:
+        """The run's counters were loaded, and no run has begun with them yet."""
+        return self.saved_grouping is not None
+
     def restore_metrics(self) -> None:
         """Load the metrics again, after they have reset themselves because a run or an epoch starts."""
         for metric, state in self.metrics:
@@ -53,5 +58,5 @@ class ResumeState:
 
     def clear(self) -> None:
         """The first batch is about to be fetched: nothing waits any more."""
-        self.counters, self.data, self.rng, self.metrics = None, None, None, []
+        self.saved_grouping, self.data, self.rng, self.metrics = None, None, None, []
         self.loaded.clear()

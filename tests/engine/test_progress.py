@@ -61,7 +61,7 @@ def test_loaded_counters_make_the_next_run_a_resumed_one() -> None:
     progress = Progress(TrainingState(), Grouping())
     parts(progress, resume)["trainer"].load_state_dict(parts(saved, ResumeState())["trainer"].state_dict())
 
-    assert resume.counters and progress.state.iteration == 5
+    assert resume.is_pending and progress.state.iteration == 5
     assert (progress.epochs_completed, progress.epoch_iteration, progress.state.epoch) == (1, 2, 1)
 
 

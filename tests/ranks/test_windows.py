@@ -203,3 +203,23 @@ def test_rank_invariant_windows_end_with_the_bits_of_one_process(
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(report["shared True"]["weights"], whole) for report in reports[1])
+
+
+def resumed_over_another_window(rank: int, folder: str) -> None:
+    def run(own: list[Any]) -> None:
+        trainer = Trainer(lambda engine, batch: None)
+        checkpoint = Checkpoint(f"{folder}/other", save_at_end=False)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        checkpoint.resume()
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=4), lambda: 1 / 0)
+        trainer.run(Windows(own, lambda name: [torch.ones(1)] * 5, shared=False))
+
+    with pytest.raises(ZeroDivisionError):
+        run(["a", "b"])
+    # of the rank whose window is there, the error is that of its peer
+    with pytest.raises(Exception, match="The checkpoint was made in the window a, now the next one is c"):
+        run(["c", "b"] if rank == 1 else ["a", "b"])
+
+
+def test_another_window_on_one_rank_is_refused_on_both(tmp_path: Path) -> None:
+    on_ranks(2, resumed_over_another_window, tmp_path)

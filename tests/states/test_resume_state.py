@@ -19,6 +19,6 @@ def test_metrics_are_loaded_after_each_reset_until_the_first_batch() -> None:
         resume.restore_metrics()
         assert average.compute() == 4.0
 
-    resume.counters, resume.data, resume.rng = True, {"batch": 3}, {"torch": 1}
+    resume.saved_grouping, resume.data, resume.rng = True, {"batch": 3}, {"torch": 1}
     resume.clear()
-    assert (resume.counters, resume.data, resume.rng, resume.metrics) == (None, None, None, [])
+    assert (resume.saved_grouping, resume.data, resume.rng, resume.metrics) == (None, None, None, [])
