@@ -241,23 +241,27 @@ def identifiers(path: Path) -> frozenset[str]:
 # -- fields -----------------------------------------------------------------------------------------------------------
 
 
-def mutable_fields(classes: Collection[tuple[str, str]]) -> tuple[int, int]:
+def mutable_fields(classes: Collection[tuple[str, str]]) -> tuple[int, int, int]:
     """Attributes that the classes' methods assign on self, ``__init__`` included, and fields of dataclasses.
 
     Args:
         classes: ``(module, name)``; frozen dataclasses count nothing.
 
     Returns:
-        All of them, and those that are assigned a boolean somewhere.
+        All of them, those assigned a boolean somewhere, and those that another method than ``__init__`` assigns.
     """
-    fields = booleans = 0
+    fields = booleans = changing = 0
     for module, name in classes:
         for node in ast.walk(tree_of(MODULES[module])):
             if isinstance(node, ast.ClassDef) and node.name == name and not _is_frozen(node):
                 values = _assigned_on_self(node)
                 fields += len(values)
                 booleans += sum(any(map(_is_boolean, assigned)) for assigned in values.values())
-    return fields, booleans
+                later = [part for part in node.body if getattr(part, "name", "") != "__init__"]
+                is_plain = any(getattr(part, "name", "") == "__init__" for part in node.body)
+                rest = ast.ClassDef(node.name, node.bases, node.keywords, later, [])
+                changing += len(_assigned_on_self(rest)) if is_plain else len(values)
+    return fields, booleans, changing
 
 
 def _is_frozen(node: ast.ClassDef) -> bool:
@@ -481,7 +485,7 @@ def table() -> str:
         raise RuntimeError(f"The tiny run failed:\n{done.stderr}")
     runs = json.loads(done.stdout.splitlines()[-1])
     below, loaded = modules_below("ignite_engine.trainer"), {name for name in runs["loaded"]}
-    fields, booleans = mutable_fields([(module, name) for module, name in runs["classes"]])
+    fields, booleans, changing = mutable_fields([(module, name) for module, name in runs["classes"]])
     pairs = arrows()
     rows = [
         ("lines of code", f"{sum(map(code_lines, MODULES.values())):,}"),
@@ -489,6 +493,7 @@ def table() -> str:
         ("modules (lines) that `from ignite_engine import Trainer` loads", _modules(loaded)),
         *((f"files that know of {name}", str(len(files_that_know(it)))) for name, it in FEATURES.items()),
         ("mutable fields of the classes of a run, booleans among them", f"{fields}, {booleans}"),
+        ("- of which another method than the constructor assigns", str(changing)),
         ("own calls (files) of a quiet iteration of 2 micro-batches", _calls(runs["quiet"])),
         ("- of one that saves this tiny run", _calls(runs["save"])),
         ("- of a fresh `run()` to its first fetch", _calls(runs["first fetch"])),

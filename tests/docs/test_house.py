@@ -48,9 +48,9 @@ def test_mutable_fields_are_what_methods_assign_on_self(house: ModuleType, tmp_p
     )
     house.MODULES["module"] = module
 
-    assert house.mutable_fields([("module", "Frozen")]) == (0, 0)
-    assert house.mutable_fields([("module", "Data")]) == (2, 1)
-    assert house.mutable_fields([("module", "Plain")]) == (3, 1)
+    assert house.mutable_fields([("module", "Frozen")]) == (0, 0, 0)
+    assert house.mutable_fields([("module", "Data")]) == (2, 1, 2)
+    assert house.mutable_fields([("module", "Plain")]) == (3, 1, 2)
     del house.MODULES["module"]
 
 
