@@ -3,21 +3,21 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ignite_engine.data import Windows, loader
-from ignite_engine.engine.intervals import every
-from ignite_engine.errors import Interrupted, StopRequested
-from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.ranks.launch import Parallel
-from ignite_engine.rng import seed_everything
-from ignite_engine.state import Start, TrainingState
-from ignite_engine.step.micro_batches import Group, accumulation_steps_for, gradient_sync
-from ignite_engine.task import Task
-from ignite_engine.trainer import Trainer, create_evaluator
-from ignite_engine.update import Update, Updates
-
 if TYPE_CHECKING:
+    from ignite_engine.data.loader import loader
+    from ignite_engine.data.windows import Windows
+    from ignite_engine.engine.intervals import every
+    from ignite_engine.errors import Interrupted, StopRequested
+    from ignite_engine.events import Phase, TrainingEvents
+    from ignite_engine.ranks.launch import Parallel
+    from ignite_engine.rng import seed_everything
     from ignite_engine.runs.fit import fit
     from ignite_engine.runs.load_model import load_model, load_weights
+    from ignite_engine.state import Start, TrainingState
+    from ignite_engine.step.micro_batches import Group, accumulation_steps_for, gradient_sync
+    from ignite_engine.task import Task
+    from ignite_engine.trainer import Trainer, create_evaluator
+    from ignite_engine.update import Update, Updates
 
 __all__ = [
     "Group",
@@ -45,11 +45,27 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-
-_LATER = {"fit": "runs.fit", "load_model": "runs.load_model", "load_weights": "runs.load_model"}
+_HOMES = {
+    "data.loader": ("loader",),
+    "data.windows": ("Windows",),
+    "engine.intervals": ("every",),
+    "errors": ("Interrupted", "StopRequested"),
+    "events": ("Phase", "TrainingEvents"),
+    "ranks.launch": ("Parallel",),
+    "rng": ("seed_everything",),
+    "runs.fit": ("fit",),
+    "runs.load_model": ("load_model", "load_weights"),
+    "state": ("Start", "TrainingState"),
+    "step.micro_batches": ("Group", "accumulation_steps_for", "gradient_sync"),
+    "task": ("Task",),
+    "trainer": ("Trainer", "create_evaluator"),
+    "update": ("Update", "Updates"),
+}
+_MODULES = {name: f"ignite_engine.{home}" for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:  # they bring handlers, configs and checkpoints, which the package's own import leaves out
-        return getattr(import_module(f"ignite_engine.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:  # each is imported when it is asked for, with what it needs and no more
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value

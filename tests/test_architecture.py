@@ -118,7 +118,7 @@ def home_of_public_names() -> dict[str, str]:
     tree = ast.parse((CORE / "__init__.py").read_text())
     return {
         alias.name: str(node.module).removeprefix("ignite_engine.").split(".")[0]
-        for node in tree.body
+        for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
