@@ -25,7 +25,7 @@ from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets, unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import unshared_state
-from ignite_engine.ranks.watch import cause_of, reason_of, watched_run
+from ignite_engine.ranks.watching import cause_of, reason_of, watched_run
 from ignite_engine.state import Boundary, Start, TrainingState
 from ignite_engine.states.own_update import unsaved_of
 from ignite_engine.states.registry import Registry, Stateful

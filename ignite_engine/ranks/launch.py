@@ -32,7 +32,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from ignite_engine import devices
 from ignite_engine.errors import LaunchError, PeerFailed
 from ignite_engine.ranks import agreement, signals
-from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
+from ignite_engine.ranks.watching import HEARTBEAT_TIMEOUT_S, watched
 
 logger = logging.getLogger(__name__)
 

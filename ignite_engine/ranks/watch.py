@@ -18,30 +18,26 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from select import select
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 
 from ignite_engine.errors import PeerFailed, one_line, raised_by_all_ranks
-from ignite_engine.ranks import agreement, signals
+from ignite_engine.ranks import agreement, signals, watching
 from ignite_engine.ranks.heartbeats import BEAT_S, ENDED, SILENT, SILENT_S, Failure, Hub, Link, Message, connect
+from ignite_engine.ranks.watching import HEARTBEAT_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_TIMEOUT_S = 60.0
-"""A thread cannot say that it lives while native code of the main thread holds Python's lock."""
 _MAY_RAISE_S = 2.0
 _MAY_LEAVE_S = 30.0
 _VERDICT_S = 6.0
 _LIBRARIES = {*sys.stdlib_module_names, "ignite", "ignite_engine", "numpy", "torch"}
-
-_current: Watch | None = None
 
 
 class Watch:
@@ -53,7 +49,7 @@ class Watch:
     Raises:
         ValueError: it is shorter than two heartbeats.
 
-    When a rank fails, each rank logs it in one line and calls what was given to :func:`on_failure`. The main thread
+    When a rank fails, each rank logs it in one line and calls those given to ``watching.on_failure``. The main thread
     gets :class:`~ignite_engine.errors.PeerFailed` instead of the error of a collective that broke. A rank whose main
     thread does not end within 2 s (30 s if it has raised, or the failed rank has not ended either) is ended with its
     stacks logged. A silent process on this machine is killed.
@@ -92,25 +88,23 @@ class Watch:
     # -- the main thread ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watch:
-        global _current
         if self._connect():
             self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
             self._thread.start()
-        _current = self
+        watching.current = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _current
         cause = error if error is None else self.cause_of(error)
-        _current = None
+        watching.current = None
         self._leave(cause)
         if cause is not None and cause is not error:
             raise cause from error
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """See :func:`cause_of`."""
+        """See :func:`ignite_engine.ranks.watching.cause_of`."""
         if isinstance(error, PeerFailed) or raised_by_all_ranks(error):
             return error
         broken = _broken_collective(error) if isinstance(error, Exception) else None
@@ -344,79 +338,6 @@ class Watch:
         saying.start()
         saying.join(1.0)
         os._exit(self.failure.code)
-
-
-# -- what the engine calls --------------------------------------------------------------------------------------------
-
-
-def watched(local_rank: int, func: Callable[..., Any], heartbeat_timeout_s: float, *args: Any, **kwargs: Any) -> Any:
-    """Call ``func(local_rank, *args, **kwargs)``, watching the other ranks if there are any; a collective."""
-    with watching(heartbeat_timeout_s):
-        return func(local_rank, *args, **kwargs)
-
-
-@contextmanager
-def watching(heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> Iterator[Watch | None]:
-    """Watch the other ranks; None on one process. Within another it is that one."""
-    if agreement.world_size() == 1:
-        yield None
-    elif _current is not None:
-        yield _current
-    else:
-        with Watch(heartbeat_timeout_s) as watch:
-            yield watch
-
-
-@contextmanager
-def watched_run(position: Callable[[], str]) -> Iterator[None]:
-    """Watch the other ranks during a run.
-
-    Args:
-        position: where the run is, as text; called in another thread.
-    """
-    with watching() as watch:
-        if watch is not None:
-            watch.begin_run(position)
-        try:
-            yield
-        finally:
-            if watch is not None:
-                watch.end_run()
-
-
-@contextmanager
-def on_failure(callback: Callable[[str], None]) -> Iterator[None]:
-    """Within it, call ``callback(line)`` when a rank fails: in another thread, on one rank that lives."""
-    if (watch := _current) is None:
-        yield
-        return
-    watch.callbacks.append(callback)
-    try:
-        yield
-    finally:
-        watch.callbacks.remove(callback)
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """What to raise for ``error``, of which all ranks are told here: itself, or a :class:`PeerFailed`, chained to it,
-    where it is the consequence of another rank's failure."""
-    return error if _current is None else _current.cause_of(error)
-
-
-def known_failure() -> str | None:
-    """The line that names the rank that failed; None: none has, as far as this rank knows."""
-    return None if _current is None or _current.failure is None else _current.failure.line
-
-
-def reason_of(error: BaseException) -> str:
-    """Why a run failed, for its summary; on several ranks it names the one that did."""
-    if isinstance(error, PeerFailed):
-        return str(error)
-    if (line := known_failure()) is not None:
-        return line
-    if (watch := _current) is not None and watch.ending is not None:
-        return f"rank {watch.rank} {watch.ending}"
-    return f"{type(error).__name__}: {error}"
 
 
 # -- what happened, and where -----------------------------------------------------------------------------------------

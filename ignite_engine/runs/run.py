@@ -22,7 +22,7 @@ from ignite_engine.describe.lr_text import lr_text
 from ignite_engine.engine.length import Length
 from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.ranks import agreement
-from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
+from ignite_engine.ranks.watching import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.report.goodput import goodput_line, read_ledger
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, plain_metric, weights_sha256
 from ignite_engine.runs.code_record import record_code

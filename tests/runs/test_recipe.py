@@ -27,7 +27,7 @@ from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.engine.bus import name_of
 from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import EarlyStopping
-from ignite_engine.ranks import signals, watch
+from ignite_engine.ranks import signals, watch, watching
 from ignite_engine.ranks.heartbeats import Failure
 from ignite_engine.run_directory import RunDirectory, config_differences, weights_sha256
 from ignite_engine.runs import recipe
@@ -375,7 +375,7 @@ def test_launchers_signal_after_another_rank_failed_is_no_interruption(
     run = build()
     known = watch.Watch()
     known.failure = Failure("rank 1 exited without reporting", (1,))
-    monkeypatch.setattr(watch, "_current", known)
+    monkeypatch.setattr(watching, "current", known)
     monkeypatch.setattr(run.checkpoint, "resume", lambda ignore: signal_this_process())
 
     with signals.ending_the_process(), pytest.raises(Interrupted):
