@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from ignite_engine.data.windows import Windows
     from ignite_engine.engine.intervals import every
     from ignite_engine.errors import Interrupted, StopRequested
+    from ignite_engine.evaluator import create_evaluator
     from ignite_engine.events import Phase, TrainingEvents
     from ignite_engine.ranks.launch import Parallel
     from ignite_engine.rng import seed_everything
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ignite_engine.state import Start, TrainingState
     from ignite_engine.step.micro_batches import Group, accumulation_steps_for, gradient_sync
     from ignite_engine.task import Task
-    from ignite_engine.trainer import Trainer, create_evaluator
+    from ignite_engine.trainer import Trainer
     from ignite_engine.update import Update, Updates
 
 __all__ = [
@@ -50,6 +51,7 @@ _HOMES = {
     "data.windows": ("Windows",),
     "engine.intervals": ("every",),
     "errors": ("Interrupted", "StopRequested"),
+    "evaluator": ("create_evaluator",),
     "events": ("Phase", "TrainingEvents"),
     "ranks.launch": ("Parallel",),
     "rng": ("seed_everything",),
@@ -58,7 +60,7 @@ _HOMES = {
     "state": ("Start", "TrainingState"),
     "step.micro_batches": ("Group", "accumulation_steps_for", "gradient_sync"),
     "task": ("Task",),
-    "trainer": ("Trainer", "create_evaluator"),
+    "trainer": ("Trainer",),
     "update": ("Update", "Updates"),
 }
 _MODULES = {name: f"ignite_engine.{home}" for home, names in _HOMES.items() for name in names}

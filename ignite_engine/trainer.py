@@ -20,7 +20,6 @@ from ignite_engine.engine.progress import Ending, Left, Progress
 from ignite_engine.engine.roll_back import RollBacks, arguments_again
 from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import Interrupted, RollBack, is_whole
-from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets, unsettled_buckets
@@ -34,8 +33,17 @@ from ignite_engine.step.micro_batches import check_steps
 
 if TYPE_CHECKING:
     from ignite_engine.checkpointing import SaveFilter
+    from ignite_engine.evaluator import create_evaluator
 
 __all__ = ["Trainer", "create_evaluator"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "create_evaluator":  # a trainer alone does not need it
+        from ignite_engine.evaluator import create_evaluator
+
+        return create_evaluator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Trainer(Engine):
