@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ignite.engine import Events
 
@@ -21,18 +23,28 @@ class History:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = RunDirectory(directory)
+        self.config: Mapping[str, Any] | None = None
+        """The settings of the run, in the line of each start."""
+        self._has_begun = False
 
     def attach(self, trainer: Trainer) -> None:
-        trainer.add_event_handler(Events.STARTED, self._start)
+        trainer.add_event_handler(Events.STARTED, self._wait)
+        # by then nothing refuses the start any more
+        trainer.add_event_handler(Events.EPOCH_STARTED | Events.COMPLETED, self._start)
+
+    def _wait(self, trainer: Trainer) -> None:
+        self._has_begun = False
 
     def _start(self, trainer: Trainer) -> None:
-        self._note("started" if trainer.state.start is Start.FRESH else "resumed", trainer)
-        trainer.call_at_end(self._end)
+        if not self._has_begun:
+            self._has_begun = True
+            self._note("started" if trainer.state.start is Start.FRESH else "resumed", trainer, self.config)
+            trainer.call_at_end(self._end)
 
     def _end(self, trainer: Trainer) -> None:
         self._note(trainer.state.status, trainer)
 
-    def _note(self, what: str, trainer: Trainer) -> None:
+    def _note(self, what: str, trainer: Trainer, config: Mapping[str, Any] | None = None) -> None:
         if agreement.rank() == 0:
             with contextlib.suppress(OSError):
-                self.directory.note(what, trainer.state.iteration, trainer.state.reason)
+                self.directory.note(what, trainer.state.iteration, trainer.state.reason, config)

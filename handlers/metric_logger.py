@@ -63,7 +63,8 @@ class MetricLogger:
         self.name = name
         self.sinks: list[Sink | MediaFiles] = [*sinks]
         self.directory = None if directory is None else Path(directory)
-        self._history = None if directory is None else History(directory)
+        self.history = None if directory is None else History(directory)
+        """Of the run's starts and ends, in its folder."""
         if directory is not None:
             self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))
             self.sinks.append(MediaFiles(directory, name=f"{name}/media"))
@@ -92,8 +93,8 @@ class MetricLogger:
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(Events.COMPLETED, self._write_rest)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._make_plain)
-        if self._history is not None:
-            self._history.attach(trainer)
+        if self.history is not None:
+            self.history.attach(trainer)
         for sink in self.sinks:
             attach_sink(sink, trainer)
 

@@ -77,30 +77,15 @@ class RunDirectory:
                 ) from None
             yield
 
-    def write_config(self, values: Mapping[str, Any]) -> list[str]:
-        """Store the resolved config.
-
-        Returns:
-            ``key: before -> now`` for each key that differs from the config stored before; empty at the first start.
-        """
-        before = self._stored_config()
+    def write_config(self, values: Mapping[str, Any]) -> None:
+        """Store the resolved config."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.config, yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
+
+    def differences(self, values: Mapping[str, Any]) -> list[str]:
+        """``key: before -> now`` for each key that differs from the stored config; empty if there is none."""
+        before = self._stored_config()
         return [] if before is None else config_differences(before, values)
-
-    def of_a_finished_run(self) -> dict[Path, str]:
-        """The files that say which run this folder holds, if it is completed; else none."""
-        if self.read_summary().get("status") != "completed":
-            return {}
-        files = (self.config, self.environment, self.summary, self.code, self.code_diff)
-        return {path: path.read_text(encoding="utf-8") for path in files if path.exists()}
-
-    def put_back(self, files: Mapping[Path, str]) -> None:
-        """Undo what a start that was refused has written: ``files`` as they were."""
-        for path in (self.code, self.code_diff):
-            path.unlink(missing_ok=True)
-        for path, content in files.items():
-            write_whole(path, content)
 
     def write_environment(self, world_size: int) -> None:
         """Store versions, machine, devices and command line."""
@@ -111,19 +96,23 @@ class RunDirectory:
         }
         write_whole(self.environment, json.dumps(values, indent=1) + "\n")
 
-    def note(self, what: str, iteration: int, reason: str | None = None) -> None:
+    def note(
+        self, what: str, iteration: int, reason: str | None = None, config: Mapping[str, Any] | None = None
+    ) -> None:
         """Add to the history: ``started``, ``resumed``, or how a start ended (``completed``, ``interrupted``, ...).
 
-        That of a start has its settings and the commit of its code, where the folder has them; a commit with ``+`` is
-        changed by ``code.diff``.
+        That of a start has the commit of its code, where the folder has it; a commit with ``+`` is changed by
+        ``code.diff``.
+
+        Args:
+            config: the settings of a start.
         """
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         values: dict[str, Any] = {"what": what, "iteration": iteration, "reason": reason, "at": now}
-        if what in ("started", "resumed"):
-            if (config := self._stored_config()) is not None:
-                values["config"] = config
-            if code := self.read_code():
-                values["commit"] = str(code.get("commit")) + ("+" if self.code_diff.exists() else "")
+        if config is not None:
+            values["config"] = config
+        if what in ("started", "resumed") and (code := self.read_code()):
+            values["commit"] = str(code.get("commit")) + ("+" if self.code_diff.exists() else "")
         line = json.dumps(json_values(values), default=str)
         self.path.mkdir(parents=True, exist_ok=True)
         with self.history.open("a", encoding="utf-8") as file:

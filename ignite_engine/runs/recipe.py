@@ -247,6 +247,7 @@ def _attach(
 
     log_point = interval_event(logging.every or _log_interval(run.total), task)
     trainer.add_event_handler(Events.STARTED, run.log_length)
+    trainer.add_event_handler(Events.EPOCH_STARTED, run.keep_record)
     say_how_it_resumes(run.loader)
     if evaluation.sanity_batches and evaluations:
         _sanity_check(config, task, run.trainer.update.model).attach(trainer)  # type: ignore[attr-defined]  # an Update
@@ -399,7 +400,10 @@ def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
     if logging.csv:
         sinks.append(handlers.CSVSink(path / "metrics.csv"))
     run.log_states = frozenset({"clearml", "csv", "mlflow", "tensorboard", "wandb"})
-    return handlers.MetricLogger(path, sinks=sinks, console=logging.console)
+    metric_logger = handlers.MetricLogger(path, sinks=sinks, console=logging.console)
+    assert metric_logger.history is not None, "it was given a folder"
+    metric_logger.history.config = run.config
+    return metric_logger
 
 
 def _log_interval(total: int | None) -> Every:

@@ -20,13 +20,14 @@ from ignite_engine.config.load import default_values
 from ignite_engine.describe import Conflict, conflicts_of, schedule_conflicts
 from ignite_engine.describe.lr_text import lr_text
 from ignite_engine.engine.length import Length
-from ignite_engine.errors import Interrupted, PeerFailed
+from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watching import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.report.goodput import goodput_line, read_ledger
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, plain_metric, weights_sha256
 from ignite_engine.runs.code_record import record_code
 from ignite_engine.runs.history import Records, read_records
+from ignite_engine.runs.in_force import put_in_force
 from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
 from ignite_engine.states.loading import load_part
@@ -82,7 +83,7 @@ class Run:
         length: ``max_epochs`` or ``max_iters``, as ``trainer.run`` takes it.
         evaluations: makes one for each validation and test set; each writes ``trainer.state.metrics`` when called.
         startup: seconds of the phases of the start-up so far.
-        config: the resolved config as plain values.
+        config: the resolved config as plain values; after a resume with the settings of optimizers that are in force.
         best: the metric by which ``evaluate`` chooses a checkpoint, and ``min`` or ``max``; None: the newest one.
         checkpoint: set before the first call of ``train``.
         log_states: names of states that are dropped on a resume if their logger is no longer attached.
@@ -100,7 +101,7 @@ class Run:
     length: Mapping[str, int]
     evaluations: Callable[[], Iterable[Evaluates]]
     startup: PhaseTimes
-    config: Mapping[str, Any]
+    config: dict[str, Any]
     best: tuple[str, str] | None = None
     checkpoint: Saves | None = None
     log_states: frozenset[str] = frozenset()
@@ -111,6 +112,8 @@ class Run:
     summary: Mapping[str, Any] = field(default_factory=dict)
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
     _differences: Sequence[str] = ()
+    _is_recorded: bool = False
+    _resumed: Path | None = None
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -148,16 +151,18 @@ class Run:
         assert self.checkpoint is not None
         trainer, rank = self.trainer, agreement.rank()
         resumed: Path | None = None
-        finished = self.directory.of_a_finished_run() if rank == 0 else {}
+        # until its settings are in force, a start leaves the record of a run as it was
+        self._is_recorded = not self.directory.config.exists()
         try:
             with self.startup("directory"):
-                if rank == 0:
+                if rank == 0 and self._is_recorded:
                     self._begin_directory()
             with self.startup("resume"):
                 try:
-                    resumed = self._begin()
+                    resumed = self._resumed = self._begin()
+                    put_in_force(self.config, trainer, self.schedules)
                 finally:
-                    self._log_differences(resumed)
+                    self._log_differences()
                 for name in self.log_states:
                     trainer.resume_state.unclaimed.pop(name, None)
                 if resumed is None and rank == 0:
@@ -166,11 +171,13 @@ class Run:
             self.startup.log()
             if self.first_iteration:
                 self._metrics_before = self.directory.read_summary().get("metrics", {})
-            self._write_summary("running", resumed)
+            if self._is_recorded:
+                self._write_summary("running", resumed)
             trainer.run(self.loader, **self.length)
         except BaseException as raised:
             error, status = cause_of(raised), trainer.state.status
-            refused = status == "created"  # before its first event
+            # before its first event, or by what nothing has claimed; it has not become another run
+            refused = not self._is_recorded and (status == "created" or isinstance(error, StateMismatch | NotExact))
             stopped = isinstance(error, KeyboardInterrupt | Interrupted) and status not in ("interrupted", "failed")
             # while GracefulStop does not listen; where a rank has failed a launcher signals those that live
             if stopped and known_failure() is None:
@@ -182,11 +189,8 @@ class Run:
                 logger.error(
                     "The run failed: %s: %s", type(error).__name__, error, extra={"console": False}, exc_info=True
                 )
-            summary = self._write_summary(status, resumed)
-            if refused and finished:  # it has not become another run
-                self.directory.put_back(finished)
-            else:
-                self._keep_record(finished)
+            if status == "interrupted" or not refused:
+                summary = self._write_summary(status, resumed)
                 report = self._write_report()
                 if status == "interrupted":
                     self._log_outcome(summary, report)
@@ -194,21 +198,22 @@ class Run:
                 raise error from raised
             raise
         summary = self._write_summary(trainer.state.status, resumed)
-        self._keep_record(finished)
-        self._log_outcome(summary, self._write_report())
-        return summary
-
-    def _keep_record(self, finished: Mapping[Path, str]) -> None:
-        """Of a finished run of which no more was trained, the settings that it was trained with."""
-        if not finished or self.trainer.state.iteration != self.first_iteration:
-            return
-        self.directory.put_back({path: text for path, text in finished.items() if path != self.directory.summary})
-        if self._differences:
+        if self._differences and not self._is_recorded:
             logger.info(
                 "The run was at its end, so nothing was trained with the settings that differ: %s stays as it was, and "
                 "%s has those of each start.",
                 *(self.directory.config.name, self.directory.history.name),
             )
+        self._log_outcome(summary, self._write_report())
+        return summary
+
+    def keep_record(self, trainer: Trainer) -> None:
+        """On EPOCH_STARTED: the settings are in force."""
+        if not self._is_recorded:
+            self._is_recorded = True
+            if agreement.rank() == 0:
+                self._begin_directory()
+            self._write_summary("running", self._resumed)
 
     @contextlib.contextmanager
     def _held_directory(self) -> Iterator[None]:
@@ -325,16 +330,15 @@ class Run:
         path.write_text(lr_svg(self.schedules, self.total or 1), encoding="utf-8")
 
     def _begin_directory(self) -> None:
-        self._differences = self.directory.write_config(self.config)
+        self.directory.write_config(self.config)
         self.directory.write_environment(agreement.world_size())
         record_code(self.directory)
 
-    def _log_differences(self, resumed: Path | None) -> None:
-        """A changed setting of an optimizer that was resumed is not among them: that it has no effect is said there."""
-        optimizer_resumed = resumed is not None and "optimizer" not in self.ignore
+    def _log_differences(self) -> None:
+        """What is in force now, so without a setting that the resume has put back, which is said there."""
+        self._differences = self.directory.differences(self.config) if agreement.rank() == 0 else ()
         for line in self._differences:
-            if not (optimizer_resumed and line.startswith(("optimizer.", "optimizers."))):
-                logger.info("Config differs from the run's last start: %s", line)
+            logger.info("Config differs from the run's last start: %s", line)
 
     def _log_outcome(self, summary: Mapping[str, Any], report: Path | None) -> None:
         """How the run ended, for a stop where the same command resumes, and last the best checkpoint and the report."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,6 +162,7 @@ class OptimizerState:
         self._built_groups, self._built_frozen = self._groups(self.names(parameters)), _frozen(parameters)
         self.rate_is_scheduled_anew = False
         """A schedule that is not loaded sets the rate, whatever is loaded here."""
+        self._made_groups = self._built_groups
         self.overridden: set[tuple[str, str]] = set()
         """Groups (empty: all) and options that a resume replaces, so that no warning is due."""
         self._made_with_state = bool(optimizer.state)  # Adagrad's is there before the first step
@@ -233,7 +234,9 @@ class OptimizerState:
             for group, own in zip(state["param_groups"], self._by_group(names), strict=True)
         ]
         numbered = {index_of[name]: values for name, values in state["state"].items() if name in index_of}
+        defaults = dict(self.optimizer.defaults)
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+        self.optimizer.defaults = defaults  # torch adds one, which groups that are added later would get
         for name, values in state["state"].items():
             if name not in index_of and name in parameters:
                 self.optimizer.state[parameters[name]] = _copied(values, parameters[name].device)
@@ -242,6 +245,25 @@ class OptimizerState:
                 for key, value in values.items():  # torch casts them to the parameter's type
                     if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                         loaded[key] = value.to(loaded[key].device, copy=True)
+
+    def in_force(self, settings: Mapping[str, Any], base_lrs: Sequence[Any] = ()) -> dict[str, Any]:
+        """The options in the place of which a resumed run has restored or replaced others, with these.
+
+        Args:
+            settings: with which the optimizer was made; a group that was given another value of its own does not count.
+            base_lrs: of its schedule, by group; empty: it has none that is known.
+        """
+        lrs = base_lrs or [group.get("lr") for group in self._built_groups]
+        now = [{**group, "lr": lr} for group, lr in zip(self._built_groups, lrs)]
+        found: dict[str, Any] = {}
+        for option, default in self.optimizer.defaults.items():
+            given = settings.get(option, default)
+            given = tuple(given) if isinstance(given, list) else given
+            pairs = zip(self._made_groups, now)
+            values = [group.get(option) for made, group in pairs if option in made and made[option] == given]
+            if values and values[0] not in (None, given) and all(value == values[0] for value in values):
+                found[option] = list(values[0]) if isinstance(values[0], tuple) else values[0]
+        return found
 
     def note_override(self, group: int, option: str, value: Any) -> None:
         """An option is ``value`` from here on; for a rate it is the base of its schedule."""

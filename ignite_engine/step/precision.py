@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,7 +13,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ignite_engine import devices
-from ignite_engine.errors import check_type
+from ignite_engine.errors import check_type, leave_out
+
+logger = logging.getLogger(__name__)
 
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 Precision = str | Callable[[], AbstractContextManager[Any]]
@@ -72,6 +75,28 @@ class LossScaler(GradScaler):
     """
 
     _unscaled = False
+
+    @property
+    def growth(self) -> dict[str, float]:
+        """The options by which the scale changes."""
+        return {
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, the options included; a warning names those that were built otherwise."""
+        built = self.growth
+        super().load_state_dict(state_dict)
+        changed = [f"{name} {now} to {built[name]}" for name, now in self.growth.items() if now != built[name]]
+        if changed:
+            logger.warning(
+                "The loss scaler was changed (%s): no effect on a resumed run, which restores the saved options. To "
+                "begin with these and the first scale, leave it out with %s.",
+                ", ".join(changed),
+                leave_out("scaler"),
+            )
 
     def unscale_all(self, optimizers: Iterable[Optimizer]) -> bool:
         """Unscale the gradients of ``optimizers``; whether all of them are finite (one read of the device).

@@ -195,6 +195,24 @@ def test_options_that_were_changed_are_named_in_one_line(caplog: pytest.LogCaptu
     assert changed.param_groups[0]["lr"] == 0.01 and changed.param_groups[0]["betas"] == (0.9, 0.999)
 
 
+class _Plain(torch.optim.Optimizer):
+    """An optimizer of the user's own."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+
+def test_a_group_that_is_added_after_a_load_has_the_options_of_one_that_is_added_without() -> None:
+    """torch gives an optimizer another default when it loads a state."""
+    model, other = linear(), linear()
+    whole, resumed = (_Plain([next(each.parameters())], lr=0.1) for each in (model, other))
+    OptimizerState(resumed, other).load_state_dict(OptimizerState(whole, model).state_dict())
+    for optimizer, each in ((whole, model), (resumed, other)):
+        optimizer.add_param_group({"params": [*each.parameters()][1:]})
+    assert [{*group} for group in resumed.param_groups] == [{*group} for group in whole.param_groups]
+    assert resumed.defaults == whole.defaults
+
+
 def test_rate_of_a_scheduler_is_not_an_option_that_was_changed(caplog: pytest.LogCaptureFixture) -> None:
     model = linear()
     torch.optim.lr_scheduler.LinearLR(first := torch.optim.SGD(model.parameters(), lr=0.1), start_factor=0.5)
