@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
+import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -17,7 +19,25 @@ from ignite_engine import devices
 from ignite_engine.errors import check_type, is_whole
 
 T = TypeVar("T")
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""The kinds that a program can make for itself."""
 _MASK = (1 << 64) - 1
+
+
+def attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds by name: its attributes, or what a function or its object closes over or has as defaults."""
+    owner = getattr(owner, "__self__", owner)
+    if inspect.isfunction(owner):
+        yield from ((name, owner.__globals__[name]) for name in owner.__code__.co_names if name in owner.__globals__)
+        yield from (owner.__kwdefaults__ or {}).items()
+        for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a variable that is not bound yet
+                yield name, cell.cell_contents
+    elif isinstance(owner, functools.partial):
+        yield from attributes_of(owner.func)
+        yield from owner.keywords.items()
+    elif not inspect.isbuiltin(owner) and hasattr(owner, "__dict__"):
+        yield from vars(owner).items()
 
 
 def capture() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.state import OngoingEvaluation, Start
+from ignite_engine.states.generators import undrawn
 from ignite_engine.states.model_and_optimizer import unwrap
 
 logger = logging.getLogger(__name__)
@@ -179,7 +180,8 @@ class Evaluation:
 
     def _evaluate(self, trainer: Trainer) -> None:
         state = trainer.state
-        with rng.isolated(), ExitStack() as undo:  # its events are fired again where it is repeated
+        # its events are fired again where it is repeated
+        with rng.isolated(), undrawn(trainer.registry.objects), ExitStack() as undo:
             if self._rng is not None:
                 rng.restore(self._rng)
             if (data := self._data()) is None:

@@ -23,6 +23,7 @@ from ignite_engine.handlers.evaluation.handler import number_of
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import metrics_of_this_rank
 from ignite_engine.state import Start
+from ignite_engine.states.generators import undrawn
 from ignite_engine.states.metrics import metrics_of
 
 
@@ -77,7 +78,8 @@ class SanityCheck:
         measured: dict[str, Any] = {}
         for name, trial in self.trials.items():
             model = getattr(trainer.update, "model", None)
-            with rng.isolated(), _buffers_of(model), warnings.catch_warnings(action="ignore"):
+            drawn = undrawn(trainer.registry.objects)
+            with rng.isolated(), drawn, _buffers_of(model), warnings.catch_warnings(action="ignore"):
                 values = self._values(name, trial)
             if values is None:  # what it would have measured is not known
                 return

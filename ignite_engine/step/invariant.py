@@ -48,14 +48,17 @@ class RankInvariance:
 
     # -- a run ----------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, loss_fn: Any) -> None:
         """A run starts: refuse what cannot keep the promise, then give every rank rank 0's weights. A collective.
+
+        Args:
+            loss_fn: may draw random numbers, too.
 
         Raises:
             ValueError: something in the model cannot; the same line on every rank.
         """
         parameters = self._all_parameters.all()
-        check_model(self._model, parameters)
+        check_model(self._model, parameters, loss_fn)
         if self._seed is None:
             self._seed = agreement.broadcast_int(torch.initial_seed() & (2**63 - 1))
         self._names: list[str] | None = None

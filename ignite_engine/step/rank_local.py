@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine.ranks import agreement, mesh
-
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+from ignite_engine.rng import GENERATORS, attributes_of
 
 
 def inside_ddp(model: nn.Module) -> nn.Module:
@@ -25,17 +21,21 @@ def inside_ddp(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_model(model: nn.Module, parameters: Sequence[Tensor] = ()) -> None:
+def check_model(model: nn.Module, parameters: Sequence[Tensor] = (), loss_fn: Any = None) -> None:
     """Refuse what keeps rank-local state or reduces by itself.
 
     Args:
         model: in the mode in which it will be trained.
         parameters: further ones that are trained.
+        loss_fn: which may draw random numbers, too.
 
     Raises:
         ValueError: it does, and how to change it.
     """
-    if (reason := _reason(model, parameters)) is not None:
+    reason = _reason(model, parameters)
+    if reason is None and (owner := _generator_of(loss_fn)) is not None:
+        reason = f"the loss function has {_OWN_GENERATOR.format(owner)}"
+    if reason is not None:
         raise ValueError(f"rank_invariant cannot give the same bits on any number of ranks: {reason}.")
 
 
@@ -62,9 +62,19 @@ def _reason(model: Any, parameters: Sequence[Tensor]) -> str | None:
             return f"{described} with sparse gradients; use sparse=False"
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             return f"{described} with max_norm, which rescales the rows that this rank looks up; use max_norm=None"
-        if own := next((name for name, value in vars(module).items() if isinstance(value, _GENERATORS)), None):
-            return (
-                f"{described} with a generator of its own ({own}), which goes on with each micro-batch of this rank; "
-                "draw from torch's global generator, which belongs to the micro-batch"
-            )
+        if own := next((name for name, value in vars(module).items() if isinstance(value, GENERATORS)), None):
+            return f"{described} with {_OWN_GENERATOR.format(own)}"
     return None
+
+
+_OWN_GENERATOR = (
+    "a generator of its own ({}), which goes on with each micro-batch of this rank; draw from torch's global "
+    "generator, which belongs to the micro-batch"
+)
+
+
+def _generator_of(loss_fn: Any) -> str | None:
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    modules = owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]
+    held = ((name, value) for _, module in modules for name, value in attributes_of(module))
+    return next((name for name, value in held if isinstance(value, GENERATORS)), None)

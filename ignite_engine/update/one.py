@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ignite_engine.errors import check_type, is_number
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
+from ignite_engine.states.generators import OwnGenerators
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
 from ignite_engine.step import out_of_memory
 from ignite_engine.step.accumulate import (
@@ -244,6 +245,9 @@ class Update:
         outside.is_saved = bool(outside.tensors())
         if outside.is_saved:
             yield "parameters", outside, True
+        generators = OwnGenerators(lambda: {"model": self.model, "loss_fn": self.loss_fn})
+        if generators.held():
+            yield "generators", generators, False
         if self.scaler is not None:
             yield "scaler", self.scaler, True
         if self.non_finite is not None:
@@ -257,7 +261,7 @@ class Update:
         self.stepping = self._has_gradients = False
         self._losses.clear()
         if self._invariance is not None:
-            self._invariance.start()
+            self._invariance.start(self.loss_fn)
 
     def run_ended(self, engine: Engine) -> None:
         """A run has ended without an error: one warning if it went wrong and nobody has said so; a collective."""

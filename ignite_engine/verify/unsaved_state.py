@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_engine.engine.bus import events_with_handlers, handlers_of
+from ignite_engine.states.generators import OwnGenerators
 from ignite_engine.states.model_and_optimizer import unwrap
 
 if TYPE_CHECKING:
@@ -33,11 +34,13 @@ def unsaved_state(trainer: Trainer) -> dict[str, Any]:
     collections of them count; anything else, and what is inside libraries, is passed over.
     """
     found: dict[str, Any] = {}
+    parts = [obj for obj in trainer.registry.objects.values() if isinstance(obj, OwnGenerators)]
+    saved = {id(generator) for part in parts for generator in part.held().values()}
     for label, obj in _places(trainer):
         if trainer.registry.holds(obj):
             continue
         for name, value in _attributes(obj):
-            plain = _plain(value)
+            plain = None if id(value) in saved else _plain(value)
             if plain is not None:
                 found.setdefault(f"{label}.{name}", plain)
     return found

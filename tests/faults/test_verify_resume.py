@@ -63,7 +63,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("forgets", "cause"), [("generator", "loss_fn.noise"), ("counter", "loss_fn.calls")])
+@pytest.mark.parametrize(("forgets", "cause"), [("generator", "loss_fn.noise.0"), ("counter", "loss_fn.calls")])
 def test_run_that_depends_on_what_is_not_saved_is_caught_and_the_cause_named(
     tmp_path: Path, temporary: Path, forked: None, forgets: str, cause: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

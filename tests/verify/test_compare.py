@@ -85,11 +85,11 @@ def test_cause_that_is_not_saved_is_named_first(tmp_path: Path) -> None:
 
     found = three_runs(tmp_path, build)
     assert not found.exact and "at iteration 7 0.weight of model differs first" in found.line
-    assert "Not saved, and different: loss_fn.generator; trainer.register(name, object)" in found.line
+    assert "Not saved, and different: loss_fn.generators.0; trainer.register(name, object)" in found.line
     assert (found.differences[0].component, found.differences[0].iteration) == ("not saved", 6)
     lines = table(found.differences, rows=2)
     assert lines[0].split() == ["iteration", "component", "piece", "uninterrupted", "resumed"]
-    assert lines[1].startswith("6          not saved  loss_fn.generator") and lines[-1].endswith("more")
+    assert lines[1].startswith("6          not saved  loss_fn.generators.0") and lines[-1].endswith("more")
 
 
 def test_what_differs_without_consequence_is_only_noted(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_what_the_users_code_changes_and_nobody_saves_is_found() -> None:
 
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {
-        "loss_fn.generator",
+        "loss_fn.generators.0",
         "model.calls",
         "model.seen",
         "Counting.random",

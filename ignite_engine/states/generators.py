@@ -1,0 +1,146 @@
+"""Random number generators that a model or a loss function holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ignite_engine.rng import GENERATORS, attributes_of
+from ignite_engine.states.model_and_optimizer import ModelState, unwrap
+
+
+class OwnGenerators:
+    """The states of the generators among the attributes of a model's modules and of a loss function, by their names.
+
+    Args:
+        owners: the models and functions, by the first part of the name.
+    """
+
+    def __init__(self, owners: Callable[[], Mapping[str, Any]]) -> None:
+        self._owners = owners
+
+    def held(self) -> dict[str, Any]:
+        """Each generator by name; one that several objects hold has the first."""
+        found: dict[int, tuple[str, Any]] = {}
+        for label, owner in self._owners().items():
+            for name, value in _attributes(label, owner):
+                if isinstance(value, GENERATORS):
+                    found.setdefault(id(value), (name, value))
+        return dict(found.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: _state_of(generator) for name, generator in self.held().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load those that are there by name."""
+        for name, generator in self.held().items():
+            if name in state:
+                _restore(generator, state[name])
+
+
+def unsaved_generators(objects: Mapping[str, Any], loss_fn: Any) -> Iterator[str]:
+    """One reason for each generator that no checkpoint holds.
+
+    Args:
+        objects: those of the registry, by name.
+    """
+    saved = [generator for part in _parts(objects) for generator in part.held().values()]
+    models = {name: obj.model if isinstance(obj, ModelState) else obj for name, obj in objects.items()}
+    owners = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
+    registered = [*objects.values()]
+    for label, owner in {**owners, "loss_fn": loss_fn}.items():
+        for name, value in _attributes(label, owner):
+            if isinstance(value, GENERATORS):
+                if not any(value is generator for generator in saved):
+                    yield (
+                        f"the generator {name} is not saved, as it was made after the Trainer, or the model is not an "
+                        "Update's (trainer.register() saves an object that has it)"
+                    )
+            elif not any(value is obj for obj in registered) and any(
+                isinstance(element, GENERATORS) and not any(element is generator for generator in saved)
+                for element in _inside(value)
+            ):
+                yield f"a generator in {name} is not saved: make it an attribute of its own"
+
+
+@contextmanager
+def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Restore the generators of a registry after the body, which may draw from them."""
+    states = [(part, part.state_dict()) for part in _parts(objects)]
+    try:
+        yield
+    finally:
+        for part, state in states:
+            part.load_state_dict(state)
+
+
+def _parts(objects: Mapping[str, Any]) -> list[OwnGenerators]:
+    return [obj for obj in objects.values() if isinstance(obj, OwnGenerators)]
+
+
+def _attributes(label: str, owner: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(owner, nn.Module):
+        for place, module in unwrap(owner).named_modules():
+            name = f"{label}.{place}" if place else label
+            yield from ((f"{name}.{key}", value) for key, value in attributes_of(module))
+        return
+    for key, value in attributes_of(owner):
+        if isinstance(value, nn.Module):
+            yield from _attributes(f"{label}.{key}", value)
+        else:
+            yield f"{label}.{key}", value
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a container or an object of the user's own holds directly."""
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, list | tuple | set):
+        yield from value
+    elif type(value).__module__.split(".")[0] not in ("torch", "numpy", "builtins") and hasattr(value, "__dict__"):
+        yield from vars(value).values()
+
+
+def _state_of(generator: Any) -> Any:
+    """Plain values and tensors, loadable with ``weights_only=True``."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return generator.getstate()
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _arrays(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_arrays(state))
+    else:
+        version, internal, gauss = state
+        generator.setstate((version, tuple(internal), gauss))
+
+
+def _plain(state: Any) -> Any:
+    """NumPy's arrays of unsigned words as lists of numbers, with their type."""
+    if isinstance(state, Mapping):
+        return {key: _plain(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"dtype": str(state.dtype), "words": state.tolist()}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _arrays(state: Any) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+    if set(state) == {"dtype", "words"}:
+        return np.array(state["words"], dtype=state["dtype"])
+    return {key: _arrays(value) for key, value in state.items()}

@@ -1,0 +1,208 @@
+"""Generators that a model or a loss function holds are resumed as torch's own are, or named where they cannot be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import MeanSquaredError
+from torch import Tensor, nn
+
+from ignite_engine import Trainer, Update, Updates, create_evaluator, loader
+from ignite_engine.handlers import Checkpoint, Evaluation
+from tests.builders import Numbers, linear, mse, one
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "torch": (lambda: torch.Generator().manual_seed(5), lambda each: torch.rand((), generator=each).item()),
+    "numpy": (lambda: np.random.default_rng(5), lambda each: float(each.standard_normal())),
+    "numpy, philox": (lambda: np.random.Generator(np.random.Philox(5)), lambda each: float(each.random())),
+    "numpy, old": (lambda: np.random.RandomState(5), lambda each: float(each.standard_normal())),
+    "python": (lambda: random.Random(5), lambda each: each.gauss(0.0, 1.0)),
+}
+
+
+class Noise(nn.Module):
+    """Adds a number from its own generator."""
+
+    def __init__(self, kind: str, *, inside: Callable[[Any], Any] = lambda generator: generator) -> None:
+        super().__init__()
+        make, self.draw = KINDS[kind]
+        self.source = inside(make())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + 0.1 * self.draw(self.source)
+
+
+class NoisyLoss:
+    """A loss function that is an object."""
+
+    def __init__(self, kind: str) -> None:
+        make, self.draw = KINDS[kind]
+        self.generator = make()
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return mse(model, batch) * (1.0 + 0.1 * self.draw(self.generator))
+
+    def method(self, model: nn.Module, batch: Any) -> Tensor:
+        return self(model, batch)
+
+
+class NoisyModule(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.noise = Noise(kind)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.noise(mse(model, batch))  # type: ignore[no-any-return]
+
+
+def closure(kind: str) -> Any:
+    make, draw = KINDS[kind]
+    generator = make()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return mse(model, batch) * (1.0 + 0.1 * draw(generator))
+
+    return loss_fn
+
+
+def made(folder: Path, model: nn.Module, loss_fn: Any = mse, **options: Any) -> tuple[Trainer, Checkpoint]:
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
+    checkpoint = Checkpoint(folder, **options)
+    checkpoint.attach(trainer)
+    return trainer, checkpoint
+
+
+def weights_after(folder: Path, make: Callable[[], tuple[nn.Module, Any]], stops: tuple[int, ...]) -> Tensor:
+    for stop in (*stops, 99):
+        model, loss_fn = make()
+        trainer, checkpoint = made(folder, model, loss_fn, strict=True)
+        checkpoint.resume()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda: trainer.request_stop("test"))  # noqa: B023  # called in this turn
+        trainer.run(loader(Numbers(8), 2), max_epochs=2)
+        assert trainer.reproducibility() == []
+    return one(model).clone()
+
+
+HOLDERS: dict[str, Callable[[str], tuple[nn.Module, Any]]] = {
+    "model": lambda kind: (nn.Sequential(linear(), Noise(kind)), mse),
+    "loss object": lambda kind: (linear(), NoisyLoss(kind)),
+    "method": lambda kind: (linear(), NoisyLoss(kind).method),
+    "loss module": lambda kind: (linear(), NoisyModule(kind)),
+    "closure": lambda kind: (linear(), closure(kind)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_stopped_run_ends_with_the_bits_of_the_whole_one(tmp_path: Path, holder: str, kind: str) -> None:
+    def make() -> tuple[nn.Module, Any]:
+        return HOLDERS[holder](kind)
+
+    whole = weights_after(tmp_path / "whole", make, ())
+    assert torch.equal(whole, weights_after(tmp_path / "stopped", make, (3, 6)))
+
+
+def test_an_evaluation_draws_nothing_from_them(tmp_path: Path) -> None:
+    """It may be done again after a stop."""
+
+    def trained(*, evaluates: bool) -> Tensor:
+        model = nn.Sequential(linear(), Noise("torch"))
+        trainer, _ = made(tmp_path / str(evaluates), model)
+        if evaluates:
+            evaluator = create_evaluator(
+                model, lambda model, batch: (model(batch[0]), batch[1]), {"mse": MeanSquaredError()}
+            )
+            Evaluation(evaluator, loader(Numbers(8), 2)).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        trainer.run(loader(Numbers(8), 2), max_epochs=2)
+        return one(model).clone()
+
+    assert torch.equal(trained(evaluates=True), trained(evaluates=False))
+
+
+def test_updates_in_turn_save_theirs(tmp_path: Path) -> None:
+    model = nn.Sequential(linear(), Noise("torch"))
+    turns = {name: Update(model, torch.optim.SGD(model.parameters(), lr=0.1), NoisyLoss("torch")) for name in "ab"}
+    trainer = Trainer(Updates(turns))
+    Checkpoint(tmp_path).attach(trainer)
+    assert trainer.reproducibility() == []
+    assert [name for name in trainer.registry.objects if "generators" in name] == ["generators/a", "generators/b"]
+
+
+def test_one_generator_that_several_hold_is_saved_once(tmp_path: Path) -> None:
+    first, second = Noise("torch"), Noise("torch")
+    second.source = first.source
+    trainer, _ = made(tmp_path, nn.Sequential(linear(), first, second))
+    assert list(trainer.registry.objects["generators"].state_dict()) == ["model.1.source"]
+
+
+def test_without_any_nothing_is_saved(tmp_path: Path) -> None:
+    trainer, _ = made(tmp_path, linear())
+    assert "generators" not in trainer.registry.objects
+
+
+class Holder:
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+
+UNSAVED: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
+    "in a list": (lambda: (nn.Sequential(linear(), Noise("torch", inside=lambda each: [each])), mse), "model.1.source"),
+    "in an object": (lambda: (nn.Sequential(linear(), Noise("torch", inside=Holder)), mse), "model.1.source"),
+}
+
+
+@pytest.mark.parametrize("where", UNSAVED)
+def test_one_that_is_no_attribute_is_named(tmp_path: Path, where: str) -> None:
+    make, name = UNSAVED[where]
+    trainer, _ = made(tmp_path, *make())
+    (reason,) = trainer.reproducibility()
+    assert reason.startswith(f"a generator in {name} is not saved") and "an attribute of its own" in reason
+
+
+def test_one_that_comes_after_the_trainer_is_named(tmp_path: Path) -> None:
+    model = nn.Sequential(linear(), nn.Identity())
+    trainer, _ = made(tmp_path, model)
+    assert trainer.reproducibility() == []
+    model[1].source = torch.Generator()
+    (reason,) = trainer.reproducibility()
+    assert reason.startswith("the generator model.1.source is not saved, as it was made after the Trainer")
+
+
+def test_one_in_a_registered_object_is_saved_there(tmp_path: Path) -> None:
+    class Saved(Holder):
+        def state_dict(self) -> Any:
+            return {"generator": self.generator.get_state()}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.generator.set_state(state["generator"])
+
+    layer = Noise("torch", inside=Saved)
+    trainer, _ = made(tmp_path, nn.Sequential(linear(), layer))
+    trainer.register("noise", layer.source)
+    assert trainer.reproducibility() == []
+
+
+def test_a_model_of_an_own_update_function_is_asked_too(tmp_path: Path) -> None:
+    model = nn.Sequential(linear(), Noise("torch"))
+    trainer = Trainer(lambda engine, batch: 0.0)
+    trainer.register("net", model, shared=True)
+    Checkpoint(tmp_path).attach(trainer)
+    (reason,) = trainer.reproducibility()
+    assert reason.startswith("the generator net.1.source is not saved")
+
+
+def test_rank_invariant_refuses_one_of_the_loss_function() -> None:
+    for holder in ("loss object", "method", "loss module", "closure"):
+        model, loss_fn = HOLDERS[holder]("torch")
+        update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, rank_invariant=True)
+        with pytest.raises(
+            ValueError, match=r"the loss function has a generator of its own .*, which goes on with each"
+        ):
+            Trainer(update, global_micro_batches=2).run(loader(Numbers(8), 2), max_iters=1)
