@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from torch import nn
 
 from ignite_engine.checkpointing.digests import tensor_bytes
 from ignite_engine.checkpointing.environment import environment_values
-from ignite_engine.checkpointing.filesystem import DirectoryInUse, held, replace_file
+from ignite_engine.checkpointing.filesystem import LOCK_NAME, DirectoryInUse, held, replace_file
 from ignite_engine.checkpointing.manifest import json_number
 from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.states.model_and_optimizer import clean_name, unwrap
@@ -56,9 +57,36 @@ class RunDirectory:
         self.logs = self.path / "logs"
 
     def files_of_a_run(self) -> list[str]:
-        """What a run has left in the folder, by name; its log and other files do not count."""
+        """What a run has left in the folder, by name; its log and other files do not count.
+
+        Nothing of a run that failed before its first update, as it does by a mistake in its settings.
+        """
         known = (self.config, self.metrics, self.summary, self.checkpoints)
-        return [path.name for path in known if path.exists()]
+        files = [path.name for path in known if path.exists()]
+        if set(files) <= {self.config.name, self.summary.name}:
+            summary = self.read_summary()
+            if (summary.get("status"), summary.get("iteration")) == ("failed", 0):
+                return []
+        return files
+
+    def move_aside(self) -> Path | None:
+        """Rename the folder of a run to the first free of ``<name>.1``, ``<name>.2`` and so on; None: it holds no run.
+
+        Raises:
+            RunDirectoryInUse: another process trains in it.
+            OSError: it cannot be renamed.
+            ValueError: the working directory is in it.
+        """
+        if not self.files_of_a_run():
+            return None
+        if Path.cwd().is_relative_to(self.path.resolve()):
+            raise ValueError(f"{self.path} holds the working directory, which would be moved aside with the run")
+        with self.held():
+            numbers = itertools.count(1)
+            aside = next(path for number in numbers if not (path := Path(f"{self.path}.{number}")).exists())
+            os.rename(self.path, aside)
+            (aside / LOCK_NAME).unlink(missing_ok=True)
+        return aside
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -87,12 +115,22 @@ class RunDirectory:
         before = self._stored_config()
         return [] if before is None else config_differences(before, values)
 
-    def write_environment(self, world_size: int) -> None:
-        """Store versions, machine, devices and command line."""
+    def changed_code(self, code: Mapping[str, str]) -> list[str]:
+        """What of the user's code differs from that of the last start, by name; empty at the first start.
+
+        Args:
+            code: digests by what they are of.
+        """
+        before = self._stored_code()
+        return [name for name, digest in code.items() if before.get(name, digest) != digest]
+
+    def write_environment(self, world_size: int, code: Mapping[str, str] | None = None) -> None:
+        """Store versions, machine, devices and command line, and the digests of the user's code."""
         packages = {package.name: package.version for package in importlib.metadata.distributions()}
         values = {
             **environment_values(world_size),
             "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+            **({"code": dict(code)} if code else {}),
         }
         write_whole(self.environment, json.dumps(values, indent=1) + "\n")
 
@@ -191,6 +229,13 @@ class RunDirectory:
             for handler in handlers:
                 root.removeHandler(handler)
                 handler.close()
+
+    def _stored_code(self) -> dict[str, str]:
+        try:
+            code = json.loads(self.environment.read_text(encoding="utf-8")).get("code", {})
+        except (OSError, ValueError, AttributeError, RecursionError):
+            return {}
+        return code if isinstance(code, dict) else {}
 
     def _stored_config(self) -> dict[str, Any] | None:
         try:

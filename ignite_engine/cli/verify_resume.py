@@ -29,6 +29,7 @@ QUIET += [
     "run.time_limit=null",
     "run.stop_file=null",
     "run.must_be_new=false",
+    "run.restart=false",
 ]  # limits of the real run, not of this proof
 
 

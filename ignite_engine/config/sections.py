@@ -68,6 +68,7 @@ class RunSection(Section):
     name: Annotated[str, Field(min_length=1)] | None = None  # default: the config file's name
     directory: Annotated[str, Field(min_length=1)] | None = None  # default: runs/<name>
     must_be_new: bool = False  # refuse a folder that holds a run, which would be resumed
+    restart: bool = False  # move a run that the folder holds aside, to <directory>.1, and begin anew
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # rank r uses seed + r after the model was made
     max_iterations: Count | None = None  # updates; this or max_epochs
     max_epochs: Count | None = None
@@ -80,6 +81,8 @@ class RunSection(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> RunSection:
+        if self.restart and self.must_be_new:
+            raise _fault("restart", "got true with run.must_be_new, which refuses what it would move; set one of them.")
         if (self.max_iterations is None) == (self.max_epochs is None):
             complaint = "both; set the other to null" if self.max_epochs is not None else "neither"
             raise ValueError(f"expected one of max_iterations and max_epochs, got {complaint}")

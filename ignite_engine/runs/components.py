@@ -284,6 +284,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """The resolved config, with what the task has made in the place of a section."""
     values = config.to_dict()
+    values["run"]["restart"] = False  # it is of one start
     if task.optimizer is not None:
         made = {name: _options_of(optimizer) for name, optimizer in optimizers.items()}
         values |= made if set(made) == {"optimizer"} else {"optimizers": made}

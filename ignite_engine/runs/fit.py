@@ -56,6 +56,7 @@ _ARGUMENTS = {
     "run.max_epochs": "max_epochs",
     "run.max_iterations": "max_iters",
     "run.seed": "seed",
+    "run.restart": "restart",
     "data.batch_size": "batch_size",
     "data.num_workers": "num_workers",
     "optimizer.name": "optimizer",
@@ -80,6 +81,7 @@ def fit(
     val_set: Data | Mapping[str, Data] | None = None,
     *,
     directory: str | Path,
+    restart: bool = False,
     max_epochs: int | None = None,
     max_iters: int | None = None,
     batch_size: int | None = None,
@@ -118,6 +120,7 @@ def fit(
             :class:`~ignite_engine.Windows`. One line says how it is resumed.
         val_set: of the same kinds, evaluated each epoch and at the end, as ``val``; or several by name.
         directory: of the run.
+        restart: begin anew where the folder holds a run, which is moved aside, to ``<directory>.1``.
         max_epochs: passes over the data; this or ``max_iters``.
         max_iters: updates.
         batch_size: per rank; default 32.
@@ -187,7 +190,13 @@ def fit(
     override = None if resume is None else {_setting(key): value for key, value in _plain(resume).items()}
     values = _values(sections)
     given: dict[str, dict[str, Any]] = {
-        "run": {"directory": str(directory), "max_epochs": max_epochs, "max_iterations": max_iters, "seed": seed},
+        "run": {
+            "directory": str(directory),
+            "max_epochs": max_epochs,
+            "max_iterations": max_iters,
+            "seed": seed,
+            "restart": restart or None,
+        },
         "data": {"batch_size": batch_size, "num_workers": num_workers},
         "optimizer": {"lr": lr},
         "schedule": {},

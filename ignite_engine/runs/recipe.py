@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from ignite_engine.checkpointing import CheckpointError, LoadPlan, LoadSource, S
 from ignite_engine.config import Config, Every
 from ignite_engine.config.sections import LoadSection, ScheduleSection
 from ignite_engine.data import Windows
+from ignite_engine.errors import one_line
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.evaluation.batches import loader_of
@@ -28,6 +30,7 @@ from ignite_engine.handlers.evaluation.sanity import SanityCheck, Trial
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.rng import seed_everything
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
+from ignite_engine.runs.code import code_of
 from ignite_engine.runs.components import (
     agreed_task,
     check_fit,
@@ -48,6 +51,8 @@ from ignite_engine.state import Start
 from ignite_engine.task import Data, Task
 from ignite_engine.trainer import Trainer
 from ignite_engine.update import Update
+
+logger = logging.getLogger(__name__)
 
 
 def build_run(config: Config, task: Task | None = None) -> Run:
@@ -113,6 +118,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             startup,
             settings_of(config, task, optimizers, schedules),
             (config.checkpoint.best, config.checkpoint.mode) if config.checkpoint.best else None,
+            code=code_of(task),
         )
         _attach(config, task, run, schedules, _evaluations(config, task, model, task.val_sets, directory.evaluations))
     return run
@@ -129,6 +135,9 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
     if not above.is_dir() or not os.access(above, os.W_OK):
         problem = "may not be written to" if above.is_dir() else "is not a folder"
         raise config.error("run.directory", f"got '{config.directory}', but {above} {problem}.")
+    aside: Path | None = None
+    if config.run.restart and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:  # not of a rank that died
+        aside = agreement.on_rank_0(lambda: _move_aside(config))
     held = agreement.on_rank_0(RunDirectory(config.directory).files_of_a_run) if config.run.must_be_new else []
     if held:
         raise config.error(
@@ -137,7 +146,17 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
             "to false to resume.",
         )
     with RunDirectory(config.directory).logging_to(agreement.rank(), console=console):
+        if aside is not None and agreement.rank() == 0:
+            logger.info("The run that was in %s is now in %s.", config.directory, aside)
         yield
+
+
+def _move_aside(config: Config) -> Path | None:
+    try:
+        return RunDirectory(config.directory).move_aside()
+    except (OSError, ValueError) as error:
+        problem = str(error) if isinstance(error, ValueError) else one_line(error)
+        raise config.error("run.restart", f"got true, but {problem}.") from None
 
 
 def _lr_schedule(section: ScheduleSection, schedule: Schedule, name: str) -> handlers.LRSchedule:

@@ -91,6 +91,7 @@ class Run:
         load: loads other weights where there is nothing to resume; None: the run starts fresh.
         always_load: also before a resume, because the run's own checkpoints are saved without some of them.
         summary: what ``summary.json`` holds; empty before ``train``.
+        code: digests of the user's code, by what it is.
     """
 
     trainer: Trainer
@@ -111,7 +112,9 @@ class Run:
     ignore: Sequence[str] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
+    code: Mapping[str, str] = field(default_factory=dict)
     _differences: Sequence[str] = ()
+    _changed_code: Sequence[str] = ()
     _is_recorded: bool = False
     _resumed: Path | None = None
 
@@ -155,6 +158,8 @@ class Run:
         self._is_recorded = not self.directory.config.exists()
         try:
             with self.startup("directory"):
+                if rank == 0:
+                    self._changed_code = self.directory.changed_code(self.code)
                 if rank == 0 and self._is_recorded:
                     self._begin_directory()
             with self.startup("resume"):
@@ -198,10 +203,12 @@ class Run:
                 raise error from raised
             raise
         summary = self._write_summary(trainer.state.status, resumed)
-        if self._differences and not self._is_recorded:
-            logger.info(
-                "The run was at its end, so nothing was trained with the settings that differ: %s stays as it was, and "
-                "%s has those of each start.",
+        if (self._differences or self._changed_code) and not self._is_recorded:
+            logger.warning(
+                "The run was at its end, so nothing was trained with the %s: %s stays as it was, and %s has the "
+                "settings of each start. To train with them give another directory, or restart (fit: restart=True, "
+                "config: run.restart), which moves this run aside.",
+                "settings that differ" if self._differences else "code that differs",
                 *(self.directory.config.name, self.directory.history.name),
             )
         self._log_outcome(summary, self._write_report())
@@ -331,14 +338,18 @@ class Run:
 
     def _begin_directory(self) -> None:
         self.directory.write_config(self.config)
-        self.directory.write_environment(agreement.world_size())
+        self.directory.write_environment(agreement.world_size(), self.code)
         record_code(self.directory)
 
     def _log_differences(self) -> None:
         """What is in force now, so without a setting that the resume has put back, which is said there."""
-        self._differences = self.directory.differences(self.config) if agreement.rank() == 0 else ()
+        if agreement.rank() != 0:
+            return
+        self._differences = self.directory.differences(self.config)
         for line in self._differences:
             logger.info("Config differs from the run's last start: %s", line)
+        if self._changed_code:
+            logger.info("Other code than at the run's last start: %s.", ", ".join(self._changed_code))
 
     def _log_outcome(self, summary: Mapping[str, Any], report: Path | None) -> None:
         """How the run ended, for a stop where the same command resumes, and last the best checkpoint and the report."""

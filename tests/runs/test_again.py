@@ -1,0 +1,111 @@
+"""Edit and run again: what has changed is said, and the old run can be moved aside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ignite_engine import fit
+from ignite_engine.config import ConfigError
+from ignite_engine.run_directory import RunDirectory
+from ignite_engine.runs.run import Run
+from tests.builders import on_two_ranks
+from tests.runs.test_fit import QUIET, TRAIN, VAL, fitted, loss_fn, net
+
+
+def smoothed(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
+
+
+def run_of(directory: Path, loss: Any = loss_fn, **arguments: Any) -> Run:
+    return fit(net(), loss, TRAIN, VAL, directory=directory, **{"max_epochs": 1, "batch_size": 8, **QUIET, **arguments})
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [line for line in caplog.messages if "To train with them give another directory, or restart" in line]
+    caplog.clear()
+    return lines
+
+
+def test_finished_run_that_is_started_with_something_else_says_what_and_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_of(tmp_path)
+    assert not said(caplog)
+    run_of(tmp_path)
+    assert not said(caplog)
+    run_of(tmp_path, smoothed)
+    assert "Other code than at the run's last start: loss_fn." in caplog.messages
+    assert len(said(caplog)) == 1
+    run_of(tmp_path, clip_norm=1.0)
+    assert any("update.clip_norm: None -> 1.0" in line for line in caplog.messages)
+    assert len(said(caplog)) == 1
+
+
+def test_function_without_a_source_is_told_apart_by_its_compiled_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "def loss(model, batch):\n    return (model(batch[0]) ** {}).mean()\n"
+    for power in (2, 2, 4):
+        names: dict[str, Any] = {}
+        exec(text.format(power), names)
+        caplog.clear()
+        run_of(tmp_path, names["loss"])
+        changed = "Other code than at the run's last start: loss_fn." in caplog.messages
+        assert changed == (power == 4)
+
+
+def test_restart_moves_the_run_aside_and_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "run"
+    first = run_of(folder, restart=True)
+    assert not (tmp_path / "run.1").exists()  # there was none
+    second = run_of(folder, smoothed, restart=True)
+    third = run_of(folder, smoothed, restart=True)
+
+    assert [run.trainer.state.start.value for run in (first, second, third)] == ["fresh"] * 3
+    assert second.summary["weights_sha256"] != first.summary["weights_sha256"] == read(tmp_path / "run.1")
+    assert read(tmp_path / "run.2") == second.summary["weights_sha256"] == third.summary["weights_sha256"]
+    assert f"The run that was in {folder} is now in {tmp_path / 'run.2'}." in caplog.messages
+    assert not (tmp_path / "run.1" / ".lock").exists()
+    again = run_of(folder, smoothed)  # without it the run is the one that it was, and no setting differs
+    assert again.trainer.state.iteration == again.first_iteration and "run.restart" not in caplog.text
+
+
+def read(folder: Path) -> str:
+    return str(RunDirectory(folder).read_summary()["weights_sha256"])
+
+
+def test_restart_that_cannot_be_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_of(tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"^fit\(\): restart: got true, but .*run holds the working directory, which"):
+        run_of(tmp_path / "run", restart=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^fit\(\): restart: got true with run\.must_be_new, which refuses what it"):
+        run_of(tmp_path / "run", restart=True, run={"must_be_new": True})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the launcher starts a rank again: that is no new run
+    assert run_of(tmp_path / "run", restart=True).trainer.state.start.value == "resumed"
+
+
+def test_run_that_failed_before_its_first_update_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="loss_fn returned the number"):
+        run_of(tmp_path, lambda model, batch: loss_fn(model, batch).item(), run={"must_be_new": True})
+    assert run_of(tmp_path, run={"must_be_new": True}).summary["status"] == "completed"
+    with pytest.raises(ConfigError, match=r"holds a run \(config\.yaml, "):
+        run_of(tmp_path, run={"must_be_new": True})
+
+
+@pytest.mark.distributed
+def test_ranks_move_it_aside_once(tmp_path: Path) -> None:
+    fitted(tmp_path / "run", max_epochs=1)
+
+    def case(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        return {"start": run_of(tmp_path / "run", restart=True).trainer.state.start.value}
+
+    assert on_two_ranks(case, tmp_path / "meeting")["start"] == ["fresh", "fresh"]
+    assert sorted(path.name for path in tmp_path.glob("run*")) == ["run", "run.1"]
