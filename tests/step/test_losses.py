@@ -222,3 +222,16 @@ def test_losses_by_name_are_summed_and_each_is_reported(form: str, steps: int | 
     assert list(output) == ["loss", "loss/fit", "loss/size", *(["count"] if form == "with others" else [])]
     assert not any(value.requires_grad or value.dim() for value in output.values())
     assert torch.allclose(output["loss/fit"] + output["loss/size"], output["loss"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_error_of_the_model_is_noted_with_the_shapes_of_its_batch(precision: Any) -> None:
+    def wrong(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"].T).mean()  # type: ignore[no-any-return]  # a tensor
+
+    model = linear()
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), wrong, precision=precision)
+    batch = {"x": torch.ones(5, 3), "y": [torch.ones(5, dtype=torch.int64), "a text"]}
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        Trainer(update).run([batch], max_epochs=1)
+    assert "The micro-batch: {'x': Tensor [5, 3] float32, 'y': [Tensor [5] int64, str]}." in raised.value.__notes__

@@ -10,6 +10,7 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 
+from ignite_engine.errors import shapes_of
 from ignite_engine.events import TrainingEvents
 from ignite_engine.step.backward import backward
 from ignite_engine.step.losses import LossFn, parts, scalar, unusable_result, weighted, weighted_by_name
@@ -46,11 +47,15 @@ class ForwardBackward:
         """
         if listeners[0]:
             engine.fire_event(TrainingEvents.FORWARD_STARTED)
-        if self._context is None:
-            result: Any = self.loss_fn(self.model, batch)
-        else:
-            with self._context:
-                result = self.loss_fn(self.model, batch)
+        try:
+            if self._context is None:
+                result: Any = self.loss_fn(self.model, batch)
+            else:
+                with self._context:
+                    result = self.loss_fn(self.model, batch)
+        except Exception as error:
+            error.add_note(f"The micro-batch: {shapes_of(batch)}.")
+            raise
         if listeners[1]:
             engine.fire_event(TrainingEvents.FORWARD_COMPLETED)
         try:
