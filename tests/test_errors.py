@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from ignite_engine.errors import did_you_mean, shortened
+import numpy as np
+import pytest
+import torch
+
+from ignite_engine.errors import did_you_mean, shapes_of, shortened
 
 
 @pytest.mark.parametrize(
@@ -24,3 +28,19 @@ def test_an_unknown_name_is_answered_with_the_nearest_or_all(given: str, known: 
 def test_many_names_are_shortened() -> None:
     assert shortened(["a", "b", "c"]) == "a, b, c"
     assert shortened((name for name in "abcde"), limit=2) == "a, b and 3 more"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.ones(2, 3), "Tensor [2, 3] float32"),
+        (np.ones(4, np.int32), "ndarray [4] int32"),
+        (None, "NoneType"),
+        ([torch.ones(2), "a"], "[Tensor [2] float32, str]"),
+        ((1, {"x": torch.ones(())}), "(int, {'x': Tensor [] float32})"),
+        ([1] * 9, "[9 of int]"),
+        ([[[[1]]]], "[[[list]]]"),
+    ],
+)
+def test_shapes_of_nested_values_are_one_short_line(value: Any, text: str) -> None:
+    assert shapes_of(value) == text

@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_engine import rng
 from ignite_engine.data.seeding import SeededCalls
+from ignite_engine.errors import shapes_of
 
 Key = tuple[int, int]
 _BLOCK = 8192
@@ -211,17 +212,41 @@ class SeededDataset(Dataset[Any]):
         of_pass, indices = rng.mix(self.seed, pass_number), [index for _, index in keys]
         read = partial(self._read, of_pass, indices, place)
         seed = rng.mix_next(rng.mix_next(of_pass, first), 1)
-        return self._collating.each(self.collate_fn, [read()], [seed], place=place, renew=read)[0]
+        samples = read()
+        try:
+            return self._collating.each(self.collate_fn, [samples], [seed], place=place, renew=read)[0]
+        except Exception as error:
+            error.add_note(self._uncollated(indices, self._collating.failed))
+            raise
 
     def _read(self, of_pass: int, indices: list[int], place: bytes | None) -> Any:
         dataset: Any = self.dataset
-        if self._reads_batches:
-            seed = rng.mix_next(of_pass, indices[0])
-            return self._reading.each(partial(_read_batch, dataset), [indices], [seed], place=place)[0]
-        seeds = rng.mix_each(of_pass, indices)
-        while type(dataset) is Subset:  # a call less for each sample
-            dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
-        return self._reading.each(partial(operator.getitem, dataset), indices, seeds, place=place)
+        try:
+            if self._reads_batches:
+                seed = rng.mix_next(of_pass, indices[0])
+                return self._reading.each(partial(_read_batch, dataset), [indices], [seed], place=place)[0]
+            seeds = rng.mix_each(of_pass, indices)
+            while type(dataset) is Subset:  # a call less for each sample
+                dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
+            return self._reading.each(partial(operator.getitem, dataset), indices, seeds, place=place)
+        except Exception as error:
+            error.add_note(f"Raised for {type(dataset).__name__}[{self._reading.failed}].")
+            raise
+
+    def _uncollated(self, indices: Sequence[int], samples: Any) -> str:
+        """What the samples are, and the first that is not as most of them are."""
+        name = type(self.dataset).__name__
+        if not isinstance(samples, list) or len(samples) != len(indices) or not samples:
+            return f"Raised while {shapes_of(samples)} of {name} was collated."
+        kinds = [shapes_of(sample) for sample in samples]
+        usual = max(kinds, key=kinds.count)
+        odd = next((at for at, kind in enumerate(kinds) if kind != usual), None)
+        if odd is None:
+            return f"Raised while {len(samples)} samples of {name}, each {usual}, were collated."
+        return (
+            f"{name}[{indices[odd]}] is {kinds[odd]} and {name}[{indices[kinds.index(usual)]}] is {usual}: return "
+            "samples that are alike, or give a collate_fn that makes them so."
+        )
 
 
 def _read_batch(dataset: Any, indices: Sequence[int]) -> Any:

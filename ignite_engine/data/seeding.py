@@ -46,6 +46,8 @@ class SeededCalls:
     def __init__(self, watched: int) -> None:
         self._python = self._numpy = False
         self._to_watch = watched
+        self.failed: Any = None
+        """The argument of the last call that has raised."""
 
     @property
     def leaves_numpy(self) -> bool:
@@ -85,6 +87,7 @@ class SeededCalls:
             try:
                 result = function(argument)
             except Exception:
+                self.failed = argument
                 moved = not python and draw(64) != mark
                 if not moved and (numpy or at.raw == before):
                     raise
@@ -103,7 +106,11 @@ class SeededCalls:
         rng.seed_host(seed)
         at = rng.numpy_place()
         before = None if at is None else at.raw
-        result = function(argument)
+        try:
+            result = function(argument)
+        except Exception:
+            self.failed = argument
+            raise
         self._python = self._python or random.getrandbits(64) != random.Random(seed).getrandbits(64)
         self._numpy = self._numpy or (at is not None and at.raw != before)
         self._to_watch -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -80,3 +81,22 @@ def with_own_iterator(data: Any) -> Any:
     data = copy.copy(data)
     data._iterator = None
     return data
+
+
+def note_dead_worker(error: BaseException, loader: Any, batch: int) -> None:
+    """Add to an error of torch's about a worker that is gone whose it was, and what it may have read.
+
+    Args:
+        batch: of the pass, that was to be read next.
+    """
+    if not (isinstance(error, RuntimeError) and _GONE.search(str(error)) and isinstance(loader, DataLoader)):
+        return
+    dataset: Any = getattr(loader.dataset, "dataset", loader.dataset)
+    ahead = loader.num_workers * (loader.prefetch_factor or 1)
+    error.add_note(
+        f"A worker that reads {type(dataset).__name__} is gone; it read one of the batches {batch} to {batch + ahead} "
+        "of the epoch. num_workers=0 shows an error of the dataset's; a worker that was killed was often out of memory."
+    )
+
+
+_GONE = re.compile(r"DataLoader worker \(pid")

@@ -26,6 +26,7 @@ from ignite_engine.errors import check_type, did_you_mean, is_whole
 from ignite_engine.ranks.launch import Parallel, is_launched
 from ignite_engine.runs import recipe
 from ignite_engine.runs.loaders import is_loader
+from ignite_engine.runs.refusals import readable
 from ignite_engine.runs.run import Run
 from ignite_engine.step.losses import LossFn
 from ignite_engine.task import IN_PYTHON, Task, problem_of_metrics
@@ -74,6 +75,7 @@ _ARGUMENTS = {
 """The argument of :func:`fit` for each dotted key that has one; how other words of a config are written in Python."""
 
 
+@readable
 def fit(
     model: nn.Module,
     loss_fn: LossFn,

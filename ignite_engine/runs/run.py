@@ -17,6 +17,8 @@ from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded,
 from ignite_engine.checkpointing.naming import NAMES, find_source, followed, scored_by
 from ignite_engine.checkpointing.shards import is_sharded
 from ignite_engine.config.load import default_values
+from ignite_engine.data.place import Place
+from ignite_engine.data.workers import note_dead_worker
 from ignite_engine.describe import Conflict, conflicts_of, schedule_conflicts
 from ignite_engine.describe.lr_text import lr_text
 from ignite_engine.engine.length import Length
@@ -181,6 +183,7 @@ class Run:
             trainer.run(self.loader, **self.length)
         except BaseException as raised:
             error, status = cause_of(raised), trainer.state.status
+            note_dead_worker(error, self.loader, getattr(trainer.progress.source, "place", Place()).batch)
             # before its first event, or by what nothing has claimed; it has not become another run
             refused = not self._is_recorded and (status == "created" or isinstance(error, StateMismatch | NotExact))
             stopped = isinstance(error, KeyboardInterrupt | Interrupted) and status not in ("interrupted", "failed")

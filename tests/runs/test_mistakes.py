@@ -1,0 +1,306 @@
+"""The mistakes of a first hour: each is one line with its remedy, at most two frames of ours above it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Accuracy, Precision
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+import ignite_engine
+from ignite_engine import Trainer, fit
+from ignite_engine.handlers import EarlyStopping
+from ignite_engine.runs import recipe
+from tests.runs.test_fit import INPUTS, QUIET, TARGETS, TRAIN, VAL, loss_fn, net
+
+Mistake = tuple[Callable[[Path], Any], str]
+OURS = (
+    str(Path(ignite_engine.__file__).parent) + "/",
+    str(Path(ignite_engine.__file__).resolve().parents[1] / "handlers"),
+)
+
+
+def run_of(folder: Path, loss: Any = loss_fn, train: Any = TRAIN, val: Any = VAL, **arguments: Any) -> Any:
+    given = {"model": net(), "directory": folder / "run", "max_epochs": 1, "batch_size": 8, **QUIET, **arguments}
+    given = {name: value for name, value in given.items() if value is not ...}
+    return fit(given.pop("model"), loss, train, val, **given)
+
+
+def returning(change: Callable[[Tensor], Any]) -> Callable[[Path], Any]:
+    return lambda folder: run_of(folder, lambda model, batch: change(loss_fn(model, batch)))
+
+
+def given(**arguments: Any) -> Callable[[Path], Any]:
+    return lambda folder: run_of(folder, **arguments)
+
+
+def twice(first: dict[str, Any], second: dict[str, Any]) -> Callable[[Path], Any]:
+    def again(folder: Path) -> Any:
+        run_of(folder, **{"max_epochs": 1, **first})
+        return run_of(folder, **{"max_epochs": 2, **second})
+
+    return again
+
+
+class Samples(Dataset[Any]):
+    """One of them is other than the rest."""
+
+    def __init__(self, odd: Any) -> None:
+        self.odd = odd
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return (INPUTS[index], TARGETS[index]) if index != 11 else self.odd()
+
+
+def unreadable() -> Any:
+    raise OSError("no such picture")
+
+
+def dies() -> Any:
+    if multiprocessing.parent_process() is not None:
+        os._exit(3)
+    return INPUTS[0], TARGETS[0]
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(INPUTS[0], TARGETS[0])] * 9)
+
+
+def a_file(folder: Path) -> Path:
+    (folder / "file").write_text("")
+    return folder / "file" / "run"
+
+
+def other_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 5))
+
+
+MISTAKES: dict[str, Mistake] = {
+    # what the loss function returns
+    "vector loss": (
+        returning(lambda loss: loss.expand(8)),
+        r"loss_fn returned a loss of shape \(8,\): return a tensor of",
+    ),
+    "float loss": (
+        returning(lambda loss: loss.item()),
+        r"loss_fn returned the number .* without item\(\) or float\(\)",
+    ),
+    "detached loss": (
+        returning(lambda loss: loss.detach()),
+        r"depends on no parameter with requires_grad: .*without detach",
+    ),
+    "no loss": (returning(lambda loss: None), r"loss_fn returned None: return the mean loss"),
+    "loss and logits": (
+        returning(lambda loss: (loss, loss.expand(3))),
+        r"returned \(loss, Tensor\): return \(loss, {name:",
+    ),
+    "loss by name": (
+        returning(lambda loss: {"loss": loss}),
+        r"losses by name, .* with 'loss' among them: return the loss",
+    ),
+    "three values": (
+        returning(lambda loss: (loss, 1, 2)),
+        r"loss_fn returned a tuple of 3: return the loss, \(loss, {",
+    ),
+    "criterion as loss_fn": (
+        lambda folder: run_of(folder, nn.CrossEntropyLoss()),
+        r"got CrossEntropyLoss, .*: write one that",
+    ),
+    # arguments
+    "epochs": (given(epochs=3), r"fit\(\) got epochs, which it does not take; did you mean 'max_epochs'\?"),
+    "max_steps": (given(max_steps=3), r"fit\(\) got max_steps, which it does not take"),
+    "train_loader": (given(train_loader=3), r"fit\(\) got train_loader, which it does not take"),
+    "no length": (given(max_epochs=...), r"fit\(\): run: expected one of max_iters and max_epochs, got neither"),
+    "optimizer's class": (
+        given(optimizer=torch.optim.SGD),
+        r"optimizer is the class SGD: give its name, 'SGD', or lambda",
+    ),
+    "optimizer's typo": (given(optimizer="Adma"), r"optimizer: got 'Adma', .*did you mean 'Adamax'\?"),
+    "optimizer of another model": (
+        given(optimizer=torch.optim.SGD(net().parameters(), lr=0.1)),
+        r"optimizer \(SGD\) holds no parameter of the model, .*: make it from the parameters\(\) of the model",
+    ),
+    "schedule's typo": (given(schedule="cosin"), r"schedule: got 'cosin', .*did you mean 'cosine'\?"),
+    "key's typo": (given(checkpoint={"keep_lst": 3}), r"checkpoint\.keep_lst: got 3 .*mean 'keep_last'\?"),
+    "section's typo": (
+        given(chekpoint={}),
+        r"fit\(\) got chekpoint, which it does not take; did you mean 'checkpoint'\?",
+    ),
+    "precision's typo": (given(precision="bf61"), r"precision: got 'bf61', expected 'fp32', 'bf16' or 'fp16'"),
+    "plateau of torch": (
+        given(schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)),
+        r"schedule: got a ReduceLROnPlateau, which follows a metric: give {'name': 'plateau'",
+    ),
+    # metrics
+    "metric without a name": (
+        given(metrics=Accuracy()),
+        r"metrics that are a Accuracy: give them by name, such as {'acc",
+    ),
+    "metric's class": (
+        given(metrics={"a": Accuracy}),
+        r"metrics with 'a': the class Accuracy, expected a name and a metric",
+    ),
+    "wrong metric": (
+        given(metrics={"a": Accuracy(is_multilabel=True)}),
+        r"the metric 'a' \(Accuracy\) cannot use what predict returned .* Let predict\(model, batch\) return what",
+    ),
+    "predict of one value": (
+        given(metrics={"a": Accuracy()}, predict=lambda model, batch: model(batch[0])),
+        r"the metric 'a' \(Accuracy\) cannot use what predict returned .*Tensor \[8, 3\] float32",
+    ),
+    "best that is a vector": (
+        given(metrics={"precision": Precision()}, best="val/precision"),
+        r"best: got 'val/precision', which is a Tensor of shape \(3,\), expected a metric that is one number: give",
+    ),
+    "best's typo": (
+        given(metrics={"accuracy": Accuracy()}, best="val/acuracy"),
+        r"best: got 'val/acuracy', expected a metric of this run; did you mean 'val/accuracy'\?",
+    ),
+    # data
+    "x and y of other lengths": (
+        given(train=(INPUTS, TARGETS[:9])),
+        r"train_set has columns of 60, 9 samples: give as many",
+    ),
+    "no train data": (given(train=(INPUTS[:0], TARGETS[:0])), r"the data 'train_set' has 0 samples"),
+    "no validation data": (given(val=(INPUTS[:0], TARGETS[:0])), r"the data 'val' has 0 samples"),
+    "generator": (
+        given(train=(x for x in [1])),
+        r"'train_set' is a generator, expected .* a DataLoader, or an IterableDat",
+    ),
+    "stream with a schedule": (
+        given(train=Endless(), schedule="cosine"),
+        r"DataLoader does not say how many updates .*: set",
+    ),
+    "batch size 0": (given(batch_size=0), r"batch_size: got 0, expected at least 1"),
+    "batch size above n": (
+        given(batch_size=99, data={"drop_last": True}),
+        r"batch_size: got 99, .*drop_last leaves none",
+    ),
+    # the model
+    "frozen model": (
+        given(model=net().requires_grad_(False)),
+        r"no parameter that requires a gradient, .*: unfreeze what",
+    ),
+    # the folder
+    "folder that is a file": (
+        given(directory="/dev/null"),
+        r"directory: got '/dev/null', but /dev/null is not a folder",
+    ),
+    "folder that cannot be made": (
+        lambda folder: run_of(folder, directory=a_file(folder)),
+        r"directory: .* is not a folder",
+    ),
+    "weights of nothing": (given(checkpoint={"load": {"path": "/nowhere"}}), r"checkpoint\.load\.path: .*/nowhere"),
+    # again, with something else
+    "other model": (twice({}, {"model": other_net()}), r"'2\.weight'.* \(5, 8\)|2\.weight"),
+    "other batch size": (
+        twice({}, {"batch_size": 4}),
+        r"made with batch_size 8 in its data, now it is 4: make them equal",
+    ),
+    "other seed": (twice({}, {"seed": 4}), r"made with seed 0 in its data, now it is 4: make them equal"),
+    "less data": (twice({}, {"train": VAL}), r"made with samples 48 in its data, now it is 12: make them equal"),
+}
+"""Refusals: by name, what the user does and the line."""
+
+IN_THE_USERS_CODE: dict[str, Mistake] = {
+    "shapes": (
+        given(train=(torch.ones(48, 5), TARGETS[:48]), val=None),
+        r"shapes cannot be multiplied(.|\n)*The micro-batch: \[Tensor \[8, 5\] float32, Tensor \[8\] int64\]\.",
+    ),
+    "float64 data": (
+        given(train=(INPUTS[:48].double(), TARGETS[:48]), val=None),
+        r"same dtype(.|\n)*The micro-batch: \[Tensor \[8, 4\] float64, Tensor \[8\] int64\]\.",
+    ),
+    "wrong predict": (
+        given(metrics={"a": Accuracy()}, predict=lambda model, batch: (model(batch["x"]), batch["y"])),
+        r"list indices(.|\n)*The batch: \[Tensor \[8, 4\] float32(.|\n)*predict\(model, batch\) must return what",
+    ),
+    "sample that is None": (
+        given(train=Samples(lambda: None), val=None),
+        r"default_collate(.|\n)*Samples\[11\] is NoneType and Samples\[\d+\] is \(Tensor \[4\] float32, Tensor",
+    ),
+    "ragged samples": (
+        given(train=Samples(lambda: (INPUTS[11, :2], TARGETS[11])), val=None),
+        r"(.|\n)*Samples\[11\] is \(Tensor \[2\] float32, Tensor \[\] int64\) and Samples\[\d+\] is \(Tensor \[4\]",
+    ),
+    "sample that cannot be read": (
+        given(train=Samples(unreadable), val=None),
+        r"no such picture(.|\n)*Raised for Samples\[11\]\.",
+    ),
+    "the same in a worker": (
+        given(train=Samples(unreadable), val=None, num_workers=1),
+        r"no such picture(.|\n)*Raised for Samples\[11\]\.",
+    ),
+    "dead worker": (
+        given(train=Samples(dies), val=None, num_workers=1),
+        r"(.|\n)*A worker that reads Samples is gone; it read one of the batches 0 to 2 of the epoch\. num_w",
+    ),
+}
+"""Errors with the user's frames, and what is noted below them."""
+
+
+def raised_by(mistake: Callable[[Path], Any], folder: Path) -> tuple[BaseException, str]:
+    try:
+        mistake(folder)
+    except Exception as error:
+        return error, "".join(traceback.format_exception(error))
+    raise AssertionError("nothing was raised")
+
+
+def our_frames(text: str) -> list[str]:
+    return [file for file in re.findall(r'^  File "([^"]+)"', text, flags=re.MULTILINE) if file.startswith(OURS)]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_one_line_below_at_most_two_frames_of_ours(name: str, tmp_path: Path) -> None:
+    mistake, line = MISTAKES[name]
+    error, text = raised_by(mistake, tmp_path)
+    assert re.search(line, str(error)), error
+    assert "\n" not in str(error).strip()
+    assert len(our_frames(text)) <= 2 and "The above exception" not in text and "During handling" not in text
+    assert text.rstrip().splitlines()[-1].endswith(str(error))  # nothing is below it
+
+
+@pytest.mark.parametrize("name", IN_THE_USERS_CODE)
+def test_error_in_the_users_code_begins_at_the_users_call_and_says_with_what(name: str, tmp_path: Path) -> None:
+    mistake, words = IN_THE_USERS_CODE[name]
+    _, text = raised_by(mistake, tmp_path)
+    assert re.search(words, text), text
+    assert len(our_frames(text)) <= 2
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert "trainer.py" in log  # the whole traceback
+
+
+@pytest.mark.parametrize("metric", [torch.tensor(2.0), 2])
+def test_forgotten_item_loses_nothing(metric: Any, tmp_path: Path) -> None:
+    def note(trainer: Trainer) -> None:
+        trainer.state.metrics["mine"] = metric
+
+    run = run_of(tmp_path, handlers=[(note, Events.EPOCH_COMPLETED)])
+    assert run.metrics["mine"] == 2.0 and run.summary["status"] == "completed"
+
+
+def test_handler_is_attached_to_the_wrong_object(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    with pytest.raises(TypeError, match=r"Trainer"):
+        EarlyStopping("val/loss", patience=3).attach(run)  # type: ignore[arg-type]  # what is tested
+
+
+def test_defect_of_the_engine_keeps_its_whole_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "updates_of", len)  # called with two arguments
+    _, text = raised_by(given(), tmp_path)
+    assert len(our_frames(text)) > 2 and "TypeError: len() takes exactly one argument" in text
