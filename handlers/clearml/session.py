@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -46,6 +47,9 @@ class Session:
         self.offline: bool = settings["offline"]
         folder = Path(settings["folder"])
         before: str | None = settings["task_id"]
+        # a run that was stopped has not waited for its session to end
+        self._lock = (folder / "session.lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         if self.offline:
             os.environ |= {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": str(folder)}
             if before:

@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ignite_engine.handlers.sinks import GuardedSink, Values, new_numbers
 _SCRIPT = Path(__file__).with_name("session.py")
 _MOST_BYTES = 64 * 2**20
 _ID_WITHIN_S = 10.0
+_STOP_WITHIN_S = 1.0
 # With these ClearML treats its process as a worker of the training, or waits for rank 0.
 _NOT_FOR_THE_SESSION = ("CLEARML_PROC_MASTER_ID", "TRAINS_PROC_MASTER_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class ClearMLLogger:
         tags: of the task.
         offline: None: online if a server is configured, by ``clearml.conf`` or ``CLEARML_`` variables.
         close_within_s: how long the end of a run waits at most until everything is written or sent; usually well
-            under a second.
+            under a second. One that is stopped (Ctrl-C) waits for 1 s in all; ClearML's process then ends by itself.
         name: in checkpoints, which hold the task's id: a resumed run continues its task and reports no point twice.
 
     ClearML runs in a separate process (``session.py``), which the run starts and ends. A report is a line written to a
@@ -80,6 +81,9 @@ class ClearMLLogger:
         """ClearML's id of the task; None until it is known."""
         self._written: dict[str, int] = {}
         self._session: _Session | None = None
+        self._trainer: Trainer | None = None
+        self._left_s = _STOP_WITHIN_S
+        """What a run that is stopped may still wait."""
 
     def attach(self, trainer: Trainer) -> None:
         """Report what is new at each METRICS_READY, from STARTED until the run ends for any reason."""
@@ -127,14 +131,30 @@ class ClearMLLogger:
 
     def state_dict(self) -> dict[str, Any]:
         """The task's id, and the last reported iteration of each series."""
-        self._read_id(_ID_WITHIN_S)
+        with self._limited(_ID_WITHIN_S) as within_s:
+            self._read_id(within_s)
         return {"task_id": self.task_id, "written": dict(self._written)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the saved task when the run starts."""
         self.task_id, self._written = state["task_id"], dict(state["written"])
 
+    def _is_stopping(self) -> bool:
+        return self._trainer is not None and self._trainer.stop_requested
+
+    @contextlib.contextmanager
+    def _limited(self, within_s: float) -> Iterator[float]:
+        """How long to wait at most."""
+        state = None if self._trainer is None else self._trainer.state
+        if state is None or not (state.stopping or state.status == "interrupted"):
+            yield within_s
+            return
+        began = time.monotonic()
+        yield min(within_s, self._left_s)
+        self._left_s = max(self._left_s - (time.monotonic() - began), 0.0)
+
     def _start(self, trainer: Trainer) -> None:
+        self._trainer, self._left_s = trainer, _STOP_WITHIN_S
         if trainer.starts_fresh(self.name):
             self.task_id, self._written = None, {}
         folder = self.directory.absolute() / "clearml"
@@ -164,14 +184,15 @@ class ClearMLLogger:
     def _end(self, trainer: Trainer) -> None:
         if self._session is not None:
             try:
-                self._session.end(trainer.state.status, trainer.state.reason, self.close_within_s)
+                with self._limited(self.close_within_s) as within_s:
+                    self._session.end(trainer.state.status, trainer.state.reason, within_s)
             finally:
                 self._read_id(0)
                 self._session = None
 
     def _read_id(self, within_s: float) -> None:
         if self._session is not None:
-            self.task_id = self._session.task_id(within_s) or self.task_id
+            self.task_id = self._session.task_id(within_s, self._is_stopping) or self.task_id
 
 
 class _Session:
@@ -197,6 +218,8 @@ class _Session:
         self._id: str | None = None
         self._error: str | None = None
         self._waited = False
+        self._silent = False
+        """It has closed its output."""
         self.send(settings)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -210,12 +233,20 @@ class _Session:
         self._unsent += json.dumps(message).encode() + b"\n"
         self._push()
 
-    def task_id(self, within_s: float) -> str | None:
-        """The task's id; None if it is not known within ``within_s``, for which only the first call waits."""
+    def task_id(self, within_s: float, stopping: Callable[[], bool] = lambda: False) -> str | None:
+        """The task's id; None if it is not known within ``within_s``, for which only the first call waits.
+
+        Args:
+            stopping: the run has been asked to stop: it waits for 1 s from then on.
+        """
         until = time.monotonic() + (0 if self._waited else within_s)
         self._waited = self._waited or within_s > 0
-        while self._id is None and self._error is None and self._receive(until):
-            pass
+        while self._id is None and self._error is None:
+            now = time.monotonic()
+            if stopping():
+                until = min(until, now + _STOP_WITHIN_S)
+            if not self._receive(min(until, now + 0.2)) and (self._silent or time.monotonic() >= until):
+                break
         return self._id
 
     def end(self, status: str, reason: str | None, within_s: float) -> None:
@@ -234,8 +265,11 @@ class _Session:
         while self._receive(until):
             pass
         try:
-            code = self.process.wait(max(until - time.monotonic(), 0.1))
+            code = self.process.wait(max(until - time.monotonic(), 0.05))
         except subprocess.TimeoutExpired:
+            if status == "interrupted":
+                logger.info("ClearML's process still writes, and ends by itself.")
+                return
             raise RuntimeError(
                 f"ClearML's process still sends after {within_s:g} s and continues in the background; see {self.log}"
             ) from None
@@ -267,6 +301,7 @@ class _Session:
             return False
         piece = os.read(self._from, 65536)
         self._received += piece
+        self._silent = not piece
         while (line_end := self._received.find(b"\n")) >= 0:
             answer = json.loads(self._received[:line_end])
             del self._received[: line_end + 1]

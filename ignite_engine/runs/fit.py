@@ -23,6 +23,7 @@ from ignite_engine.config.load import validated
 from ignite_engine.config.yaml_file import Arguments
 from ignite_engine.data import Windows
 from ignite_engine.errors import check_type, did_you_mean, is_whole
+from ignite_engine.handlers.clearml.sink import server_is_configured
 from ignite_engine.ranks.launch import Parallel, is_launched
 from ignite_engine.runs import recipe
 from ignite_engine.runs.loaders import is_loader
@@ -222,6 +223,8 @@ def fit(
         )
     for section, arguments in given.items():
         _merge(section, values.setdefault(section, {}), arguments)
+    # an offline session is for who asks for one
+    values.setdefault("logging", {}).setdefault("clearml", server_is_configured())
     values["run"].setdefault("name", Path(directory).name or "run")
     config = validated(Arguments(values, function="fit", arguments=_ARGUMENTS))
     runs: list[Run] = []

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ignite_engine
+import ignite_engine.runs.fit as fit_module
 from ignite_engine import Interrupted, Task, Trainer, TrainingEvents, fit, load_model, load_weights, seed_everything
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
-from ignite_engine.handlers import LRSchedule, warmup_cosine
+from ignite_engine.handlers import ClearMLLogger, LRSchedule, warmup_cosine
 from ignite_engine.run_directory import weights_sha256
 from ignite_engine.runs import recipe
 from ignite_engine.runs.run import Run
@@ -398,3 +399,16 @@ def test_metrics_without_names_are_one_line(metrics: Any, message: str, tmp_path
     with pytest.raises(ConfigError, match=message):
         fitted(tmp_path / "run", metrics=metrics)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("server", "asked", "there"), [(False, None, False), (True, None, True), (False, True, True)])
+def test_clearml_is_for_who_has_a_server_or_asks_for_it(
+    server: bool, asked: bool | None, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_module, "server_is_configured", lambda: server)
+    logging = {key: value for key, value in QUIET["logging"].items() if key != "clearml"}
+    logging |= {} if asked is None else {"clearml": asked}
+    attached: list[Any] = []
+    monkeypatch.setattr(ClearMLLogger, "attach", lambda self, trainer: attached.append(self))
+    fitted(tmp_path, max_epochs=None, max_iters=1, logging=logging)
+    assert bool(attached) == there

@@ -145,21 +145,52 @@ def test_stop_is_handled_by_the_run_and_reported_to_clearml(tmp_path: Path) -> N
     """A Ctrl-C or a cluster's SIGTERM goes to every process; ClearML's own waits for the training's word."""
     trainer, sink = built(tmp_path)
     GracefulStop(exit=False).attach(trainer)
+    processes: list[Any] = []
 
     @trainer.on(Events.ITERATION_COMPLETED(once=3))
     def stop() -> None:
         assert sink._session is not None and sink._session.task_id(30)
+        processes.append(sink._session.process)
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(sink._session.process.pid, number)
         os.kill(os.getpid(), signal.SIGINT)
 
     state = trainer.run(numbers_loader(24))
+    processes[0].wait(60)  # the run does not wait as long
 
     assert (state.status, state.reason) == ("interrupted", "SIGINT") and state.iteration < 12
     assert Reported(tmp_path).ending == ("interrupted", "SIGINT")
     assert [point[2] for point in Reported(tmp_path).points if point[0] == "loss"] == list(
         range(1, state.iteration + 1)
     )
+
+
+def test_stop_waits_a_second_at_most_and_the_session_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a session that is slow to begin: neither the save nor the end waits for it."""
+    slow = tmp_path / "slow.py"
+    slow.write_text("import sys, time\nfor line in sys.stdin:\n    if '\"status\"' in line: break\ntime.sleep(15)\n")
+    monkeypatch.setattr(clearml_log, "_SCRIPT", slow)
+    trainer, sink = built(tmp_path / "run")
+    began: list[float] = []
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=3))
+    def stop() -> None:
+        assert sink._session is not None
+        processes.append(sink._session.process)
+        began.append(time.monotonic())
+        trainer.request_stop("enough")
+
+    processes: list[Any] = []
+    caplog.set_level("INFO")
+    state = trainer.run(numbers_loader(24))
+    assert time.monotonic() - began[0] < 6  # 1 s and the save; it was 20 s
+    assert state.status == "interrupted" and processes[0].poll() is None  # the session does take long
+    assert "ClearML's process still writes, and ends by itself." in caplog.messages
+    assert "failed" not in caplog.text
+    processes[0].kill()
+    processes[0].wait()
 
 
 def test_training_process_stays_as_it_is(tmp_path: Path) -> None:
