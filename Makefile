@@ -12,6 +12,8 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Paths set for another program must not bring other packages into this environment.
 unexport PYTHONPATH PYTHONHOME
+# Tests start many processes: without __pycache__ each would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test device ignite check lint types imports format campaign search bench docs house clean

@@ -26,21 +26,28 @@ def test_passes(): ...
 """
 
 
-def judged(folder: Path, allowed: str) -> subprocess.CompletedProcess[str]:
-    """What .ci/run reports about TESTS with this list of allowed skips."""
+@pytest.fixture(scope="module")
+def skipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of TESTS skipped."""
+    folder = tmp_path_factory.mktemp("sample")
     (folder / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (folder / "test_sample.py").write_text(TESTS)
-    (folder / "allowed.txt").write_text(allowed)
     pytest_run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "-c", "/dev/null"]
     subprocess.run([*pytest_run, "--skipped-to=skipped", "."], cwd=folder, capture_output=True, timeout=120)
-    script = [sys.executable, ROOT / ".ci" / "skipped.py", "skipped", "allowed.txt"]
+    return folder / "skipped"
+
+
+def judged(skipped: Path, folder: Path, allowed: str) -> subprocess.CompletedProcess[str]:
+    """What .ci/run reports about TESTS with this list of allowed skips."""
+    (folder / "allowed.txt").write_text(allowed)
+    script = [sys.executable, ROOT / ".ci" / "skipped.py", skipped, "allowed.txt"]
     return subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
-def test_skip_on_the_list_passes_and_is_printed(tmp_path: Path) -> None:
+def test_skip_on_the_list_passes_and_is_printed(skipped: Path, tmp_path: Path) -> None:
     allowed = "# why\ntest_sample.py::test_needs_a_printer[1] | no printer*\n*::test_is_marked | too slow\n"
 
-    done = judged(tmp_path, allowed)
+    done = judged(skipped, tmp_path, allowed)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Skipped tests: 2" in done.stdout
@@ -48,8 +55,8 @@ def test_skip_on_the_list_passes_and_is_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("allowed", ["*_printer* | *\n", "*_printer* | *\n*::test_is_marked | another reason\n"])
-def test_skip_that_is_not_listed_or_for_another_reason_fails(tmp_path: Path, allowed: str) -> None:
-    done = judged(tmp_path, allowed)
+def test_skip_that_is_not_listed_or_for_another_reason_fails(skipped: Path, tmp_path: Path, allowed: str) -> None:
+    done = judged(skipped, tmp_path, allowed)
 
     assert done.returncode == 1
     assert "NOT ALLOWED test_sample.py::test_is_marked: too slow" in done.stdout

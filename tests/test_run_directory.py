@@ -8,8 +8,6 @@ import logging
 import math
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from ignite_engine.run_directory import (
     write_whole,
 )
 from tests.builders import linear
+from tests.faults.commands import program
 
 
 def test_numbers_that_json_lacks_are_strings_that_float_reads_back(tmp_path: Path) -> None:
@@ -55,13 +54,13 @@ def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
 
 def test_folder_is_held_by_one_process_until_it_ends(tmp_path: Path) -> None:
     script = f"from ignite_engine.run_directory import *\nwith RunDirectory({str(tmp_path)!r}).held(): pass"
-    command = [sys.executable, "-c", script]
     with RunDirectory(tmp_path).held():
-        refused = subprocess.run(command, capture_output=True, text=True)
-    free = subprocess.run(command, capture_output=True, text=True)
+        _, refused = program(tmp_path, script).communicate()
+    free = program(tmp_path, script)
+    _, errors = free.communicate()
 
-    assert RunDirectoryInUse.__name__ in refused.stderr and f"is in use by process {os.getpid()} on" in refused.stderr
-    assert free.returncode == 0, free.stderr
+    assert RunDirectoryInUse.__name__ in refused and f"is in use by process {os.getpid()} on" in refused
+    assert free.returncode == 0, errors
 
 
 def test_each_rank_logs_to_its_file_and_rank_0_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

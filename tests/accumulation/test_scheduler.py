@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from ignite_engine.accumulation import (
 from ignite_engine.handlers import warmup_cosine
 from tests.accumulation.loops import DOUBLE, clear_last, made, micro_batches
 from tests.builders import linear, mse, one
+from tests.faults.commands import program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,13 +146,10 @@ print(scheduler.get_last_lr()[0], optimizer.optimizer_steps, optimizer.skipped_s
 
 def test_lr_goes_on_in_a_fresh_process(tmp_path: Path) -> None:
     def lines(*arguments: str) -> list[str]:
-        command = [sys.executable, "-c", IN_ANOTHER_PROCESS, *arguments]
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        result = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
-        )
-        assert result.returncode == 0, result.stderr
-        return result.stdout.split()
+        process = program(tmp_path, IN_ANOTHER_PROCESS, *arguments)
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        return output.split()
 
     assert lines("starts", "128") == ["0.5", "3", "0", "128.0"]
     assert lines("goes on", "1") == ["0.125", "6", "0", "128.0"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +17,9 @@ def of_the_process() -> Iterator[None]:
     yield
     logging.disable(disabled)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a benchmark need not import torch again."""
+    monkeypatch.setattr(mp, "spawn", partial(mp.start_processes, start_method="fork"))

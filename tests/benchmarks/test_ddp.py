@@ -14,6 +14,7 @@ from ignite_engine.ranks import agreement
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("forked_ranks")
 def test_every_contender_is_timed_in_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "report.json"
     assert ddp.main(["--rounds", "2", "--steps", "3", "--width", "8", "--json", str(target)]) == 0

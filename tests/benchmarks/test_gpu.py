@@ -5,17 +5,35 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu
 from benchmarks.gpt import GPT, Shape, flops_per_token, parameters_of
+from tests.faults.fork_server import shared
 
 
-@pytest.mark.slow  # a process for each section
-def test_reduced_form_runs_every_section_and_finds_nothing_wrong(tmp_path: Path) -> None:
+@pytest.mark.slow  # trains in eight sections
+def test_reduced_form_runs_every_section_and_finds_nothing_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forked(command: list[str], **options: Any) -> Any:
+        module, arguments = command[2], command[3:]
+        code = shared([module]).call(f"{module}:main", arguments, output=tmp_path / "output.txt")
+        return subprocess.CompletedProcess(command, code, stderr=(tmp_path / "output.txt").read_bytes())
+
+    in_a_process = gpu._in_a_process
+
+    def in_a_forked_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu.subprocess, "run", forked)
+            return in_a_process(name, options)
+
+    monkeypatch.setattr(gpu, "_in_a_process", in_a_forked_process)
     path = tmp_path / "report.json"
     code = gpu.main(["--cpu", "--json", str(path)])
     report = json.loads(path.read_text())

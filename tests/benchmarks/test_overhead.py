@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,9 @@ def test_unequal_work_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> 
     assert overhead.main(["--settings", "bare"]) == 1
 
 
-def test_command_measures_in_processes_and_writes_json(tmp_path: Path) -> None:
+def test_command_measures_in_processes_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = multiprocessing.get_context("fork")  # they need not import torch again
+    monkeypatch.setattr("benchmarks.rounds.multiprocessing.get_context", lambda method: fork)
     path = tmp_path / "overhead.json"
     arguments = ["--quick", "--rounds", "2", "--settings", "full", "--contenders", "plain,cheapest", "--processes", "2"]
     assert overhead.main([*arguments, "--json", str(path)]) == 0

@@ -186,7 +186,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(folder: Path, ranks: int) -> None:
     """No file may grow above 8 KiB; the log and the summary are smaller."""
     several = ["--nproc-per-node", "2", "--backend", "gloo"] if ranks == 2 else []
-    command = Command(folder, "train", "my_config.yaml", *several, function="tests.faults.commands:main_on_a_full_disk")
+    command = Command(folder, "train", "my_config.yaml", *several, function="main_on_a_full_disk")
     _, errors = command.communicate()
 
     logged = [line for line in errors.splitlines() if line.startswith("error: ")]

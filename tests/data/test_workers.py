@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from ignite_engine.data.workers import begin_pass, end_workers
+from tests.faults.commands import program
 
 PROGRAM = """
 import os, sys, time
@@ -49,12 +48,15 @@ def wait_until(condition: object, seconds: float = 60.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "context",
+    # slow: these import torch
+    ["fork", pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.slow)],
+)
 def test_busy_workers_end_when_their_trainer_is_killed(context: str, tmp_path: Path) -> None:
-    program, pids = tmp_path / "program.py", tmp_path / "pids"
-    program.write_text(PROGRAM)
+    pids = tmp_path / "pids"
     pids.mkdir()
-    trainer = subprocess.Popen([sys.executable, str(program), str(pids), context])
+    trainer = program(tmp_path, PROGRAM, str(pids), context)
     assert wait_until(lambda: len(list(pids.iterdir())) == 2)
     workers = [int(path.name) for path in pids.iterdir()]
     try:
@@ -62,8 +64,8 @@ def test_busy_workers_end_when_their_trainer_is_killed(context: str, tmp_path: P
             os.kill(worker, signal.SIGTERM)  # a launcher's, to the whole group: the trainer is to end them
         time.sleep(0.3)
         assert all(map(alive, workers))
-        trainer.kill()
-        trainer.wait()
+        trainer.send_signal(signal.SIGKILL)
+        trainer.communicate()
         assert wait_until(lambda: not any(map(alive, workers)), seconds=20)
     finally:
         for worker in filter(alive, workers):

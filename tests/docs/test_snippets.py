@@ -22,6 +22,7 @@ from ignite_engine import TrainingEvents, TrainingState, handlers
 from ignite_engine.cli.commands import COMMANDS
 from ignite_engine.config import Config, Every, load_config
 from ignite_engine.events import EVENT_COUNTERS
+from tests.faults.commands import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -110,22 +111,28 @@ def test_python_blocks_of_a_page_run_one_after_the_other(
 def test_scripts_that_start_processes_run_and_resume(block: Block, tmp_path: Path) -> None:
     assert 'backend="gloo"' in block.text and "nproc_per_node=2" in block.text
     (tmp_path / "script.py").write_text(block.text)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     saved: list[dict[Path, bytes]] = []
     saves = "Checkpoint(" in block.text
     for _ in range(1 + saves):
-        result = subprocess.run(
-            [sys.executable, "script.py"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert result.returncode == 0, result.stderr
+        run = Command(tmp_path, "script.py", function="script")
+        _, errors = run.communicate()
+        assert run.returncode == 0, errors
         saved.append({path: path.read_bytes() for path in tmp_path.rglob("manifest.json")})
     # the second run finds nothing left to do, and saves nothing
     assert bool(saved[0]) == saves and saved[0] == saved[-1]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow  # each rank imports torch
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+def test_scripts_that_start_processes_spawn_them(block: Block, tmp_path: Path) -> None:
+    """As a user starts them: what their ranks are given must be found again by its name."""
+    (tmp_path / "script.py").write_text(block.text)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)

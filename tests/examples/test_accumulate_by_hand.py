@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.faults.commands import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_it_learns_the_line() -> None:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "accumulate_by_hand.py")],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_it_learns_the_line(tmp_path: Path) -> None:
+    example = Command(tmp_path, str(ROOT / "examples" / "accumulate_by_hand.py"), function="script")
+    output, errors = example.communicate()
 
-    assert result.returncode == 0, result.stderr
-    first, last, slope, offset = map(float, re.findall(r"-?\d+\.\d+", result.stdout))
+    assert example.returncode == 0, errors
+    first, last, slope, offset = map(float, re.findall(r"-?\d+\.\d+", output))
     assert last < 0.01 * first
     assert abs(slope - 3) < 0.05 and abs(offset + 1) < 0.05

@@ -1,9 +1,11 @@
-"""The command line in a forked process, and its ranks too: none of them imports torch anew."""
+"""Commands and programs in a forked process, and their ranks too: none of them imports torch anew."""
 
 from __future__ import annotations
 
 import os
 import resource
+import runpy
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,18 @@ def main_on_a_full_disk(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def script(arguments: list[str]) -> None:
+    """``python FILE ...``; ranks that it starts are forked instead of spawned."""
+    launch._start_method = lambda: "fork"
+    script_that_spawns(arguments)
+
+
+def script_that_spawns(arguments: list[str]) -> None:
+    sys.argv = list(arguments)
+    sys.path.insert(0, str(Path(arguments[0]).parent))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
 def fork_the_runs_of_verify_resume(patch: pytest.MonkeyPatch) -> None:
     """Its three processes are forked too."""
 
@@ -41,17 +55,23 @@ def fork_the_runs_of_verify_resume(patch: pytest.MonkeyPatch) -> None:
 
 
 class Command:
-    """The command in a process group of its own, as a terminal starts it, with what tests use of a ``Popen``.
+    """A command in a process group of its own, as a terminal starts it, with what tests use of a ``Popen``.
 
     Args:
         folder: its working directory.
-        function: what calls it, with ``arguments``.
+        function: what runs it, of this module, given ``arguments``.
+
+    Attributes:
+        output: the file of what it prints; ``errors`` that of its standard error.
     """
 
-    def __init__(self, folder: Path, *arguments: str, function: str = "tests.faults.commands:main") -> None:
-        self._said = Path(tempfile.mkdtemp(dir=folder.parent, prefix="said_"))
-        files = {"output": self._said / "output.txt", "errors": self._said / "errors.txt"}
-        self._child = shared().start(function, arguments, folder=folder, **files)
+    def __init__(self, folder: Path, *arguments: str, function: str = "main") -> None:
+        said = Path(tempfile.mkdtemp(prefix="said_"))
+        self.output, self.errors = said / "output.txt", said / "errors.txt"
+        files = {"output": self.output, "errors": self.errors}
+        for path in files.values():
+            path.touch()  # it may be read before the process has begun
+        self._child = shared().start(f"tests.faults.commands:{function}", arguments, folder=folder, **files)
         self.pid = self._child.pid
 
     @property
@@ -67,4 +87,11 @@ class Command:
     def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
         """Its output and its errors, when it has ended."""
         self._child.wait(timeout)
-        return (self._said / "output.txt").read_text(), (self._said / "errors.txt").read_text()
+        return self.output.read_text(), self.errors.read_text()
+
+
+def program(folder: Path, code: str, *arguments: str, spawns: bool = False) -> Command:
+    """``python -c CODE ...`` with the repository to import from; the ranks that it starts are forked or spawned."""
+    path = Path(tempfile.mkdtemp(prefix="program_")) / "program.py"
+    path.write_text(code)
+    return Command(folder, str(path), *arguments, function="script_that_spawns" if spawns else "script")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
 from ignite_engine.ranks import signals
 from tests.builders import numbers_loader, trainer_of, weights
+from tests.faults.commands import Command, program
 from tests.ranks.forkserver import on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -459,11 +459,8 @@ print("weights", weights(trainer).tolist())
 """
 
 
-def start(directory: Path, speed: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(directory), speed],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+def start(directory: Path, speed: str) -> Command:
+    return program(ROOT, SCRIPT, str(directory), speed)
 
 
 @pytest.mark.faults
@@ -481,11 +478,11 @@ def test_program_with_loader_workers_saves_and_exits_with_the_signals_code(
 ) -> None:
     """Ctrl-C and a closed terminal signal the whole group: the loader's workers get it too."""
     process = start(tmp_path / "cut", "slow")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("iteration 5"):
-            os.killpg(process.pid, number) if number is not signal.SIGTERM else process.send_signal(number)
-            break
+    deadline = time.monotonic() + 60
+    while "iteration 5" not in process.output.read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, number) if number is not signal.SIGTERM else process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert "Traceback" not in errors

@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from ignite.metrics import MeanSquaredError, RunningAverage
 from ignite_engine import Trainer, create_evaluator
 from ignite_engine.handlers import Evaluation
 from tests.builders import Passes, numbers_loader, trainer_of
+from tests.faults.commands import program
 from tests.handlers.test_ignite_handlers import loss_of, predict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,19 +159,15 @@ print("RESULT", json.dumps({"folder": str(folder), "losses": losses}))
 """
 
 
-def test_clearml_logger_reports_offline(tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CLEARML_OFFLINE_MODE": "1",
-        "CLEARML_CACHE_DIR": str(tmp_path),
-    }
+def test_clearml_logger_reports_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": str(tmp_path)}
     environment |= {"HOME": str(tmp_path), "CLEARML_CONFIG_FILE": str(tmp_path / "none.conf")}
-    done = subprocess.run(
-        [sys.executable, "-c", CLEARML], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))[7:])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    training = program(tmp_path, CLEARML)
+    output, errors = training.communicate(180)
+    assert training.returncode == 0, errors
+    result = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT"))[7:])
     events = [
         event
         for line in (Path(result["folder"]) / "metrics.jsonl").read_text().splitlines()

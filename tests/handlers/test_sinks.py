@@ -12,10 +12,10 @@ import os
 import pty
 import resource
 import shutil
+import signal
 import struct
-import subprocess
-import sys
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +28,7 @@ from ignite.engine import Events
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, ConsoleSink, CSVSink, JSONLSink, MetricLogger, Throughput
 from tests.builders import numbers_loader, resume_and_run, trainer_of
+from tests.faults.commands import Command, program
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -494,14 +495,25 @@ def test_deleted_file_is_started_again_with_one_line(by: str, tmp_path: Path, ca
 
 
 HOLDER = """
-import sys
+import os, sys, time
 from ignite_engine.handlers import JSONLSink
 sink = JSONLSink(sys.argv[1])
 sink.write(1, {"a": 1.0})
 sink.write(2, {"a": 2.0})
 print("written", flush=True)
-sys.stdin.read()
+while not os.path.exists(sys.argv[1] + ".ends"):
+    time.sleep(0.01)
 """
+
+
+def holder_of(path: Path) -> Command:
+    """A process that has written two lines, and ends when there is a file ``.ends`` beside them."""
+    holder = program(path.parent, HOLDER, str(path))
+    deadline = time.monotonic() + 60
+    while holder.output.read_text() != "written\n":
+        assert holder.poll() is None and time.monotonic() < deadline, holder.errors.read_text()
+        time.sleep(0.01)
+    return holder
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -509,19 +521,16 @@ def test_file_that_another_process_writes_is_left_alone_with_one_line(
     resumed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    command = [sys.executable, "-c", HOLDER, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdin is not None
-        assert holder.stdout.readline() == "written\n"
-        content = path.read_bytes()
-        trainer = counting()
-        logger = MetricLogger(tmp_path, console=False)
-        logger.attach(trainer)
-        trainer.add_event_handler(Events.ITERATION_STARTED(once=3), holder.stdin.close)
-        trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: holder.wait(60))
-        if resumed:
-            trainer.registry.objects["metric_logger/jsonl"].load_state_dict({"start": 0, "line": {"iteration": 1}})
-        state = trainer.run(range(4))
+    holder = holder_of(path)
+    content = path.read_bytes()
+    trainer = counting()
+    logger = MetricLogger(tmp_path, console=False)
+    logger.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: Path(f"{path}.ends").touch())
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: holder.communicate(60))
+    if resumed:
+        trainer.registry.objects["metric_logger/jsonl"].load_state_dict({"start": 0, "line": {"iteration": 1}})
+    state = trainer.run(range(4))
 
     assert state.status == "completed" and path.read_bytes() == content, "not even when the other one has ended"
     assert warnings_of(caplog) == [
@@ -532,10 +541,9 @@ def test_file_that_another_process_writes_is_left_alone_with_one_line(
 
 def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    command = [sys.executable, "-c", HOLDER, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "written\n"
-        holder.kill()
+    holder = holder_of(path)
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate(60)
     JSONLSink(path).write(2, {"a": 3.0})
 
     assert lines(path) == [{"iteration": 1, "a": 1.0}, {"iteration": 2, "a": 3.0}]

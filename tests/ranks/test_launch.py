@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -31,7 +32,9 @@ from ignite_engine.ranks import agreement, launch
 from ignite_engine.ranks.launch import free_port
 from tests.checkpointing.file_faults import start_child, wait_for
 from tests.faults import processes
+from tests.faults.commands import Command, program
 from tests.faults.processes import group_is_gone, start, write_config
+from tests.ranks.forkserver import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -49,22 +52,17 @@ if __name__ == "__main__":
 """
 
 
-def started(folder: Path, script: str = SCRIPT) -> subprocess.Popen[str]:
-    (folder / "script.py").write_text(script)
-    return subprocess.Popen(
-        [sys.executable, str(folder / "script.py"), str(folder)],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environment(),
-    )
-
-
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of this process need not import torch again."""
+    monkeypatch.setattr(launch, "_start_method", lambda: "fork")
+
+
+def wait_until(condition: Callable[[], bool], process: Command) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline
@@ -87,7 +85,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 def test_signal_before_ranks_train_is_their_exit_code(
     tmp_path: Path, number: int, to_group: bool, importing: bool
 ) -> None:
-    process = started(tmp_path)
+    process = program(tmp_path, SCRIPT, str(tmp_path), spawns=importing)
 
     def importing_now() -> bool:
         return sum("spawn_main" in " ".join(each.cmdline()) for each in psutil.Process(process.pid).children()) == 2
@@ -106,6 +104,7 @@ def test_signal_before_ranks_train_is_their_exit_code(
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("forked")
 def test_ranks_may_meet_in_a_file(tmp_path: Path) -> None:
     with Parallel(backend="gloo", nproc_per_node=2, init_method=f"file://{tmp_path}/store") as parallel:
         parallel.run(write_rank, tmp_path)
@@ -230,7 +229,7 @@ def test_block_within_a_process_group_is_one_line() -> None:
 
 
 @pytest.mark.distributed
-def test_ranks_of_a_slurm_job_meet(tmp_path: Path) -> None:
+def test_ranks_of_a_slurm_job_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``srun`` starts them; without ``scontrol`` Ignite expands the list of nodes itself."""
     job = 10_000 + free_port() % 10_000
     slurm = {
@@ -239,15 +238,13 @@ def test_ranks_of_a_slurm_job_meet(tmp_path: Path) -> None:
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_JOB_NUM_NODES": "1",
     }
-    (tmp_path / "script.py").write_text(SLURM_SCRIPT)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "script.py"), str(tmp_path)],
-            env={**environment(), **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    assert [each.wait(timeout=120) for each in ranks] == [0, 0]
+    ranks = []
+    for rank in range(2):
+        for name, value in {**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}.items():
+            monkeypatch.setenv(name, value)
+        ranks.append(program(tmp_path, SLURM_SCRIPT, str(tmp_path)))
+    errors = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
     assert sorted(each.read_text() for each in tmp_path.glob("rank_*")) == ["0 of 2", "1 of 2"]
 
 
@@ -275,12 +272,21 @@ def ends(local_rank: int, how: str) -> None:
         time.sleep(60)  # it does not notice: the parent ends it
 
 
+ENDS = """
+from ignite_engine import Parallel
+from tests.ranks.test_launch import ends
+
+with Parallel(backend="gloo", nproc_per_node=2) as parallel:
+    parallel.run(ends, "sys.exit(3)")
+"""
+
+
 @pytest.mark.distributed
-def test_exit_code_of_one_rank_is_the_parents_and_warnings_are_said_once(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end, Parallel(backend="gloo", nproc_per_node=2) as parallel:
-        parallel.run(ends, "sys.exit(3)")
-    assert end.value.code == 3
-    errors = capfd.readouterr().err
+def test_exit_code_of_one_rank_is_the_parents_and_warnings_are_said_once(tmp_path: Path) -> None:
+    process = program(tmp_path, ENDS)
+    _, errors = process.communicate()
+
+    assert process.returncode == 3, errors
     assert errors.count("UserWarning: a warning") == errors.count("a logged warning\n") == 1
 
 
@@ -289,6 +295,7 @@ def unwatched(local_rank: int, func: Callable[..., Any], heartbeat_timeout_s: fl
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("when", ["while the parent waits", "just after the parent looked"])
 def test_killed_rank_is_named_and_its_peers_are_ended(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     look = launch._Rank.look
@@ -342,6 +349,8 @@ def test_peer_that_waits_for_a_rank_which_a_signal_ended_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peer: str
 ) -> None:
     """Its wait is in torch's own code, where no handler of Python runs and no error comes before the timeout."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    monkeypatch.setattr(launch, "_start_method", lambda: "forkserver")  # which unpickles, as a spawned one
     monkeypatch.setattr(launch, "watched", unwatched)
     monkeypatch.setattr(launch, "_PEERS_OF_A_FAILURE_MAY_END_S", 0.5)
     # SIGTERM is enough while it connects; there, SIGKILL would come too late for this test
@@ -382,9 +391,11 @@ def kill(launcher: int) -> None:
 @pytest.mark.faults
 def test_ranks_whose_launcher_was_killed_before_their_first_line_end(tmp_path: Path) -> None:
     script = SCRIPT.replace("parallel.run(main, sys.argv[1])", "parallel.run(main, KillsTheLauncher())")
-    process = started(tmp_path, f"from tests.ranks.test_launch import KillsTheLauncher\n{script}")
+    script = f"from tests.ranks.test_launch import KillsTheLauncher\n{script}"
+    process = program(tmp_path, script, str(tmp_path), spawns=True)
+    process.communicate(60)
 
-    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert process.returncode == -signal.SIGKILL
     assert group_is_gone(process.pid, timeout_s=45.0), "ranks wait for a store that is gone"
 
 
@@ -406,7 +417,8 @@ def test_parent_and_its_ranks_while_they_train(tmp_path: Path, how: str) -> None
     config = write_config(
         tmp_path, task_options={"slow_step_s": slow, "count_reductions": True}, checkpoint={"every": 2}
     )
-    process = start(config, "--nproc-per-node", "2", "--backend", "gloo", function="ignite_engine.cli:main")
+    spawned = {"function": "ignite_engine.cli:main"} if how == "killed parent" else {}
+    process = start(config, "--nproc-per-node", "2", "--backend", "gloo", **spawned)
     processes.wait_until(lambda: (tmp_path / "stepping").exists() and rank_pids(tmp_path), process)
     parent = process.pid
     code = {"killed parent": -signal.SIGKILL, "killed rank": 1}.get(how, 130)
@@ -597,17 +609,14 @@ def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tmp_path: Pat
     options = {"slow_step_s": 0.2, "count_reductions": True}  # a run of 19 s, until there is a file "fast"
     for how in ("whole", "killed"):
         config = write_config(tmp_path / how, task_options=options, checkpoint={"every": 2})
-        torchrun = ["--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}", "-m", "ignite_engine"]
         if how == "whole":
             (tmp_path / how / "fast").touch()
-        with (tmp_path / how / "output.txt").open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *torchrun, "train", str(config), "--backend", "gloo"],
-                env=environment(),
-                cwd=ROOT,
-                stderr=output,
-            )
-        if how == "killed":
+            process: Any = start(config, "--nproc-per-node", "2", "--backend", "gloo")
+        else:
+            torchrun = ["--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}", "-m", "ignite_engine"]
+            command = [sys.executable, "-m", "torch.distributed.run", *torchrun, "train", str(config)]
+            with (tmp_path / how / "output.txt").open("w") as output:
+                process = subprocess.Popen([*command, "--backend", "gloo"], env=environment(), cwd=ROOT, stderr=output)
             processes.wait_until(lambda: len(processes.lines(tmp_path / "killed")) >= 3, process)
             os.kill(rank_pids(tmp_path / how)[1], signal.SIGKILL)
             (tmp_path / how / "fast").touch()

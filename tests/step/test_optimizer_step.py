@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from ignite_engine import Update
 from ignite_engine.step import optimizer_step
 from ignite_engine.step.optimizer_step import needs_closure, step
+from tests.faults.fork_server import ForkServer
 
 
 @pytest.fixture
@@ -165,15 +165,22 @@ print(len(wrapped))
 """
 
 
-@pytest.mark.parametrize("name", REMOVALS)
-def test_without_a_private_name_of_torch_the_engine_imports_and_trains(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM % REMOVALS[name]], capture_output=True, text=True, timeout=120, check=False
-    )
+@pytest.fixture(scope="module")
+def without_the_engine() -> Iterator[ForkServer]:
+    with ForkServer(["torch", "ignite.handlers"]) as server:
+        yield server
 
-    assert done.returncode == 0, done.stderr
+
+@pytest.mark.parametrize("name", REMOVALS)
+def test_without_a_private_name_of_torch_the_engine_imports_and_trains(
+    name: str, without_the_engine: ForkServer, tmp_path: Path
+) -> None:
+    said = {"output": tmp_path / "output.txt", "errors": tmp_path / "errors.txt"}
+    code = without_the_engine.start("builtins:exec", PROGRAM % REMOVALS[name], {}, **said).wait()
+
+    assert code == 0, said["errors"].read_text()
     # by torch's own wrapper, two steps of it, but where nothing is missing
-    assert int(done.stdout) == (0 if name == "nothing" else 2)
+    assert int(said["output"].read_text()) == (0 if name == "nothing" else 2)
 
 
 def test_private_names_are_where_this_torch_has_them(optimizer: torch.optim.Optimizer) -> None:

@@ -7,8 +7,6 @@ import errno
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.handlers import Checkpoint
 from tests.builders import numbers_loader, trainer_of
 from tests.checkpointing.file_faults import FileOperations
+from tests.faults.commands import program
 
 ROOT = Path(__file__).resolve().parents[3]
 EVERY = Events.ITERATION_COMPLETED(every=1)
@@ -112,24 +111,24 @@ trainer.run(numbers_loader(), max_iters=3)
 
 
 def test_the_same_script_in_two_terminals_trains_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT) as first:
-        try:
-            deadline = time.monotonic() + 60
-            while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-                time.sleep(0.02)
-            trainer = trainer_of()
-            Checkpoint(tmp_path).attach(trainer)
-            with pytest.raises(CheckpointError) as error:
-                trainer.run(numbers_loader(), max_iters=3)
-            assert str(error.value) == (
-                f"{tmp_path} is in use by process {first.pid} on {platform.node()}, which saves its checkpoints there: "
-                "wait until it has ended, or give this run another directory."
-            )
-            assert trainer.state.iteration == 0
-        finally:
-            (tmp_path / "go").touch()
-        assert first.wait(60) == 0
+    first = program(ROOT, SCRIPT, str(tmp_path))
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        trainer = trainer_of()
+        Checkpoint(tmp_path).attach(trainer)
+        with pytest.raises(CheckpointError) as error:
+            trainer.run(numbers_loader(), max_iters=3)
+        assert str(error.value) == (
+            f"{tmp_path} is in use by process {first.pid} on {platform.node()}, which saves its checkpoints there: "
+            "wait until it has ended, or give this run another directory."
+        )
+        assert trainer.state.iteration == 0
+    finally:
+        (tmp_path / "go").touch()
+    first.communicate(60)
+    assert first.returncode == 0
     assert iterations(tmp_path) == [2, 3] and not (tmp_path / ".lock").exists()
     trainer = trainer_of()
     checkpoint = Checkpoint(tmp_path)

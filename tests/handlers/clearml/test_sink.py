@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from ignite_engine.handlers import Checkpoint, ClearMLLogger, GracefulStop, Hist
 from ignite_engine.handlers.clearml import sink as clearml_log
 from ignite_engine.handlers.media import png
 from tests.builders import numbers_loader, trainer_of
+from tests.faults.commands import program
 from tests.handlers.clearml.server import clearml_server
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -237,13 +237,14 @@ trainer, sink = built(Path({str(tmp_path)!r}))
 trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: os.kill(os.getpid(), signal.SIGKILL))
 trainer.run(numbers_loader(24))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    training = program(ROOT, script)
+    training.communicate()
     until = time.monotonic() + 60
     while not list(tmp_path.glob("clearml/offline/*.zip")) or b"Offline session stored" not in _log(tmp_path):
         assert time.monotonic() < until, _log(tmp_path)
         time.sleep(0.05)
 
-    assert done.returncode == -signal.SIGKILL
+    assert training.returncode == -signal.SIGKILL
     assert Reported(tmp_path).ending[0] == "failed" and "probably killed" in Reported(tmp_path).ending[1]
     assert [point[2] for point in Reported(tmp_path).points if point[0] == "loss"] == [1, 2]
 
