@@ -1,0 +1,135 @@
+"""What ``fit``, a config and the launcher do with a device: placing, settings, one device for each rank."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Accuracy
+from torch import Tensor, nn
+
+from ignite_engine import devices, fit
+from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
+from ignite_engine.ranks.launch import Parallel
+from tests.device.training import DEVICE, PLAIN, SECOND, Split, bits, same
+
+pytestmark = pytest.mark.accelerator
+INPUTS, LABELS = torch.arange(48.0).reshape(16, 3) / 48, torch.arange(16) % 3
+is_fake = hasattr(torch.ops.fake_device, "counts")
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def fitted(folder: Path, model: nn.Module | None = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)) if model is None else model
+    arrays = (INPUTS, LABELS)
+    return fit(
+        model, loss_fn, arrays, arrays, directory=folder, max_epochs=2, batch_size=4,
+        metrics={"accuracy": Accuracy()}, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fit_trains_on_the_device_and_evaluates_there(precision: str, tmp_path: Path) -> None:
+    run = fitted(tmp_path, precision=precision)
+    assert next(run.trainer.update.model.parameters()).device == torch.device(DEVICE.type, 0)
+    assert run.trainer.state.status == "completed" and 0 <= run.metrics["val/accuracy"] <= 1
+    assert run.trainer.state.dataloader.pin_memory is not PLAIN
+
+
+def test_fit_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    whole = bits(fitted(tmp_path / "whole").trainer.update.model)
+    stopping = Events.ITERATION_COMPLETED(once=5), lambda trainer: trainer.request_stop("test")
+    fitted(tmp_path / "cut", handlers=[Stop(*stopping)])
+    torch.rand(9, device=DEVICE)
+    assert same(bits(fitted(tmp_path / "cut").trainer.update.model), whole)
+
+
+class Stop:
+    def __init__(self, event: Any, act: Any) -> None:
+        self.event, self.act = event, act
+
+    def attach(self, trainer: Any) -> None:
+        trainer.add_event_handler(self.event, self.act)
+
+
+def test_model_on_a_device_or_on_several_stays_there(tmp_path: Path) -> None:
+    run = fitted(tmp_path / "one", nn.Linear(3, 3).to(SECOND))
+    assert {parameter.device for parameter in run.trainer.update.model.parameters()} == {
+        torch.device(SECOND.type, SECOND.index)
+    }
+
+    split = Split(torch.device(DEVICE.type, 0), SECOND)
+    run = fit(
+        split,
+        lambda model, batch: model(batch[0]).square().mean(),
+        (INPUTS, LABELS),
+        directory=tmp_path / "split",
+        max_iters=2,
+        batch_size=4,
+    )
+    assert run.trainer.update.model.upper.weight.device == SECOND
+
+
+def test_environment_names_the_devices() -> None:
+    saved = environment_values(1)
+    assert len(saved["devices"]) == torch.accelerator.device_count()
+    assert inexact_reasons(saved, saved | {"devices": []})[0].startswith("devices: ")
+
+
+def test_matmul_precision_is_of_convolutions_too() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        devices.set_matmul_precision("high")
+        assert torch.backends.cudnn.allow_tf32 and devices.may_use_tf32(convolutions=False)
+        torch.set_float32_matmul_precision("highest")
+        assert devices.may_use_tf32(convolutions=True) and not devices.may_use_tf32(convolutions=False)
+        devices.set_matmul_precision("highest")
+        assert not torch.backends.cudnn.allow_tf32 and not devices.may_use_tf32(convolutions=True)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def _device_of_rank(local_rank: int, folder: str) -> None:
+    index = torch.accelerator.current_device_index()
+    (Path(folder) / f"{local_rank}.txt").write_text(f"{index} {devices.current()} {devices.for_models().type}")
+
+
+def test_each_rank_takes_a_device(tmp_path: Path) -> None:
+    count = torch.accelerator.device_count()
+    with Parallel(devices.default_backend(), nproc_per_node=2) as parallel:
+        parallel.run(_device_of_rank, str(tmp_path))
+    kind = DEVICE.type if devices.backend_reduces_on(devices.default_backend(), DEVICE.type) else "cpu"
+    for rank in range(2):
+        index = min(rank, count - 1)  # of one device all ranks share it, which no backend reduces on
+        assert (tmp_path / f"{rank}.txt").read_text() == f"{index} {DEVICE.type}:{index} {kind}"
+
+
+def test_rank_without_a_device_is_refused_where_ranks_reduce_on_devices() -> None:
+    count = torch.accelerator.device_count()
+    if count > 1:
+        with pytest.raises(ValueError, match=f"local rank {count} has no device: this machine has {count}"):
+            devices.set_current(count)
+    devices.set_current(0)
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_what_a_device_lacks_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    for ask in (devices._has_side_streams, devices._has, devices.has_timing_events, devices.has_memory_statistics):
+        ask.cache_clear()
+    with caplog.at_level(logging.INFO, "ignite_engine"):
+        for _ in range(2):
+            found = devices.side_stream(DEVICE) is None, devices.widest_float(DEVICE) is torch.float32
+    lines = [record.getMessage() for record in caplog.records]
+    if is_fake:
+        assert found == (PLAIN, PLAIN)
+        assert len(lines) == (2 if PLAIN else 0), lines
+        assert not lines or ("has no streams" in lines[0] and "has no float64" in lines[1])

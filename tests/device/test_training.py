@@ -1,0 +1,303 @@
+"""A run on a device: the CPU's bits, no wait of the host, saved and resumed exactly, whichever the device is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+
+from ignite_engine import Trainer, Update, create_evaluator, devices, rng
+from ignite_engine.checkpointing import CheckpointStore, Snapshot
+from ignite_engine.handlers import Checkpoint, Evaluation, MemoryLogger, MetricLogger, Profiler, StepTimes
+from ignite_engine.step.device import to_device
+from tests.builders import mse
+from tests.device import fake
+from tests.device.training import DEVICE, PLAIN, SECOND, Split, bits, data, net, run_saved, same, trainer_of
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),  # the fake device's mse_loss
+]
+CPU = torch.device("cpu")
+is_fake = hasattr(torch.ops.fake_device, "counts")
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"log_grad_norm": True}], ids=str)
+def test_weights_are_those_of_the_cpu(options: dict[str, Any]) -> None:
+    found = []
+    for device in (DEVICE, CPU, SECOND):
+        model = net(device)
+        trainer_of(model, **options).run(data(pinned=device is not CPU), max_epochs=2)
+        found.append(bits(model))
+    assert same(found[0], found[2])
+    assert same(found[0], found[1]) or not is_fake, "the fake device computes with the CPU's kernels"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"log_grad_norm": True}], ids=str)
+def test_host_waits_for_nothing_between_log_points(precision: str, options: dict[str, Any]) -> None:
+    if not is_fake:
+        pytest.skip("the fake device says who waits")
+    trainer = trainer_of(net(DEVICE, dropout=0.1), precision=precision, **options)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: fake.set_options(no_waits=1))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=9), lambda: fake.set_options(no_waits=0))
+    reached: list[int] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: reached.append(trainer.state.iteration))
+    trainer.run(data(), max_epochs=2)
+    assert reached == [5, 10]
+
+
+def test_a_read_in_the_update_would_be_seen() -> None:
+    if not is_fake:
+        pytest.skip("the fake device says who waits")
+
+    def reads(model: nn.Module, batch: Any) -> Tensor:
+        loss = mse(model, batch)
+        loss.item()
+        return loss
+
+    trainer = trainer_of(net(DEVICE), loss_fn=reads)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: fake.set_options(no_waits=1))
+    with pytest.raises(RuntimeError, match="the host waits"):
+        trainer.run(data(), max_epochs=1)
+
+
+def test_batches_are_copied_while_the_one_before_is_computed() -> None:
+    batches = [(torch.full((4, 3), float(number)), torch.zeros(4, 1)) for number in range(6)]
+    pinned = batches if PLAIN else [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
+    if is_fake:
+        fake.counts()
+    found = []
+    for moved in to_device(pinned, SECOND):
+        found.append(moved[0] * 2)
+        del moved  # its memory is free for the next copy
+    later = fake.counts().get("to_device_later", 0) if is_fake else 12
+    assert later == (0 if PLAIN else 12)
+    for number, tensor in enumerate(found):
+        assert tensor.device == SECOND and tensor.cpu().eq(2.0 * number).all()
+
+
+def test_what_is_on_the_device_already_is_taken_as_it_is() -> None:
+    made = [torch.ones(3, device=DEVICE) * number for number in range(4)]
+    moved = [tensor + 1 for tensor in to_device(made, DEVICE)]
+    assert [tensor.tolist() for tensor in moved] == [[number + 1.0] * 3 for number in range(4)]
+
+
+@pytest.mark.parametrize("where", ["first", "second", "split"])
+def test_background_saves_hold_the_state_of_their_iteration(where: str, tmp_path: Path) -> None:
+    def saved(background: bool) -> dict[int, Any]:
+        torch.manual_seed(3)
+        first, second = (
+            (DEVICE, SECOND) if where == "split" else (SECOND, SECOND) if where == "second" else (DEVICE,) * 2
+        )
+        folder = tmp_path / str(background)
+        run_saved(Split(first, second), folder, 8, background=background)
+        store = CheckpointStore(folder)
+        return {info.iteration: store.load(info.path).shared for info in store.checkpoints()}
+
+    beside, waited = saved(True), saved(False)
+    assert sorted(beside) == sorted(waited) == list(range(1, 9))
+    for iteration in waited:
+        assert_same(beside[iteration]["model"], waited[iteration]["model"])
+        assert_same(beside[iteration]["optimizer"], waited[iteration]["optimizer"])
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        for pair in zip(one, other, strict=True):
+            assert_same(*pair)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("device", [DEVICE, SECOND], ids=["first", "second"])
+def test_resumed_at_every_iteration_with_dropout_to_the_same_bits(device: torch.device, tmp_path: Path) -> None:
+    whole = run_saved(net(device, dropout=0.5), tmp_path / "whole", 7)
+    for stop in range(1, 7):
+        run_saved(net(device, dropout=0.5), tmp_path / str(stop), stop)
+        torch.manual_seed(stop)  # another process draws other numbers
+        assert same(run_saved(net(device, dropout=0.5), tmp_path / str(stop), 7), whole), stop
+
+
+def test_what_an_evaluation_draws_on_the_device_changes_nothing() -> None:
+    def trained(every: int) -> list[Tensor]:
+        model = net(DEVICE, dropout=0.5)
+        trainer = trainer_of(model)
+
+        def predict(model: nn.Module, batch: Any) -> Any:
+            torch.rand(5, device=DEVICE)
+            return model(batch[0]), batch[1]
+
+        Evaluation(create_evaluator(model, predict, {}), data(), name="val").attach(
+            trainer, Events.ITERATION_COMPLETED(every=every)
+        )
+        trainer.run(data(), max_iters=6)
+        return bits(model)
+
+    assert same(trained(2), trained(100))
+
+
+def test_generators_of_all_devices_are_captured_restored_isolated_and_derived() -> None:
+    def drawn() -> list[Tensor]:
+        return [torch.rand(3, device=device).cpu() for device in {DEVICE, SECOND}]
+
+    torch.manual_seed(1)
+    state = rng.capture()
+    first = drawn()
+    rng.restore(state)
+    with rng.isolated():
+        drawn()
+    assert same(drawn(), first)
+
+    rng.restore(rng.derived(state, 7))
+    other = drawn()
+    rng.restore(rng.derived(state, 7))
+    assert same(drawn(), other) and not same(other, first)
+    rng.seed_device(5, DEVICE)
+    one = torch.rand(3, device=DEVICE)
+    rng.seed_device(5, DEVICE)
+    assert torch.equal(torch.rand(3, device=DEVICE), one)
+
+
+def test_a_micro_batch_that_does_not_fit_is_split_and_draws_as_if_it_had_been_small() -> None:
+    def trained(batch_size: int, steps: int, limit: int) -> tuple[list[Tensor], Any]:
+        model = net(DEVICE, dropout=0.5)
+        trainer = trainer_of(model, steps=steps, loss_fn=widened)
+        torch.manual_seed(1)
+        devices.free_cached_memory()
+        if limit:
+            trainer.add_event_handler(
+                Events.ITERATION_STARTED(once=2),
+                lambda: fake.set_options(limit=torch.accelerator.memory_allocated() + limit),
+            )
+        state = trainer.run(data(batch_size=batch_size), max_epochs=1)
+        fake.set_options(limit=0)
+        return bits(model), state
+
+    def widened(model: nn.Module, batch: Any) -> Tensor:
+        wide = batch[0].repeat(1, 4096)  # 48 KiB for each sample
+        return mse(model, batch) + 0 * wide.sum()
+
+    if not is_fake:
+        pytest.skip("the fake device has a limit")
+    weights, state = trained(8, 1, 300 * 1024)
+    small, _ = trained(4, 2, 0)
+    assert state.micro_batch_limit == 4
+    for one, other in zip(weights, small, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_fp16_skips_what_overflows_and_reads_one_value_a_step() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return mse(model, batch) * (1e30 if scale.pop(0) else 1.0)
+
+    scale = [False, False, True, False, False, False]
+    if is_fake:  # torch's scaler has a way of its own on Apple's devices alone
+        fake.set_options(no_float64=0)
+    trainer = trainer_of(net(DEVICE), steps=None, loss_fn=loss_fn, precision="fp16", grad_scaler={"init_scale": 1024.0})
+    waits: list[int] = []
+    if is_fake:
+        trainer.add_event_handler(Events.ITERATION_STARTED, lambda: fake.counts() and None)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: waits.append(fake.counts().get("item", 0)))
+    state = trainer.run(data(), max_iters=6)
+    assert (state.optimizer_steps, state.skipped_steps) == (5, 1)
+    assert all(count <= 2 for count in waits), waits
+    if is_fake and PLAIN:
+        fake.set_options(no_float64=1)
+
+
+def test_times_are_the_devices_own_and_read_without_waiting() -> None:
+    trainer = trainer_of(net(SECOND))
+    times = StepTimes()
+    times.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+    trainer.run(data(), max_epochs=2)
+    assert times.host_clock is None and times._clock.steps == 10
+    assert {"forward", "backward", "optimizer"} <= {
+        part for part, seconds in times._clock.seconds.items() if seconds > 0
+    }
+
+
+def test_memory_is_the_devices_by_phase() -> None:
+    trainer = trainer_of(net(DEVICE))
+    MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    state = trainer.run(data(), max_epochs=1)
+    names = ("allocated", "reserved", "peak", "after_forward", "after_backward", "after_optimizer")
+    assert all(state.metrics[f"memory/{name}_mib"] > 0 for name in names)
+    assert state.metrics["memory/peak_mib"] >= state.metrics["memory/after_backward_mib"]
+
+
+def test_out_of_memory_is_explained_with_the_devices_figures(tmp_path: Path) -> None:
+    def too_much(model: nn.Module, batch: Any) -> Tensor:
+        torch.empty(2**50, dtype=torch.uint8, device=DEVICE)
+        raise AssertionError
+
+    trainer = trainer_of(net(DEVICE), steps=None, loss_fn=too_much)
+    MemoryLogger(tmp_path).attach(trainer)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.run([(torch.ones(1, 3), torch.ones(1, 1))], max_epochs=1)
+    text = (tmp_path / "out_of_memory_rank_0.txt").read_text()
+    assert "allocated_bytes" in text or "memory summary" in text
+
+
+def test_profile_is_written(tmp_path: Path) -> None:
+    trainer = trainer_of(net(DEVICE))
+    Profiler(tmp_path, wait=1, warmup=1, active=1).attach(trainer)
+    trainer.run(data(), max_epochs=1)
+    assert len(list((tmp_path / "profiles").glob("*.json.gz"))) == 1
+
+
+def test_logged_losses_are_those_of_the_cpu(tmp_path: Path) -> None:
+    def logged(device: torch.device) -> list[float]:
+        trainer, folder = trainer_of(net(device)), tmp_path / device.type
+        MetricLogger(folder).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        trainer.run(data(), max_epochs=1)
+        return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    # where there is no float64 the mean of an interval is rounded twice
+    assert logged(DEVICE) == pytest.approx(logged(CPU), rel=1e-6 if PLAIN or not is_fake else 0)
+
+
+def test_snapshots_in_turn_each_hold_their_own_bytes() -> None:
+    """Its pinned buffers are used again: for the next one only when the one before has been read."""
+    snapshot, weight = Snapshot(), torch.zeros(1000, device=SECOND)
+    for number in range(3):
+        copied = snapshot.take({"weight": weight, "at once": weight + number}, lambda tensor: tensor is weight)
+        snapshot.copy_late()
+        snapshot.before_change()
+        weight.add_(1)
+        snapshot.wait_for_devices()
+        snapshot.release()
+        assert copied["weight"].eq(number).all() and copied["at once"].eq(2.0 * number).all()
+
+
+def test_rank_invariant_runs_are_those_of_the_cpu() -> None:
+    found = []
+    for device in (DEVICE, CPU):
+        model = net(device)
+        update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=True)
+        Trainer(update, global_micro_batches=4).run(data(pinned=False), max_epochs=1)
+        found.append(bits(model))
+    assert same(*found) or not is_fake
+
+
+def test_state_of_a_checkpoint_of_another_device_is_loaded(tmp_path: Path) -> None:
+    run_saved(net(DEVICE), tmp_path, 4)
+    resumed = copy.deepcopy(net(CPU))
+    trainer = trainer_of(resumed)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+    trainer.run(data(pinned=False), max_iters=6)
+    assert trainer.state.iteration == 6 and next(resumed.parameters()).device == CPU
