@@ -8,10 +8,13 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
+
+_STOPPING_S = 5
 
 
 class WorkerInit:
@@ -39,11 +42,19 @@ class WorkerInit:
 
 
 def _end_for(trainer: Any) -> None:
-    """End this process on a SIGTERM of ``trainer``, the training process, or when that is dead."""
+    """End this process on a SIGTERM of ``trainer``, the training process, or when that is dead.
+
+    Where the system does not tell who sent it (macOS), any SIGTERM does, after seconds in which the trainer may stop.
+    """
     parent = os.getppid()  # the trainer or, with forkserver, the fork server
+    pending_s = 0
     while trainer.is_alive() and os.getppid() == parent:
-        received = signal.sigtimedwait({signal.SIGTERM}, 1.0)
-        if received is not None and received.si_pid == trainer.pid:
+        if not hasattr(signal, "sigtimedwait"):
+            time.sleep(1.0)
+            pending_s += signal.SIGTERM in signal.sigpending()
+            if pending_s > _STOPPING_S:
+                break
+        elif (received := signal.sigtimedwait({signal.SIGTERM}, 1.0)) is not None and received.si_pid == trainer.pid:
             break
     os._exit(0)
 
