@@ -283,7 +283,7 @@ def may_use_tf32(*, convolutions: bool) -> bool:
     """Whether products in float32, or convolutions, may be computed in TF32."""
     if torch.get_float32_matmul_precision() != "highest":
         return True
-    return convolutions and torch.backends.cudnn.conv.fp32_precision != "ieee"  # type: ignore[attr-defined]
+    return convolutions and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 
 # -- memory -------------------------------------------------------------------------------------------------------

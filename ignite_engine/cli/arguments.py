@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ignite_engine import __version__
-from ignite_engine.cli import checkpoints, commands, pages, verify_resume
+from ignite_engine.cli import checkpoints, commands, doctor, pages, verify_resume
 from ignite_engine.config import ConfigWarning
 from ignite_engine.errors import did_you_mean
 from ignite_engine.ranks import signals
@@ -63,6 +63,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser, commands_by_name = make_parser()
     options, rest = parser.parse_known_args(arguments)
     for word in rest:
+        if options.command == "doctor":
+            parser.error(f"got {word!r}, and doctor takes nothing")
         if options.command in pages.COMMANDS:
             parser.error(f"got {word!r}, which {options.command} does not take; it takes directories and --output")
         if options.command in checkpoints.COMMANDS:
@@ -114,6 +116,7 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
                 metavar="PATH|best|last",
                 help="a checkpoint, RUN/best or RUN/last, or which of this run; default: the best, or else the last",
             )
+    doctor.add_parser(subparsers)
     pages.add_parsers(subparsers)
     checkpoints.add_parser(subparsers)
     return parser, subparsers.choices
