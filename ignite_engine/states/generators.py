@@ -13,6 +13,9 @@ from torch import nn
 from ignite_engine.rng import GENERATORS, attributes_of
 from ignite_engine.states.model_and_optimizer import ModelState, unwrap
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+
 
 class OwnGenerators:
     """The states of the generators among the attributes of a model's modules and of a loss function, by their names.
@@ -49,22 +52,22 @@ def unsaved_generators(objects: Mapping[str, Any], loss_fn: Any) -> Iterator[str
     Args:
         objects: those of the registry, by name.
     """
-    saved = [generator for part in _parts(objects) for generator in part.held().values()]
+    saved = {id(generator) for part in _parts(objects) for generator in part.held().values()}
     models = {name: obj.model if isinstance(obj, ModelState) else obj for name, obj in objects.items()}
     owners = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
     registered = [*objects.values()]
     for label, owner in {**owners, "loss_fn": loss_fn}.items():
         for name, value in _attributes(label, owner):
             if isinstance(value, GENERATORS):
-                if not any(value is generator for generator in saved):
+                if id(value) not in saved:
                     yield (
                         f"the generator {name} is not saved, as it was made after the Trainer, or the model is not an "
                         "Update's (trainer.register() saves an object that has it)"
                     )
-            elif not any(value is obj for obj in registered) and any(
-                isinstance(element, GENERATORS) and not any(element is generator for generator in saved)
-                for element in _inside(value)
-            ):
+                continue
+            inside = [element for element in _inside(value) if isinstance(element, GENERATORS)]
+            is_saved = any(value is obj for obj in registered) or all(id(element) in saved for element in inside)
+            if inside and not is_saved:
                 yield f"a generator in {name} is not saved: make it an attribute of its own"
 
 
@@ -87,7 +90,9 @@ def _attributes(label: str, owner: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(owner, nn.Module):
         for place, module in unwrap(owner).named_modules():
             name = f"{label}.{place}" if place else label
-            yield from ((f"{name}.{key}", value) for key, value in attributes_of(module))
+            for key, value in vars(module).items():
+                if key not in _OF_EVERY_MODULE and type(value) not in _PLAIN:
+                    yield f"{name}.{key}", value
         return
     for key, value in attributes_of(owner):
         if isinstance(value, nn.Module):
