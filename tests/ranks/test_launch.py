@@ -482,14 +482,14 @@ if __name__ == "__main__":
 @pytest.mark.faults
 @pytest.mark.parametrize("start_method", ["spawn", pytest.param("fork", marks=pytest.mark.slow)])
 def test_ranks_of_another_launcher_whose_parent_is_killed_save_and_end(tmp_path: Path, start_method: str) -> None:
-    process = started(tmp_path, SPAWNED.replace("sys.argv[2]", repr(start_method)))
+    process = program(tmp_path, SPAWNED, str(tmp_path), start_method, spawns=True)
     wait_until(lambda: all((tmp_path / f"trains_{rank}").exists() for rank in range(2)), process)
-    process.kill()
-    process.wait()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
 
     assert group_is_gone(process.pid, timeout_s=20.0), "they train on"
     assert CheckpointStore(tmp_path / "checkpoints").latest().checkpoint is not None
-    assert process.stderr is not None and "is gone: the rank stops, as on SIGTERM" in process.stderr.read()
+    assert "is gone: the rank stops, as on SIGTERM" in process.errors.read_text()
 
 
 RESTARTED = """
