@@ -47,7 +47,7 @@ FEATURES = {
     "sharding": Feature(r"(?i)shard|dtensor|full_tensor|placements", ("*shard*",)),
     "windows": Feature(r"(?i)windows?($|_|ed|s)|WINDOW_", ("*window*",)),
     "row and delta files": Feature(
-        r"(?i)(changed|delta|stored)_?rows|rows_?(file|of_parts|ofparts)|has_rows|chain",
+        r"(?i)(changed|delta|stored)_?rows|rows_?(file|of_parts|ofparts)|has_rows|_chain",
         ("*/checkpointing/*row*", "*/checkpointing/*delta*"),
     ),
     "rank invariance": Feature(

@@ -174,7 +174,11 @@ class Checkpoint:
 
     def _of_this_run(self) -> list[CheckpointInfo]:
         saver, found = self._saver, self.store.checkpoints()
-        return [each for each in found if each.manifest.run_id == saver.run_id] if saver.has_run else of_one_run(found)
+        return (
+            [checkpoint for checkpoint in found if checkpoint.manifest.run_id == saver.run_id]
+            if saver.has_run
+            else of_one_run(found)
+        )
 
     @property
     def error(self) -> CheckpointError | None:
@@ -379,10 +383,10 @@ class Checkpoint:
     def _require_exact(self, trainer: Trainer) -> None:
         """Name once what a resumed run would not have; ``strict`` refuses it."""
         mine = trainer.reproducibility(self._saver.filter)
-        reasons = list(dict.fromkeys(each for rank in agreement.gather_objects(mine) for each in rank))
+        reasons = list(dict.fromkeys(reason for rank in agreement.gather_objects(mine) for reason in rank))
         if self.options.strict:
             require_exact("This run", reasons)
-        reasons = [each for each in reasons if each not in self._named]
+        reasons = [reason for reason in reasons if reason not in self._named]
         self._named.update(reasons)
         if reasons and agreement.rank() == 0:
             logger.warning("A run resumed from these checkpoints may have other bits: %s.", "; ".join(reasons))

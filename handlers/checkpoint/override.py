@@ -106,10 +106,14 @@ class Override:
         Raises:
             StateMismatch: a value does not fit; nothing was changed.
         """
-        self._has_begun, optimizers = True, _optimizers_of(trainer)
+        self._has_begun = True
+        self._changes, self._rebased = [], []
+        if not self.values:
+            self.given_before = {}
+            return
+        optimizers = _optimizers_of(trainer)
         settings = self._settings(trainer, optimizers)
         given = {_label(setting): value for setting, (_, value) in settings.items()}
-        self._changes, self._rebased = [], []
         for setting, (key, value) in settings.items():
             if self.given_before.get(_label(setting), _NOTHING) != value:
                 group = optimizers[setting.part].param_groups[setting.group]
@@ -134,7 +138,7 @@ class Override:
         """A run starts: schedules that were attached after the resume follow."""
         if not self._has_begun:
             self.begin_fresh(trainer)
-        for part, optimizer in _optimizers_of(trainer).items():
+        for part, optimizer in _optimizers_of(trainer).items() if self._changes else ():
             late = [
                 scheduler
                 for scheduler in _schedulers_of(trainer, optimizer)

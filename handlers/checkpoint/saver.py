@@ -362,7 +362,7 @@ class Saver:
         self.error, self.parent = None, path.name
         state.checkpoint_path, state.saved_iteration, state.save_seconds = path, self._saving_at, seconds()
         assert self.store.last_saved is not None
-        written = sum(each.bytes for each in self.store.last_saved.files.values())
+        written = sum(file.bytes for file in self.store.last_saved.files.values())
         self.times.saves, self.times.saved = self.times.saves + 1, Transfer(written, state.save_seconds)
         if agreement.rank() == 0:
             shown = state.save_seconds >= _SHOWN_FROM_S

@@ -21,7 +21,7 @@ class Transfer:
     @classmethod
     def of(cls, manifest: Manifest, seconds: float) -> Transfer:
         """Of a checkpoint that was read, with the files of others that it needs."""
-        return cls(sum(each.bytes for each in (*manifest.files.values(), *manifest.needs.values())), seconds)
+        return cls(sum(file.bytes for file in (*manifest.files.values(), *manifest.needs.values())), seconds)
 
     def __str__(self) -> str:
         return f"{in_units(self.bytes)} in {self.seconds:.3g} s, {in_units(round(self.bytes / self.seconds))}/s"

@@ -52,34 +52,24 @@ __all__ = [
 ]
 
 # A trainer stands on the modules about plain data alone; the store is loaded by what saves and loads.
-_MODULES = {
-    "FORMAT_VERSION": "ignite_engine.checkpointing.manifest",
-    "BackgroundSave": "ignite_engine.checkpointing.background",
-    "BestCheckpoint": "ignite_engine.checkpointing.retention",
-    "CheckpointError": "ignite_engine.errors",
-    "CheckpointInfo": "ignite_engine.checkpointing.retention",
-    "CheckpointStore": "ignite_engine.checkpointing.store",
-    "LoadPlan": "ignite_engine.checkpointing.load.plan",
-    "LoadSource": "ignite_engine.checkpointing.load.sources",
-    "LoadTable": "ignite_engine.checkpointing.load.table",
-    "Loaded": "ignite_engine.checkpointing.store",
-    "Manifest": "ignite_engine.checkpointing.manifest",
-    "Newest": "ignite_engine.checkpointing.store",
-    "NotExact": "ignite_engine.errors",
-    "Retention": "ignite_engine.checkpointing.retention",
-    "SaveFilter": "ignite_engine.checkpointing.save_filter",
-    "SaveOptions": "ignite_engine.checkpointing.save_options",
-    "Snapshot": "ignite_engine.checkpointing.snapshot",
-    "Source": "ignite_engine.checkpointing.weights_source",
-    "StateMismatch": "ignite_engine.errors",
-    "all_finite": "ignite_engine.checkpointing.part_file",
-    "find_directory": "ignite_engine.checkpointing.naming",
-    "find_source": "ignite_engine.checkpointing.naming",
-    "prepare": "ignite_engine.checkpointing.load.prepare",
-    "read_manifest": "ignite_engine.checkpointing.manifest",
-    "read_source": "ignite_engine.checkpointing.weights_source",
-    "require_exact": "ignite_engine.errors",
+_HOMES = {
+    "checkpointing.background": ("BackgroundSave",),
+    "checkpointing.load.plan": ("LoadPlan",),
+    "checkpointing.load.prepare": ("prepare",),
+    "checkpointing.load.sources": ("LoadSource",),
+    "checkpointing.load.table": ("LoadTable",),
+    "checkpointing.manifest": ("FORMAT_VERSION", "Manifest", "read_manifest"),
+    "checkpointing.naming": ("find_directory", "find_source"),
+    "checkpointing.part_file": ("all_finite",),
+    "checkpointing.retention": ("BestCheckpoint", "CheckpointInfo", "Retention"),
+    "checkpointing.save_filter": ("SaveFilter",),
+    "checkpointing.save_options": ("SaveOptions",),
+    "checkpointing.snapshot": ("Snapshot",),
+    "checkpointing.store": ("CheckpointStore", "Loaded", "Newest"),
+    "checkpointing.weights_source": ("Source", "read_source"),
+    "errors": ("CheckpointError", "NotExact", "StateMismatch", "require_exact"),
 }
+_MODULES = {name: f"ignite_engine.{home}" for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

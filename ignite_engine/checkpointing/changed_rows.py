@@ -44,7 +44,7 @@ def table_patterns(texts: Iterable[str]) -> Patterns:
         ValueError: one of them is not a pattern.
     """
     return Patterns(
-        [f"*:{each}" if isinstance(each, str) and ":" not in each else each for each in texts], "delta_rows"
+        [f"*:{text}" if isinstance(text, str) and ":" not in text else text for text in texts], "delta_rows"
     )
 
 
@@ -175,10 +175,10 @@ def _differing(before: Tensor, after: Tensor) -> Tensor:
     def compare(span: tuple[Tensor, Tensor, Tensor]) -> None:
         found, kept, now = span
         now = now.to(kept.device)
-        for place, *rows in zip(*(each.split(rows_in_chunk) for each in (found, kept, now)), strict=True):
+        for place, *rows in zip(*(rows_of.split(rows_in_chunk) for rows_of in (found, kept, now)), strict=True):
             torch.any(torch.ne(*rows), 1, out=place)
 
-    in_threads(compare, zip(*(each.split(rows_in_span) for each in (differs, _words(before), _words(after.detach())))))
+    in_threads(compare, zip(*(rows.split(rows_in_span) for rows in (differs, _words(before), _words(after.detach())))))
     return differs.nonzero()[:, 0].to(torch.int32 if len(before) < 1 << 31 else torch.int64)
 
 
@@ -217,7 +217,7 @@ def _is_there(path: FilePath, record: FileRecord) -> bool:
 
 def _bytes_of(numbers: Mapping[_Key, Tensor], tables: Mapping[_Key, Tensor]) -> int:
     """Of these rows and their numbers."""
-    of_numbers = {id(each): each.nbytes for each in numbers.values()}
+    of_numbers = {id(tensor): tensor.nbytes for tensor in numbers.values()}
     of_rows = (len(numbers[key]) * (values.nbytes // len(values)) for key, values in tables.items())
     return sum(of_numbers.values()) + sum(of_rows)
 

@@ -177,27 +177,29 @@ class Commit:
         return plain
 
     def _manifest(self, epoch: int) -> Manifest:
-        iterations = sorted({each.iteration for each in self._written})
+        iterations = sorted({written.iteration for written in self._written})
         if len(iterations) > 1:
             raise CheckpointError(f"the ranks are at different iterations: {iterations}")
         if incomplete := _incomplete(self._written):
             raise CheckpointError(f"the ranks do not hold the whole of {', '.join(incomplete)} together")
         earlier = names.scan(self._directory)[0]
-        same = [each.manifest for each in earlier if each.iteration == self._iteration]
-        files = {name: record for each in self._written for name, record in each.files.items()}
+        same = [checkpoint.manifest for checkpoint in earlier if checkpoint.iteration == self._iteration]
+        files = {name: record for written in self._written for name, record in written.files.items()}
         known = {
             "iteration": self._iteration,
             "epoch": epoch,
-            "sequence": 1 + max((each.manifest.sequence for each in earlier), default=0),
+            "sequence": 1 + max((checkpoint.manifest.sequence for checkpoint in earlier), default=0),
             "world_size": self._ranks.world_size,
             "versions": current_versions(),
             "files": files,
-            "parts": {name: parts for each in self._written for name, parts in each.parts.items()},
+            "parts": {name: parts for written in self._written for name, parts in written.parts.items()},
             "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "reproducibility": _unique(reason for each in self._written for reason in each.reproducibility),
-            "healthy": all(each.healthy for each in self._written),
-            "labels": _unique([*(label for each in same for label in each.labels), *self._facts.get("labels", ())]),
-            "pinned": any(each.pinned for each in same),
+            "reproducibility": _unique(reason for written in self._written for reason in written.reproducibility),
+            "healthy": all(written.healthy for written in self._written),
+            "labels": _unique(
+                [*(label for manifest in same for label in manifest.labels), *self._facts.get("labels", ())]
+            ),
+            "pinned": any(manifest.pinned for manifest in same),
             "environment": {**environment_values(self._ranks.world_size), **self._contents.environment},
             "needs": dict(self._contents.needs),
         }
@@ -206,9 +208,9 @@ class Commit:
 
 def _incomplete(written: list[_Written]) -> list[str]:
     """Parts that were not written once and whole."""
-    parts = _unique(part for each in written for part in each.missing)
-    return [part for part in parts if sum(each.missing.get(part, 0) for each in written)]
+    parts = _unique(part for rank in written for part in rank.missing)
+    return [part for part in parts if sum(rank.missing.get(part, 0) for rank in written)]
 
 
 def _unique(words: Any) -> list[str]:
-    return list(dict.fromkeys(str(each) for each in words))
+    return list(dict.fromkeys(str(word) for word in words))

@@ -170,11 +170,11 @@ def make_directory(path: Path) -> None:
 
 def ensure_directory(path: Path) -> None:
     """Create ``path`` and its missing parents, each durable in its own parent."""
-    missing = [each for each in (path, *path.parents) if not each.exists()]
-    for each in reversed(missing):
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    for directory in reversed(missing):
         with contextlib.suppress(FileExistsError):
-            os.mkdir(each)
-        synchronise_directory(each.parent)
+            os.mkdir(directory)
+        synchronise_directory(directory.parent)
     if not path.is_dir():
         raise NotADirectoryError(20, "Not a directory", str(path))
 

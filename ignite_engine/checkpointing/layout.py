@@ -99,7 +99,7 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]
                 unreadable.append((path, str(error)))
     names = {checkpoint.path.name for checkpoint in readable}
     _READ[directory] = {name: known for name, known in list(_READ.get(directory, {}).items()) if name in names}
-    readable.sort(key=lambda each: (each.manifest.sequence, each.iteration, each.path.name))
+    readable.sort(key=lambda checkpoint: (checkpoint.manifest.sequence, checkpoint.iteration, checkpoint.path.name))
     return readable, unreadable
 
 
@@ -129,11 +129,11 @@ def discard(paths: list[Path]) -> None:
             errors.append(error)
         else:
             trash.append(target)
-    for parent in {each.parent for each in trash}:
+    for parent in {removed.parent for removed in trash}:
         filesystem.synchronise_directory(parent)  # the new name is durable before the content goes
-    for each in trash:
+    for removed in trash:
         try:
-            filesystem.remove_tree(each)
+            filesystem.remove_tree(removed)
         except OSError as error:
             errors.append(error)
     if errors:

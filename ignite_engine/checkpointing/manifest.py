@@ -154,7 +154,7 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     try:
         values = {name: value for name, value in content.items() if name in hints}
         values["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
-        values["needs"] = {name: FileRecord(**record) for name, record in content.get("needs", {}).items()}
+        values["needs"] = {name: FileRecord(**record) for name, record in content["needs"].items()}
         values["metrics"] = {name: float(value) for name, value in content["metrics"].items()}
         manifest = Manifest(**values)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

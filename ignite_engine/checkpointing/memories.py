@@ -37,17 +37,21 @@ def compacted(tensors: Iterable[Tensor]) -> tuple[dict[int, Tensor], int]:
     share it share it again when they are loaded.
     """
     views: dict[int, dict[Hashable, list[Tensor]]] = {}
+    unused: dict[int, int] = {}
     size = 0
-    for tensor in filter(has_memory, tensors):
-        view = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        views.setdefault(tensor.untyped_storage().data_ptr(), {}).setdefault(view, []).append(tensor)
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_meta:
+            continue
+        memory, view = tensor.untyped_storage(), (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        address = memory.data_ptr()
+        if view not in (same_memory := views.setdefault(address, {})):
+            unused[address] = unused.get(address, memory.nbytes()) - tensor.nbytes
+        same_memory.setdefault(view, []).append(tensor)
         size += tensor.nbytes
     copies: dict[int, Tensor] = {}
-    for same_memory in views.values():
-        used = sum([same_view[0].nbytes for same_view in same_memory.values()])
-        if used < next(iter(same_memory.values()))[0].untyped_storage().nbytes():
-            for same_view in same_memory.values():
-                copies |= _copies_of(same_view)
+    for address, same_memory in views.items():
+        for same_view in same_memory.values() if unused[address] > 0 else ():
+            copies |= _copies_of(same_view)
     return copies, size
 
 

@@ -97,7 +97,7 @@ def find_source(path: str | Path, which: Which = "last", *, metric: str | None =
         return best.path
     newest = store.latest()
     if newest.checkpoint is None:
-        reasons = "; ".join(f"{each.name}: {reason.rstrip('.')}" for each, reason in newest.skipped)
+        reasons = "; ".join(f"{path.name}: {reason.rstrip('.')}" for path, reason in newest.skipped)
         raise CheckpointError(f"{place} holds no valid checkpoint ({reasons}).")
     return newest.checkpoint.path
 
@@ -124,7 +124,9 @@ def scored_by(store: CheckpointStore, metric: str | None = None, mode: str | Non
 
 def followed(checkpoints: Sequence[CheckpointInfo]) -> tuple[str, str] | None:
     """Metric and mode that the run of the newest checkpoint followed; None: it followed none."""
-    return next((rule for each in reversed(checkpoints) if (rule := rule_of(each.manifest)) is not None), None)
+    return next(
+        (rule for checkpoint in reversed(checkpoints) if (rule := rule_of(checkpoint.manifest)) is not None), None
+    )
 
 
 def rule_of(manifest: Manifest) -> tuple[str, str] | None:

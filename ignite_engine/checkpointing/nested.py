@@ -90,11 +90,11 @@ def _rebuilt(value: Any, leaf: Callable[[Path, Any], Any], path: Path) -> Any:
     if len(path) >= MAX_DEPTH:
         raise TooDeep(f"a state is nested more than {MAX_DEPTH} deep, or contains itself")
     if kind in _MAPPINGS:
-        copy = kind({key: _rebuilt(each, leaf, (*path, key)) for key, each in value.items()})
+        copy = kind({key: _rebuilt(child, leaf, (*path, key)) for key, child in value.items()})
         if kind is OrderedDict:  # a module's state_dict keeps its versions in an attribute
             vars(copy).update(vars(value))
         return copy
-    return kind(_rebuilt(each, leaf, (*path, index)) for index, each in enumerate(value))
+    return kind(_rebuilt(child, leaf, (*path, index)) for index, child in enumerate(value))
 
 
 def replaced(parts: Mapping[str, Any], leaves: Mapping[tuple[str, Path], Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def write_parts(path: Path, parts: Mapping[str, Any], tensors: Sequence[TensorLe
             for where, value in walk(state)
             if isinstance(value, Tensor)
         ]
-    copies, size = compacted(leaf.value for leaf in tensors)
+    copies, size = compacted([leaf.value for leaf in tensors])
     if copies:
         places = {(leaf.part, leaf.path): id(leaf.value) for leaf in tensors}
         parts = replaced(parts, {place: copies[key] for place, key in places.items() if key in copies})

@@ -241,7 +241,7 @@ def _fault(placeholder: Tensor, pieces: list[Stored]) -> str | None:
 
 def _consecutive(pieces: list[Stored]) -> list[tuple[int, Stored]]:
     found = [(piece.numbers, piece) for piece in pieces if not isinstance(piece.numbers, Tensor)]
-    return sorted(found, key=lambda each: each[0])
+    return sorted(found, key=lambda piece: piece[0])
 
 
 def _whole(placeholder: Tensor, pieces: list[Stored], spans: list[_Span]) -> Tensor:

@@ -21,7 +21,7 @@ def check_patterns(patterns: Patterns, capture: Capture, kinds: Mapping[str, str
         StateMismatch: names the pattern.
     """
     if patterns.texts:
-        parts, known = {part: state for each in capture() for part, state in each.items()}, kinds or {}
+        parts, known = {part: state for group in capture() for part, state in group.items()}, kinds or {}
         names = {part: part_names.named(state, known.get(part)) or () for part, state in parts.items()}
         try:
             patterns.check(names, "this run")
@@ -84,7 +84,7 @@ class SaveFilter:
         """What it leaves out of the parts that ``capture`` gives, as the reproducibility report says it."""
         if not self._active:
             return []
-        _, left_out = self({part: state for each in capture() for part, state in each.items()}, kinds)
+        _, left_out = self({part: state for group in capture() for part, state in group.items()}, kinds)
         return [
             f"{part} is saved without {len(names)} names ({shortened(names)})" if names else f"{part} is not saved"
             for part, names in left_out.items()

@@ -97,7 +97,9 @@ def layout_of(tensors: Iterable[Any]) -> tuple[str, ...]:
     """How the sharded ones among these are sharded, as text; each way once."""
     found: dict[str, None] = {}
     for value in filter(is_sharded, tensors):
-        kinds = (f"Shard({each.dim})" if hasattr(each, "dim") else "Replicate" for each in value.placements)
+        kinds = (
+            f"Shard({placement.dim})" if hasattr(placement, "dim") else "Replicate" for placement in value.placements
+        )
         found[f"{' x '.join(map(str, value.device_mesh.shape))} ({', '.join(kinds)})"] = None
     return tuple(sorted(found))
 
@@ -114,7 +116,7 @@ def region_of(tensor: Any) -> Region | None:
         return None
     offset, shape = [0] * tensor.dim(), list(tensor.shape)
     # FSDP2 splits what tensor parallelism has split before: a strided placement comes after those to its right
-    for index in sorted(range(len(placements)), key=lambda each: hasattr(placements[each], "split_factor")):
+    for index in sorted(range(len(placements)), key=lambda place: hasattr(placements[place], "split_factor")):
         if placements[index].is_replicate():
             continue
         dim = getattr(placements[index], "dim", None)
@@ -134,12 +136,12 @@ def _splits(placements: Sequence[Any], index: int, mesh_shape: Sequence[int]) ->
     factor = getattr(placements[index], "split_factor", None)
     if factor is None:
         return bool(placements[index].is_shard())
-    same = [each for each, other in enumerate(placements) if getattr(other, "dim", None) == placements[index].dim]
-    others = [each for each in same if each != index]
+    same = [place for place, other in enumerate(placements) if getattr(other, "dim", None) == placements[index].dim]
+    others = [place for place in same if place != index]
     return (
         min(same) == index
-        and factor == math.prod([mesh_shape[each] for each in others])
-        and all(not hasattr(placements[each], "split_factor") for each in others)
+        and factor == math.prod([mesh_shape[place] for place in others])
+        and all(not hasattr(placements[place], "split_factor") for place in others)
     )
 
 
@@ -155,7 +157,7 @@ def split(tensors: Iterable[TensorLeaf]) -> tuple[dict[tuple[str, Path], Tensor]
     placeholders: dict[tuple[str, Path], Tensor] = {}
     of_parts: _PiecesOfParts = {}
     numbers: Counter[str] = Counter()
-    sharded = [leaf for leaf in tensors if is_sharded(leaf.value)]
+    sharded = [leaf for leaf in tensors if type(leaf.value) is not Tensor and is_sharded(leaf.value)]
     for part, path, value in sharded:
         if (piece := _piece_of(part, path, value)) is not None:
             of_parts.setdefault(part, {})[path] = piece
@@ -184,7 +186,9 @@ def _writes(tensor: Any) -> bool:
     is the mesh of rank 0.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
-    first = all(at == 0 for at, each in zip(mesh.get_coordinate(), placements, strict=True) if each.is_replicate())
+    first = all(
+        at == 0 for at, placement in zip(mesh.get_coordinate(), placements, strict=True) if placement.is_replicate()
+    )
     return first and 0 in mesh.mesh.flatten().tolist()
 
 
@@ -208,7 +212,7 @@ def join(parts: Mapping[str, Any], pieces: Callable[[str, Path], Sequence[Piece]
             return value
         found = value.as_subclass(Sharded)
         found.pieces = pieces(part, path)
-        _check_whole(f"{part} {dotted(path)}", tuple(value.shape), [each.region for each in found.pieces])
+        _check_whole(f"{part} {dotted(path)}", tuple(value.shape), [piece.region for piece in found.pieces])
         return found
 
     return {
@@ -290,10 +294,10 @@ def _read(saved: Sharded, region: Region) -> Tensor:
 
 def _check_whole(name: str, shape: Shape, regions: Sequence[Region]) -> None:
     """Refuse pieces that do not make up the tensor: they are the cells of a grid, and each is there once."""
-    held, numbers = sum(math.prod(each.shape) for each in regions), math.prod(shape)
+    held, numbers = sum(math.prod(region.shape) for region in regions), math.prod(shape)
     if held < numbers:
         raise ValueError(f"{name} is not whole: its {len(regions)} pieces hold {held} of {numbers} numbers")
-    cuts = [sorted({(each.offset[dim], each.shape[dim]) for each in regions}) for dim in range(len(shape))]
+    cuts = [sorted({(region.offset[dim], region.shape[dim]) for region in regions}) for dim in range(len(shape))]
     tiled = all(_tiles(cut, size) for cut, size in zip(cuts, shape, strict=True))
     if numbers and (held > numbers or len(set(regions)) < len(regions) or not tiled):
         raise ValueError(f"{name} is not whole: its {len(regions)} pieces overlap")

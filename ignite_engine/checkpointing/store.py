@@ -153,10 +153,10 @@ class CheckpointStore:
             mode: ``min`` or ``max``: whether a small or a large value is good.
             among: these; None: those of the run that saved the newest one.
         """
-        for each in ranked(of_one_run(self.checkpoints()) if among is None else among, metric, mode):
-            if not (problems := self.verify(each.path)):
-                return each
-            logger.warning("Checkpoint %s is skipped: %s.", each.path, "; ".join(problems).rstrip("."))
+        for checkpoint in ranked(of_one_run(self.checkpoints()) if among is None else among, metric, mode):
+            if not (problems := self.verify(checkpoint.path)):
+                return checkpoint
+            logger.warning("Checkpoint %s is skipped: %s.", checkpoint.path, "; ".join(problems).rstrip("."))
         return None
 
     def verify(self, path: str | Path) -> list[str]:
@@ -259,25 +259,29 @@ class CheckpointStore:
     def to_delete(self, retention: Retention) -> list[CheckpointInfo]:
         """Those that :meth:`apply` would delete; nothing is deleted, and files may be read to verify them."""
         check = self._verification
-        sound = [each for each in self.checkpoints() if check.looks_sound(each.path, each.manifest)]
+        sound = [
+            checkpoint for checkpoint in self.checkpoints() if check.looks_sound(checkpoint.path, checkpoint.manifest)
+        ]
         kept = retention.kept(sound)
-        staying_paths = {each.path for each in kept}
-        to_delete = [each for each in sound if each.path not in staying_paths]
+        staying_paths = {checkpoint.path for checkpoint in kept}
+        to_delete = [checkpoint for checkpoint in sound if checkpoint.path not in staying_paths]
         if not to_delete:
             return []
         # the last valid one, and the last valid healthy one, must be among those that are kept
-        for candidates in ([each for each in sound if each.manifest.healthy], sound):
-            staying = [each for each in candidates if each not in to_delete]
-            if any(check.is_valid(each.path, each.manifest) for each in reversed(staying)):
+        for candidates in ([checkpoint for checkpoint in sound if checkpoint.manifest.healthy], sound):
+            staying = [checkpoint for checkpoint in candidates if checkpoint not in to_delete]
+            if any(check.is_valid(checkpoint.path, checkpoint.manifest) for checkpoint in reversed(staying)):
                 continue
-            leaving = (each for each in reversed(candidates) if each in to_delete)
-            kept_valid = next((each for each in leaving if check.is_valid(each.path, each.manifest)), None)
-            to_delete = [each for each in to_delete if each is not kept_valid]
-        needed = {name for each in sound if each not in to_delete for name in each.manifest.needed}
-        return [each for each in to_delete if each.path.name not in needed]
+            leaving = (checkpoint for checkpoint in reversed(candidates) if checkpoint in to_delete)
+            kept_valid = next(
+                (checkpoint for checkpoint in leaving if check.is_valid(checkpoint.path, checkpoint.manifest)), None
+            )
+            to_delete = [checkpoint for checkpoint in to_delete if checkpoint is not kept_valid]
+        needed = {name for checkpoint in sound if checkpoint not in to_delete for name in checkpoint.manifest.needed}
+        return [checkpoint for checkpoint in to_delete if checkpoint.path.name not in needed]
 
     def _prune(self, retention: Retention) -> list[Path]:
-        to_delete = [each.path for each in self.to_delete(retention)]
+        to_delete = [checkpoint.path for checkpoint in self.to_delete(retention)]
         if to_delete:
             names.discard(to_delete[::-1])  # none that another one needs goes before it
         for path in to_delete:

@@ -124,6 +124,6 @@ def _read_weights(path: Path) -> dict[str, Any]:
         except Exception as error:  # of the Rust library
             raise CheckpointError(f"{path} is not a safetensors file: {one_line(error)}.") from error
     weights = load_plain(path, None, mmap=False)
-    if not weights or not all(isinstance(each, torch.Tensor) for each in weights.values()):
+    if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} does not hold a plain state_dict: expected a mapping of names to tensors.")
     return weights

@@ -89,8 +89,8 @@ class ResumableSampler(Sampler[Key]):
         if self.dealing is not None:
             return zip(repeat(self.pass_number), _numbers(self._dealt(self.dealing, start)))
         if self.shuffle:
-            shard = self._permutation()[self.skipped + self.rank :: self.world_size]
-            order = _numbers(shard[start:])
+            share = self._permutation()[self.skipped + self.rank :: self.world_size]
+            order = _numbers(share[start:])
         else:
             order = range(self.skipped + self.rank + start * self.world_size, self.length, self.world_size)
         return zip(repeat(self.pass_number), order)

@@ -114,7 +114,7 @@ class ParametersState:
         ]
         names = {id(parameter): name for name, parameter in self._seen.items()}
         self._seen = {}
-        for place, parameter in sorted(places, key=lambda each: id(each[1]) not in names):
+        for place, parameter in sorted(places, key=lambda named: id(named[1]) not in names):
             name = names.setdefault(id(parameter), place)
             while self._seen.get(name, parameter) is not parameter:  # one that moved has had this place
                 name = names[id(parameter)] = f"{name}+"
@@ -193,7 +193,9 @@ class OptimizerState:
 
     def unsaved(self) -> list[str]:
         """Names of parameters whose values are in no part: they came from outside of the model during the run."""
-        if self.outside is not None and self.outside.is_saved:
+        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        is_saved = self.outside is not None and self.outside.is_saved
+        if is_saved or {*map(id, held)} <= {*map(id, self._own_model().parameters())}:
             return []
         return [name for name in self.names() if name.startswith(("unnamed.", "parameters/"))]
 
@@ -212,11 +214,14 @@ class OptimizerState:
         Raises:
             StateMismatch: the groups differ from those saved, or the optimizer is of another kind.
         """
-        built = state.get("built", {})
-        self._check_kind(state, built.get("kind"))
+        built, parameters = state["built"], self.parameters()
+        if built["kind"] != self._kind:
+            raise StateMismatch(
+                f"The optimizer is {self._kind} and the saved one was {built['kind']}: build that one, or leave it out "
+                f"with {leave_out(self.part)}."
+            )
         saved = [group["params"] for group in state["param_groups"]]
-        same_program = _names_of(built.get("groups", ())) == _names_of(self._built_groups)
-        parameters = self.parameters()
+        same_program = _names_of(built["groups"]) == _names_of(self._built_groups)
         names = self.names(parameters)
         if [set(group) for group in saved] != [set(group) for group in self._by_group(names)]:
             if not same_program or not all(name in parameters for group in saved for name in group):
@@ -273,9 +278,8 @@ class OptimizerState:
 
     def parameters(self) -> dict[str, Tensor]:
         """Everything that the optimizer may hold, by the name that it has in the state."""
-        model = unwrap(self.model)
-        reshard(model)
-        found: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+        named = self._own_model().named_parameters()
+        found: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in named}
         if self.outside is not None:  # a slash is in no name of a module's own
             found |= {f"parameters/{name}": value for name, value in self.outside.tensors().items()}
         return found
@@ -290,6 +294,11 @@ class OptimizerState:
         known = {id(parameter): name for name, parameter in parameters.items()}
         held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return [known.get(id(parameter), f"unnamed.{index}") for index, parameter in enumerate(held)]
+
+    def _own_model(self) -> nn.Module:
+        model = unwrap(self.model)
+        reshard(model)
+        return model
 
     def _by_group(self, names: Iterable[str]) -> list[list[str]]:
         """Names in the optimizer's order, by parameter group."""
@@ -313,17 +322,6 @@ class OptimizerState:
             group["params"][:] = parameters
         for parameters in groups[len(own) :]:
             self.optimizer.add_param_group({"params": parameters})
-
-    def _check_kind(self, state: Mapping[str, Any], kind: str | None) -> None:
-        own = self._kind
-        then, now = set(state["param_groups"][0]), set(self.optimizer.param_groups[0])
-        if kind is None:  # one side alone may have been added by a schedule, or by another torch
-            kind = f"another kind (with {', '.join(sorted(then - now))})" if then - now and now - then else own
-        if kind != own:
-            raise StateMismatch(
-                f"The optimizer is {own} and the saved one was {kind}: build that one, or leave it out with "
-                f"{leave_out(self.part)}."
-            )
 
     def _refuse_groups(self, saved: list[list[str]], here: list[list[str]]) -> None:
         different = sorted(set().union(*saved) ^ set().union(*here))[:5]

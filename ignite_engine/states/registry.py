@@ -74,16 +74,18 @@ class Registry:
                 f"register({name!r}) needs an object with state_dict and load_state_dict, got {type(obj).__name__}."
             )
         if isinstance(obj, Metric):
-            obj = next((each for each in self._metrics() if each.metric is obj), None) or MetricState(obj)
+            obj = next((state for state in self._metrics() if state.metric is obj), None) or MetricState(obj)
         if self.objects.get(name, obj) is not obj:
             taken = self.type_name(name, self.objects[name])
             raise ValueError(f"The name {name!r} is taken by a {taken}: give this one its own name.")
-        for other in [each for each, known in self.objects.items() if known is obj and each != name]:
+        for other in [label for label, known in self.objects.items() if known is obj and label != name]:
             if other not in self._automatic:
                 raise ValueError(f"This {self.type_name(other, obj)} is registered as {other!r} already, got {name!r}.")
             self._forget(other)
         self.objects[name] = obj
-        self.kinds[name] = kind or next((each for base, each in _KINDS.items() if isinstance(obj, base)), "other")
+        self.kinds[name] = kind or next(
+            (kind_of_base for base, kind_of_base in _KINDS.items() if isinstance(obj, base)), "other"
+        )
         if shared:
             self.shared.add(name)
         if name in self._resume.unclaimed:
@@ -110,15 +112,12 @@ class Registry:
         if label in self.objects:
             self.nameless.append(label)
             return
-        for older in (f"{script}/{label}" for script in _SCRIPT):
-            if older in self._resume.unclaimed:
-                self._resume.unclaimed[label] = self._resume.unclaimed.pop(older)
         self.register(label, obj)
         self._automatic.add(label)
 
     def holds(self, obj: object) -> bool:
         """Whether ``obj`` is registered, by itself or as the metric that it is."""
-        return any(each is obj for each in (*self.objects.values(), *(each.metric for each in self._metrics())))
+        return any(known is obj for known in (*self.objects.values(), *(known.metric for known in self._metrics())))
 
     def type_name(self, name: str, obj: Any) -> str:
         """What a person calls the type of the object."""
@@ -189,7 +188,12 @@ class Registry:
         """The part of the average that takes the place of the weights, by the name of the evaluation; else none."""
         sets = [name.removeprefix("evaluation/") for name in self.objects if name.startswith("evaluation/")]
         averages = {name: obj for name, obj in self.objects.items() if hasattr(obj, "is_evaluated")}
-        return {each: name for name, average in averages.items() for each in sets if average.is_evaluated(each)}
+        return {
+            evaluation: name
+            for name, average in averages.items()
+            for evaluation in sets
+            if average.is_evaluated(evaluation)
+        }
 
     def check_all_claimed(self) -> None:
         """Refuse to continue while a loaded part has no object.
@@ -206,7 +210,7 @@ class Registry:
 
     def keep_metrics(self) -> None:
         """Keep what Ignite's metrics hold now, for a run that continues in this process."""
-        self._resume.metrics = [(each, each.state_dict()) for each in self._metrics()]
+        self._resume.metrics = [(metric, metric.state_dict()) for metric in self._metrics()]
 
     def inexact_reasons(self) -> list[str]:
         """Why a run resumed from what is captured now would have other states, for the reproducibility report."""
@@ -230,7 +234,7 @@ class Registry:
         return any(isinstance(leaf, Tensor) for obj in own for _, leaf in walk(obj.state_dict()))
 
     def _metrics(self) -> list[MetricState]:
-        return [each for each in self.objects.values() if isinstance(each, MetricState)]
+        return [obj for obj in self.objects.values() if isinstance(obj, MetricState)]
 
     def _forget(self, name: str) -> None:
         del self.objects[name], self.kinds[name]

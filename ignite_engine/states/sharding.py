@@ -43,7 +43,10 @@ def fitted_state(obj: Any, state: Any, *, shared: bool) -> Any:
     parameters = obj.parameters()
     if not has_sharded((state["state"], list(parameters.values()))):
         return state
-    return {**state, "state": {name: _laid_out(each, parameters.get(name)) for name, each in state["state"].items()}}
+    return {
+        **state,
+        "state": {name: _laid_out(values, parameters.get(name)) for name, values in state["state"].items()},
+    }
 
 
 def _laid_out(values: Mapping[str, Any], parameter: Tensor | None) -> dict[str, Any]:

@@ -76,30 +76,29 @@ class TrainedApart:
         Raises:
             ValueError: a parameter inside of DDP needs a gradient now and did not when DDP was made.
         """
-        rows = self._rows()
-        if forgotten := [each.name for each in rows if each.forgotten_by_ddp]:
+        if not (rows := self._rows()):
+            return
+        if forgotten := [row.name for row in rows if row.forgotten_by_ddp]:
             raise ValueError(
                 f"DistributedDataParallel was made while {shortened(forgotten)} needed no gradient, so it does not "
                 "reduce it, and each rank would train its own: wrap the model while everything that is ever trained "
                 "needs a gradient, with find_unused_parameters=True, and freeze after that; or wrap it again."
             )
-        names = [each.name for each in rows]
-        if rows and not self._told.issuperset(names) and agreement.rank() == 0:
+        names = [row.name for row in rows]
+        if not self._told.issuperset(names) and agreement.rank() == 0:
             logger.warning("%s: %s.", _reason(names), self._remedy(names))
         self._told.update(names)
 
     def reasons(self) -> list[str]:
         """Why a resumed run would have other bits: rank 0's weights are saved for all."""
-        names = [each.name for each in self._rows()]
+        names = [row.name for row in self._rows()]
         return [f"{_reason(names)}, and rank 0's are saved"] if names else []
 
     def _rows(self) -> list[Trained]:
         if agreement.world_size() == 1 or mesh.data_size() == 1:
             return []
         judged = {name for name, obj in self._objects.items() if isinstance(obj, OptimizerState)}
-        return [
-            each for each in trained_parameters(self._objects) if each.reduced_by is None and each.optimizer in judged
-        ]
+        return [row for row in trained_parameters(self._objects) if row.reduced_by is None and row.optimizer in judged]
 
     def _remedy(self, names: Iterable[str]) -> str:
         if all(name.startswith("parameters/") for name in names):

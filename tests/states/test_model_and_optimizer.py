@@ -165,16 +165,6 @@ def test_errors_name_the_part_of_one_of_several_optimizers() -> None:
         parts(torch.optim.Adam)["optimizer/body"].load_state_dict(saved)
 
 
-def test_kind_of_an_older_checkpoint_is_told_by_its_options() -> None:
-    model = linear()
-    saved = OptimizerState(torch.optim.AdamW(model.parameters()), model).state_dict()
-    del saved["built"], saved["frozen"]
-
-    OptimizerState(torch.optim.AdamW(model.parameters()), model).load_state_dict(saved)
-    with pytest.raises(StateMismatch, match=r"one was another kind \(with amsgrad, "):
-        OptimizerState(torch.optim.SGD(model.parameters(), 0.1), model).load_state_dict(saved)
-
-
 def test_options_that_were_changed_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -61,13 +61,13 @@ class Patterns:
             ValueError: names the first such pattern, and what is there.
         """
         for text, (pattern, name) in zip(self.texts, self._pairs, strict=True):
-            parts = [each for each in contents if self._is_part(pattern, each)]
+            parts = [part_name for part_name in contents if self._is_part(pattern, part_name)]
             if not parts:
                 raise ValueError(
                     f"{self._setting}: {text!r} is not a part of {where}{did_you_mean(pattern, contents, limit=6)}"
                 )
-            names = [each for one in parts for each in contents[one]]
-            if name is not None and not any(fnmatchcase(each, name) for each in names):
+            names = [inside for one in parts for inside in contents[one]]
+            if name is not None and not any(fnmatchcase(inside, name) for inside in names):
                 near = did_you_mean(name, names, limit=6) if names else ", which has no names inside."
                 raise ValueError(f"{self._setting}: {text!r} matches no name in {where}{near}")
 

@@ -46,7 +46,7 @@ class LoadPlan:
         Patterns(self.ignore, "ignore")
         if self.parts is not None:
             Patterns(self.parts, "parts")
-            if inside := next((each for each in self.parts if ":" in each), None):
+            if inside := next((text for text in self.parts if ":" in text), None):
                 raise ValueError(f"parts names whole parts, got {inside!r}: give names inside a part to include.")
             if "data" in self.parts and not {"counters", "trainer"} & set(self.parts):
                 raise ValueError(

@@ -80,8 +80,8 @@ def prepare_all(
     """
     states: dict[str, Any] = {}
     tables: list[LoadTable] = []
-    for each in wanted:
-        found, table = _Preparation(each, here, states, held or {}).result()
+    for source in wanted:
+        found, table = _Preparation(source, here, states, held or {}).result()
         states |= found
         tables.append(table)
     joint = LoadTable.joined(tables)
@@ -89,14 +89,14 @@ def prepare_all(
     for row in joint.rows:
         if row.outcome == "loaded":
             brought.setdefault(row.part, set()).update(row.loaded)
-    for each, table in zip(wanted, tables, strict=True):
-        if each.plan.strict and (unfit := table.lacking(brought)):
+    for source, table in zip(wanted, tables, strict=True):
+        if source.plan.strict and (unfit := table.lacking(brought)):
             differences = [f"{row.part}: {row.differences or 'missing'}" for row in unfit]
             raise StateMismatch(
-                f"{each.source} and this run differ ({'; '.join(differences)}): name them in ignore, rename them, or "
+                f"{source.source} and this run differ ({'; '.join(differences)}): name them in ignore, rename them, or "
                 "say strict=False to leave them as they were built."
             )
-    kinds = {part: kind for each in wanted for part, kind in each.kinds.items()}
+    kinds = {part: kind for source in wanted for part, kind in source.kinds.items()}
     model = states.get("model")
     for part, state in states.items():
         if part in here and model and part_names.form_of(state, kinds.get(part)) == "average":
@@ -159,7 +159,7 @@ class _Preparation:
 
     def result(self) -> tuple[dict[str, Any], LoadTable]:
         table, states = LoadTable(self._source), dict[str, Any]()
-        for part in sorted({*self._saved, *self._here}, key=lambda each: (each != "model", each)):
+        for part in sorted({*self._saved, *self._here}, key=lambda part: (part != "model", part)):
             row = self._row(part)
             table.rows.append(row)
             if row.outcome == "loaded":
@@ -267,7 +267,7 @@ class _Preparation:
         if self._plan.weights not in known:
             raise ValueError(
                 f"weights={self._plan.weights!r}, but {self._source} holds no average of that name; "
-                f"expected raw{''.join(f' or {each}' for each in known)}."
+                f"expected raw{''.join(f' or {average}' for average in known)}."
             )
         return {**saved, "model": {**saved.get("model", {}), **known[self._plan.weights]}}
 

@@ -228,7 +228,7 @@ class SourceWatch:
         is_wanted: Callable[[Found], bool],
         metric: str | None = None,
     ) -> Found | None:
-        for path, manifest in ((each.path, each.manifest) for each in candidates):
+        for path, manifest in ((checkpoint.path, checkpoint.manifest) for checkpoint in candidates):
             found = Found.of_checkpoint(path, manifest, metric)
             if not is_wanted(found):
                 continue
@@ -242,7 +242,7 @@ class SourceWatch:
 
     def _unless_known(self, path: Path, files: Iterable[Path], result: Callable[[], str]) -> str:
         """A result that was computed before, if none of the files has changed since."""
-        now = tuple(signature(each) for each in files)
+        now = tuple(signature(file) for file in files)
         if path not in self._known or self._known[path][0] != now:
             self._known[path] = now, result()
         return self._known[path][1]
@@ -290,8 +290,8 @@ def load_sources(
         check_type("plan", plan, plan is not None, "a LoadPlan beside a path")
         return [LoadSource(path, plan)]  # type: ignore[arg-type]  # checked
     sources = list(path)
-    if plan is not None or not sources or not all(isinstance(each, LoadSource) for each in sources):
+    if plan is not None or not sources or not all(isinstance(source, LoadSource) for source in sources):
         raise ValueError("Give a path and its plan, or a list of LoadSource, each of which has its own plan.")
-    if not dynamic and (other := next((each for each in sources if each.dynamic), None)):
+    if not dynamic and (other := next((source for source in sources if source.dynamic), None)):
         raise ValueError(f"{other.path} is dynamic: give the list to a ModelBank, which loads it again.")
     return sources

@@ -74,9 +74,9 @@ class PartRow:
 
     def _from_where(self) -> str:
         names = {
-            at: [each for each in self.loaded if self.origins.get(each) == at] for at in set(self.origins.values())
+            at: [name for name in self.loaded if self.origins.get(name) == at] for at in set(self.origins.values())
         }
-        found = "; ".join(f"from {at + 1}: {shortened(each)}" for at, each in sorted(names.items()))
+        found = "; ".join(f"from {at + 1}: {shortened(names_of)}" for at, names_of in sorted(names.items()))
         return f" ({found})" if found else ""
 
 
@@ -111,7 +111,7 @@ class LoadTable:
         for at, table in enumerate(tables):
             for row in table.rows:
                 found.setdefault(row.part, []).append((at, row))
-        rows = [_joined(part, found[part]) for part in sorted(found, key=lambda each: (each != "model", each))]
+        rows = [_joined(part, found[part]) for part in sorted(found, key=lambda part: (part != "model", part))]
         sources = [table.source for table in tables]
         return cls("; ".join(sources), rows, sources)
 
@@ -121,7 +121,7 @@ class LoadTable:
         for row in self.rows:
             brought = elsewhere.get(row.part)
             if brought is not None:
-                row = replace(row, missing=[each for each in row.missing if each not in brought])
+                row = replace(row, missing=[name for name in row.missing if name not in brought])
             if row.differences or (row.outcome == "missing" and brought is None):
                 found.append(row)
         return found
