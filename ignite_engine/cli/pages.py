@@ -23,6 +23,12 @@ def add_parsers(subparsers: Any) -> None:
         command.set_defaults(overrides=[], traceback=False)
         if name == "report":
             command.add_argument("runs", nargs=1, type=Path, metavar="RUN_DIR", help="the directory of a run")
+            command.add_argument(
+                "--serve",
+                action="store_true",
+                help="show the page live on this machine, with buttons that stop, save and evaluate, until Ctrl-C",
+            )
+            command.add_argument("--port", type=int, metavar="N", help="of --serve; default: one that is free")
         else:
             command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the directories of the runs")
             command.add_argument(
@@ -42,7 +48,21 @@ def add_parsers(subparsers: Any) -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write the page of one run and print its path."""
+    """Write the page of one run and print its path, or serve it."""
+    if options.serve:
+        if options.output is not None:
+            raise ConfigError(f"--output: got '{options.output}', which has no effect with --serve; leave one out.")
+        if options.port is not None and not 0 <= options.port < 65536:
+            raise ConfigError(f"--port: got {options.port}, expected a number from 0 to 65535.")
+        from ignite_engine.report.live import PortInUse, serve
+
+        try:
+            serve(options.runs[0], options.port or 0, default_values())
+        except PortInUse as error:
+            raise ConfigError(str(error)) from None
+        return
+    if options.port is not None:
+        raise ConfigError(f"--port: got {options.port}, which has no effect without --serve.")
     print(write_report(options.runs[0], _checked(options.output), defaults=default_values()))
 
 

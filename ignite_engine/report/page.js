@@ -1,7 +1,7 @@
 const source = document.getElementById("charts");
-const charts = source ? JSON.parse(source.textContent) : [];
-const runs = source ? JSON.parse(source.dataset.runs) : [];
-const figures = [...document.querySelectorAll("figure[data-chart]")];
+let charts = source ? JSON.parse(source.textContent) : [];
+let runs = source ? JSON.parse(source.dataset.runs) : [];
+let figures = [...document.querySelectorAll("figure[data-chart]")];
 const control = name => document.querySelector(`[data-control="${name}"]`);
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const words = value => {
@@ -233,7 +233,10 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", later);
 let width = 0;
 new ResizeObserver(([main]) => { if (main.contentRect.width !== width) { width = main.contentRect.width; later(); } }).observe(document.querySelector("main"));
 
-for (const figure of document.querySelectorAll("figure.media")) {
-  const views = [...figure.querySelectorAll("[data-view]")];
-  figure.querySelector("[data-views]")?.addEventListener("input", event => views.forEach((view, at) => { view.hidden = at !== +event.target.value; }));
-}
+const sliders = inside => {
+  for (const figure of inside.querySelectorAll("figure.media")) {
+    const views = [...figure.querySelectorAll("[data-view]")];
+    figure.querySelector("[data-views]")?.addEventListener("input", event => views.forEach((view, at) => { view.hidden = at !== +event.target.value; }));
+  }
+};
+sliders(document);

@@ -96,23 +96,64 @@ def _link(page: Path, output: Path) -> str | None:
 
 def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
     """The page of one run as HTML; ``defaults`` are the default values of its config."""
+    curves = _curves(panels_of(run), [run], goodput_section(run.ledger))
+    return _page(run.name, [*_head(run), *curves, *media_section(run.path / "media"), *_rest(run, defaults)])
+
+
+def live_page(name: str) -> str:
+    """The page that fetches its content from the server it comes from; ``name`` is the run's."""
     parts = [
+        '<div class="live"><span data-said></span>'
+        '<button type="button" data-ask="evaluate" disabled>Evaluate</button>'
+        '<button type="button" data-ask="save" disabled>Save</button>'
+        '<button type="button" data-ask="stop" disabled>Stop</button></div>',
+        '<div data-part="head"></div><h2>Curves</h2>',
+        _controls([], [{"epoch": 1.0, "hours": [(0, 0.0)]}]),
+        '<div class="charts" data-part="users"></div>',
+        f"<details data-folded hidden><summary>{_FOLDED}</summary>"
+        '<div data-part="goodput"></div><div class="charts" data-part="engines"></div></details>',
+        '<div data-part="media"></div><div data-part="rest"></div>',
+    ]
+    return _page(name, parts, is_live=True)
+
+
+def live_parts(run: Record, defaults: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """What :func:`live_page` shows now: HTML by the name of its place, and the values of its script."""
+    panels = panels_of(run)
+    users_own, engines, data = _figures(panels)
+    nothing = "" if panels else "<p>Nothing was logged twice yet, so there are no curves.</p>"
+    goodput = "".join(goodput_section(run.ledger))
+    parts = {
+        "head": "".join(_head(run)),
+        "users": users_own or nothing,
+        "goodput": goodput,
+        "engines": engines,
+        "media": "".join(media_section(run.path / "media")),
+        "rest": "".join(_rest(run, defaults)),
+    }
+    may_ask = run.status in ("running", "unknown")
+    has_folded = bool(engines or goodput)
+    return parts, {"charts": data, "runs": [timeline(run)], "may_ask": may_ask, "has_folded": has_folded}
+
+
+def _head(run: Record) -> list[str]:
+    """What the run is, how it is doing, and its numbers."""
+    return [
         f"<h1>{escape(run.name)}</h1>",
         f'<p class="under">{escape(str(run.path.absolute()))}</p>',
         _outcome(run),
         *_notes(run),
         _tiles(_key_numbers(run)),
-        *_curves(panels_of(run), [run], goodput_section(run.ledger)),
-        *media_section(run.path / "media"),
-        *_config(run.config, defaults),
-        *_code(run),
-        *_last_values(run),
-        *_environment(run.environment),
     ]
+
+
+def _rest(run: Record, defaults: Mapping[str, Any]) -> list[str]:
+    """What is below the curves."""
+    parts = [*_config(run.config, defaults), *_code(run), *_last_values(run), *_environment(run.environment)]
     if run.log:
         is_open = " open" if run.status == "failed" else ""
         parts.append(f"<details{is_open}><summary>End of the log</summary><pre>{escape(run.log)}</pre></details>")
-    return _page(run.name, parts)
+    return parts
 
 
 def comparison_page(
@@ -135,18 +176,20 @@ def comparison_page(
     return _page("Runs compared", parts)
 
 
-def _page(title: str, parts: Sequence[str]) -> str:
+def _page(title: str, parts: Sequence[str], *, is_live: bool = False) -> str:
     def asset(name: str) -> str:
         return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
     # uPlot's first line is its address, and a page names none; its licence is to go where it goes
     uplot = f"/* uPlot\n{asset('uplot/LICENSE')}*/\n{asset('uplot/uPlot.iife.min.js').partition(chr(10))[2]}"
+    policy = _POLICY + "; connect-src 'self'" * is_live
+    script = asset("page.js") + asset("live.js") * is_live
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{escape(title)}</title><style>\n{asset('uplot/uPlot.min.css')}\n{asset('page.css')}</style></head>"
-        "<body><main>\n" + "\n".join(parts) + f"\n</main><script>\n{uplot}\n{asset('page.js')}</script></body></html>\n"
+        "<body><main>\n" + "\n".join(parts) + f"\n</main><script>\n{uplot}\n{script}</script></body></html>\n"
     )
     return page.encode(errors="replace").decode()  # JSON may have half a character, UTF-8 has none
 
@@ -210,18 +253,18 @@ def _tiles(tiles: Sequence[Tile]) -> str:
     return f'<dl class="tiles">{cells}</dl>' if cells else ""
 
 
+_FOLDED = "Speed, times and memory"
+
+
 def _curves(panels: Sequence[Panel], runs: Sequence[Record], of_engine: Sequence[str] = ()) -> list[str]:
     """The charts; those of the engine's own measurements are folded below the others, after ``of_engine``."""
     if not panels:
         return ["<h2>Curves</h2><p>Nothing was logged twice yet, so there are no curves.</p>", *of_engine]
-    charts = [chart(panel, number) for number, panel in enumerate(panels)]
-    data = script_data([data for _, data in charts])
+    users_own, engines, data = _figures(panels)
     lines = [timeline(run) for run in runs]
     about = escape(script_data(lines), quote=True)
-    users_own = "\n".join(html for panel, (html, _) in zip(panels, charts, strict=True) if not panel.of_engine)
-    engines = "\n".join(html for panel, (html, _) in zip(panels, charts, strict=True) if panel.of_engine)
     folded = [
-        f"<details data-folded{'' if users_own else ' open'}><summary>Speed, times and memory</summary>",
+        f"<details data-folded{'' if users_own else ' open'}><summary>{_FOLDED}</summary>",
         *of_engine,
         f'<div class="charts">\n{engines}\n</div></details>',
     ]
@@ -231,8 +274,16 @@ def _curves(panels: Sequence[Panel], runs: Sequence[Record], of_engine: Sequence
         "<noscript><p>The curves are drawn by a script of this page; scripts are off.</p></noscript>",
         f'<div class="charts">\n{users_own}\n</div>',
         *(folded if engines or of_engine else []),
-        f'<script type="application/json" id="charts" data-runs="{about}">{data}</script>',
+        f'<script type="application/json" id="charts" data-runs="{about}">{script_data(data)}</script>',
     ]
+
+
+def _figures(panels: Sequence[Panel]) -> tuple[str, str, list[dict[str, Any]]]:
+    """The places of the charts, those of the engine apart, and what the script draws in all of them."""
+    charts = [(panel.of_engine, *chart(panel, number)) for number, panel in enumerate(panels)]
+    users_own = "\n".join(html for of_engine, html, _ in charts if not of_engine)
+    engines = "\n".join(html for of_engine, html, _ in charts if of_engine)
+    return users_own, engines, [data for _, _, data in charts]
 
 
 def _notes(run: Record) -> list[str]:

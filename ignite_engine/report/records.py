@@ -142,6 +142,8 @@ def read_run(directory: str | Path) -> Record:
     if not summary:  # a run of the Python API
         known = ("iteration", "epoch", "world_size")
         summary = {name: checkpoint[name] for name in known if name in checkpoint} | _last_known(history)
+    if summary.get("status") == "running":  # it was written when the run started
+        summary = {key: value for key, value in summary.items() if key != "wall_s"} | _newest(series)
     written = _mapping(run.config, yaml.safe_load)
     return Record(
         run.path,
@@ -172,6 +174,14 @@ def _usable(summary: Mapping[str, Any]) -> dict[str, Any]:
         return key not in ("metrics", "startup_s") or isinstance(value, dict)
 
     return {key: value for key, value in summary.items() if fits(key, value)}
+
+
+def _newest(series: Mapping[str, Series]) -> dict[str, Any]:
+    """Iteration and epoch of the last line of the log."""
+    newest = {"iteration": max((points[-1][0] for points in series.values()), default=None)}
+    if "epoch" in series and abs(epoch := series["epoch"][-1][1]) < _LARGEST:
+        newest["epoch"] = int(epoch)
+    return {key: value for key, value in newest.items() if value is not None}
 
 
 def _last_known(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

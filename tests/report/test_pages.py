@@ -209,7 +209,7 @@ def test_no_word_of_a_run_becomes_a_tag_or_a_script(tmp_path: Path) -> None:
             "at iteration 1,234: SIGINT. The same command resumes",
         ),
         ({"status": "failed", "reason": "ValueError: no", "iteration": 3}, "at iteration 3: ValueError: no."),
-        ({"status": "running", "reason": None, "iteration": 3}, "at iteration 3. It is still running, or was killed."),
+        ({"status": "running", "reason": None, "iteration": 3}, "at iteration 6. It is still running, or was killed."),
         (None, "There is no summary.json."),
     ],
 )
