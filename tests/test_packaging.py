@@ -134,6 +134,7 @@ def test_wheel_holds_every_module_and_the_handlers_inside_the_package(wheel: Pat
     assert contents(wheel) == {path.as_posix() for path in core | handlers | pages} | {"ignite_engine/py.typed"}
 
 
+@pytest.mark.slow
 def test_sdist_is_enough_to_build_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
     sdist = build("sdist", source, tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
@@ -144,6 +145,7 @@ def test_sdist_is_enough_to_build_the_same_wheel(source: Path, wheel: Path, tmp_
     assert contents(build("wheel", unpacked, tmp_path / "wheel")) == contents(wheel)
 
 
+@pytest.mark.slow
 def test_installed_wheel_trains_a_users_own_task(environment: Path, tmp_path: Path) -> None:
     """Outside the repository: own task file, own config, nothing imported from the sources."""
     (tmp_path / "my_task.py").write_text(TASK)
@@ -166,6 +168,7 @@ def test_installed_wheel_trains_a_users_own_task(environment: Path, tmp_path: Pa
     assert list((tmp_path / "first_run" / "clearml" / "offline").glob("*.zip"))
 
 
+@pytest.mark.slow
 def test_console_script_is_the_same_command_line(environment: Path, tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(TASK)
     (tmp_path / "my_config.yaml").write_text(CONFIG)

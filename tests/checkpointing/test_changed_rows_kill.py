@@ -11,7 +11,8 @@ from tests.checkpointing.states import left_over
 from tests.checkpointing.tables import Saving, holds
 from tests.checkpointing.test_kill import kill_everywhere
 
-pytestmark = pytest.mark.faults
+# slow: section `changed rows` of the campaign has it, and test_kill.py that of other saves
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
 def test_wherever_it_is_killed_the_newest_one_loads_and_saving_goes_on(

@@ -23,6 +23,7 @@ def house() -> ModuleType:
     return module
 
 
+@pytest.mark.slow  # it measures runs, and changes with any line
 def test_table_is_of_these_sources(house: ModuleType) -> None:
     written = house.written_table(house.PAGE.read_text(encoding="utf-8"))
     if written != house.table():

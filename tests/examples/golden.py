@@ -7,16 +7,15 @@ keeps the losses of other environments only if those of this one are as they wer
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
-import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.faults.commands import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -45,19 +44,12 @@ def environment() -> str:
 
 def losses(name: str, folder: Path) -> dict[str, Any]:
     """Train a config for some iterations: its losses, and the digest of its weights at the end."""
-    command = [sys.executable, "-m", "ignite_engine", "train", str(CONFIGS / f"{name}.yaml")]
+    command = ["train", str(CONFIGS / f"{name}.yaml")]
     command += [f"run.directory={folder}", f"run.max_iterations={ITERATIONS}", "run.threads=1", "logging.every=1"]
-    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-    done = subprocess.run(
-        [*command, *QUIET, *OPTIONS[name]],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{name} ended with code {done.returncode}: {done.stderr[-2000:]}")
+    training = Command(ROOT, *command, *QUIET, *OPTIONS[name])
+    _, errors = training.communicate(300)
+    if training.returncode != 0:
+        raise RuntimeError(f"{name} ended with code {training.returncode}: {errors[-2000:]}")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     weights = json.loads((folder / "summary.json").read_text())["weights_sha256"]
     return {"weights_sha256": weights, "losses": [row["loss"] for row in rows if "loss" in row]}

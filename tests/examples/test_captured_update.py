@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.task import find_task
 from tests.builders import Numbers, linear, mse, one
+from tests.faults.commands import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "captured_update.py"
@@ -108,12 +107,10 @@ def test_an_optimizer_of_several_groups_is_refused() -> None:
         captured.CapturedUpdate(model, torch.optim.AdamW(groups), mse, clip_norm=1.0)
 
 
-def test_without_a_compiler_it_says_so_in_one_line() -> None:
-    environment = {**os.environ, "CXX": "no-such-compiler", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+def test_without_a_compiler_it_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    example = Command(tmp_path, str(SCRIPT), function="script")
+    _, errors = example.communicate()
 
-    assert result.returncode == 1
-    assert (
-        result.stderr
-        == "torch.compile needs a C++ compiler, no-such-compiler is not installed: install it or set CXX.\n"
-    )
+    assert example.returncode == 1
+    assert errors == "torch.compile needs a C++ compiler, no-such-compiler is not installed: install it or set CXX.\n"

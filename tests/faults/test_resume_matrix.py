@@ -27,14 +27,22 @@ def matrix(tmp_path_factory: pytest.TempPathFactory, servers: Servers) -> Matrix
     return Matrix(tmp_path_factory.mktemp("matrix"), servers)
 
 
-def in_matrix(case: Case) -> Any:
-    """Slow where the workers of its loader import torch; the campaign has them all."""
-    marks = [pytest.mark.slow] if case.workers in ("spawn", "forkserver") else []
+def in_matrix(case: Case, slow: bool = False) -> Any:
+    marks = [pytest.mark.slow] if slow else []
     return pytest.param(case, id=case.key.replace(" | ", "-").replace(" ", "-"), marks=marks)
 
 
+def those(*workers: str) -> list[Case]:
+    return [case for case in CASES if case.workers in workers]
+
+
+# where the workers of a loader import torch two cases of each kind; the campaign has them all
+TESTED = [in_matrix(case) for case in those("0", "fork")]
+TESTED += [in_matrix(case, slow=True) for workers in ("spawn", "forkserver") for case in those(workers)[:2]]
+
+
 @pytest.mark.faults
-@pytest.mark.parametrize("case", map(in_matrix, CASES))
+@pytest.mark.parametrize("case", TESTED)
 def test_stopped_and_resumed_run_ends_with_the_bits_of_the_whole_one(matrix: Matrix, case: Case) -> None:
     matrix.run(case)
 

@@ -31,7 +31,16 @@ def train(server: ForkServer, folder: Path, ranks: int, case: Case, kill_at: int
     return code
 
 
-@pytest.mark.parametrize(("case", "others"), list(zip(PAIRS, ((2, 3, 4), (3,), (4,), (2,)), strict=True)))
+@pytest.mark.parametrize(
+    ("case", "others"),
+    [
+        # slow: the tests below kill the first, and train on 2 to 4 ranks too
+        pytest.param(PAIRS[0], (2, 3, 4), marks=pytest.mark.slow),
+        (PAIRS[1], (3,)),
+        pytest.param(PAIRS[2], (4,), marks=pytest.mark.slow),
+        (PAIRS[3], (2,)),
+    ],
+)
 def test_bits_do_not_depend_on_the_number_of_ranks(
     server: ForkServer, tmp_path: Path, case: Case, others: tuple[int, ...]
 ) -> None:

@@ -306,6 +306,7 @@ def test_killed_rank_is_named_and_its_peers_are_ended(monkeypatch: pytest.Monkey
             rank.process.join()
 
     monkeypatch.setattr(launch, "watched", unwatched)
+    monkeypatch.setattr(launch, "_PEERS_OF_A_FAILURE_MAY_END_S", 0.5)
     if when == "just after the parent looked":
         monkeypatch.setattr(launch._Rank, "look", look_slowly)
     began = time.monotonic()
@@ -480,9 +481,9 @@ if __name__ == "__main__":
 
 @pytest.mark.distributed
 @pytest.mark.faults
-@pytest.mark.parametrize("start_method", ["spawn", pytest.param("fork", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_ranks_of_another_launcher_whose_parent_is_killed_save_and_end(tmp_path: Path, start_method: str) -> None:
-    process = program(tmp_path, SPAWNED, str(tmp_path), start_method, spawns=True)
+    process = program(tmp_path, SPAWNED, str(tmp_path), start_method)
     wait_until(lambda: all((tmp_path / f"trains_{rank}").exists() for rank in range(2)), process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
