@@ -151,8 +151,8 @@ def main() -> int:
         (folder / "as_engine.py").write_text(FIXTURES)
         found = outcomes(folder, "as_trainer", folders, checkout)
         failed = {test for test, outcome in found.items() if outcome == "failed"}
-        files = sorted({re.sub(r"\.Test\w+$", "", module).replace(".", "/") + ".py" for module, _ in failed})
-        theirs = outcomes(folder, "as_engine", files, checkout) if files else {}
+        functions = sorted(set(map(_node, failed)))
+        theirs = outcomes(folder, "as_engine", functions, checkout) if functions else {}
     failed -= {test for test, outcome in theirs.items() if outcome == "failed"}
     passed = [test for test, outcome in found.items() if outcome == "passed"]
     print(f"\npytorch-ignite {version}, tests that pass with its own engine and are not skipped on this machine:")
@@ -170,6 +170,12 @@ def main() -> int:
     for test in gone:
         print(f"In {DECISION.name}, but Ignite {version} has no such test: {test}")
     return int(bool(unlisted or gone or (passing and checkout is None) or not passed))
+
+
+def _node(test: tuple[str, str]) -> str:
+    """The function as pytest selects it: ``tests/test_engine.py::TestEngine::test_run``."""
+    module, _, of_class = test[0].partition(".Test")
+    return "::".join([module.replace(".", "/") + ".py", *(["Test" + of_class] if of_class else []), _function(test)])
 
 
 def _function(test: tuple[str, str]) -> str:
