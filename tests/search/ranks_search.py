@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_engine import Trainer
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.ranks import agreement
+from tests.ranks.forkserver import PRELOADED
 from tests.search import resume_program, resume_search
 from tests.search.common import PASSED, REFUSED, Failure, Result, case_seeds
 from tests.search.resume_plan import CHOICES, LISTS, Plan, described, draw, settled
@@ -127,7 +128,8 @@ def judged(plans: dict[int, Plan], minutes: float | None = None) -> Result:
 def _on_ranks(world: int, plans: list[tuple[int, Plan]], until: float | None, result: Result) -> int:
     """Judge cases on ``world`` ranks until one is stuck or ends them; how many were judged."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         ranks = [
             context.Process(target=_rank, args=(rank, world, plans, until, folder), daemon=True)
             for rank in range(world)

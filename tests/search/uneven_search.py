@@ -30,6 +30,7 @@ from ignite_engine import Trainer, Update
 from ignite_engine.data.lookahead import LookAhead
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
+from tests.ranks.forkserver import PRELOADED
 from tests.search.common import PASSED, Failure, Result, case_seeds
 from tests.search.uneven_cases import FEATURES, SHARED, Case, data_of, draw
 
@@ -148,7 +149,8 @@ class Pool:
     plant: str | None = None
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.results: Any = context.Queue()
         self.tasks: list[Any] = [context.Queue() for _ in range(4)]
         self.processes = [
