@@ -253,7 +253,11 @@ class Run:
             epoch_or_iteration = (
                 ("epoch", epochs, state.max_epochs) if state.max_iters is None else ("iteration", state.iteration, end)
             )
-            logger.info("The run is at its end (%s %d of %d): it is only evaluated.", *epoch_or_iteration)
+            logger.info(
+                "The run is at its end (%s %d of %d): it is only evaluated. A larger limit trains it further, "
+                "restart=True (config: run.restart) or another directory trains anew.",
+                *epoch_or_iteration,
+            )
         elif agreement.rank() == 0:
             for conflict in self._conflicts(trainer, end):
                 if conflict.certain:

@@ -289,7 +289,7 @@ def test_resume_with_other_groups_says_where_the_run_and_its_schedule_end(
 
     caplog.clear()
     build({**sections, **longer}).train()
-    assert "The run is at its end (epoch 3 of 3): it is only evaluated." in caplog.messages
+    assert "The run is at its end (epoch 3 of 3): it is only evaluated. A larger limit trains it further" in caplog.text
     assert expected not in caplog.messages
 
 
