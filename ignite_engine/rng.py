@@ -24,20 +24,19 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 _MASK = (1 << 64) - 1
 
 
-def attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
+def attributes_of(owner: Any) -> list[tuple[str, Any]]:
     """What an object holds by name: its attributes, or what a function or its object closes over or has as defaults."""
     owner = getattr(owner, "__self__", owner)
     if inspect.isfunction(owner):
-        yield from ((name, owner.__globals__[name]) for name in owner.__code__.co_names if name in owner.__globals__)
-        yield from (owner.__kwdefaults__ or {}).items()
+        found = [(name, owner.__globals__[name]) for name in owner.__code__.co_names if name in owner.__globals__]
+        found += (owner.__kwdefaults__ or {}).items()
         for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
             with suppress(ValueError):  # a variable that is not bound yet
-                yield name, cell.cell_contents
-    elif isinstance(owner, functools.partial):
-        yield from attributes_of(owner.func)
-        yield from owner.keywords.items()
-    elif not inspect.isbuiltin(owner) and hasattr(owner, "__dict__"):
-        yield from vars(owner).items()
+                found.append((name, cell.cell_contents))
+        return found
+    if isinstance(owner, functools.partial):
+        return [*attributes_of(owner.func), *owner.keywords.items()]
+    return [*vars(owner).items()] if not inspect.isbuiltin(owner) and hasattr(owner, "__dict__") else []
 
 
 def capture() -> dict[str, Any]:
