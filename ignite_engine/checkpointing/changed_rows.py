@@ -3,12 +3,14 @@
 A chain: a base with all rows, and after it checkpoints that each hold the rows whose bits differ from those of the save
 before. What that save held is kept as a copy in host memory and compared, so that nothing is ever missed, whoever
 changed it. A new base is written at the first save of a process, after a save that failed, when tables appear or change
-their shape, when a file of the chain is gone, and when the chain is :data:`LONGEST` or as large as its base.
+their shape, when a file of the chain is gone or no longer what was written, and when the chain is :data:`LONGEST` or as
+large as its base.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_engine.checkpointing.filesystem import FileRecord, signature
+from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.checkpointing.load import part_names
 from ignite_engine.checkpointing.load.patterns import Patterns
@@ -26,8 +28,10 @@ from ignite_engine.checkpointing.nested import Path, dotted, walk
 from ignite_engine.checkpointing.plain_data import TensorLeaf
 from ignite_engine.checkpointing.rows import TABLES_FILE, RowsOfParts, Tables, records, take_out
 from ignite_engine.checkpointing.threads import in_threads
+from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
 _Key = tuple[str, Path]
 LONGEST = 64
 """Maximum chain length; loading the last checkpoint opens all of them."""
@@ -65,6 +69,7 @@ class ChangedRows:
         self._kept: dict[_Key, Tensor] = {}
         self._chain: dict[str, FileRecord] = {}
         self._pending: Tables | None = None
+        self._verification = Verification()
 
     def take(
         self,
@@ -111,9 +116,11 @@ class ChangedRows:
         pending, self._pending = self._pending, None
         if pending is not None:
             with contextlib.suppress(CheckpointError):  # somebody deleted it: the next one is a base
-                files = read_manifest(checkpoint).files
+                manifest = read_manifest(checkpoint)
+                files = manifest.files
                 own = {f"{checkpoint.name}/{name}": files[name] for name in files if TABLES_FILE.fullmatch(name)}
                 self._chain = {**pending.needs, **own}
+                self._verification.remember_written(checkpoint, manifest)
 
     def stay_whole(
         self, parts: Mapping[str, Any], tensors: Sequence[TensorLeaf], kinds: Mapping[str, str]
@@ -143,10 +150,22 @@ class ChangedRows:
         return (
             0 < len(names) < LONGEST
             and iteration not in [named_iteration(FilePath(name)) for name in names]
-            and all(_is_there(self._directory / name, record) for name, record in chain.items())
+            and self._is_sound(chain)
             and {key: _form(kept) for key, kept in self._kept.items()}
             == {key: _form(values) for key, values in tables.items()}
         )
+
+    def _is_sound(self, chain: Mapping[str, FileRecord]) -> bool:
+        """Whether its files are those that were written; one that has changed since is read again."""
+        for name, record in chain.items():
+            path = self._directory / name
+            if problem := self._verification.problem(path, record):
+                logger.warning(
+                    "The next checkpoint has all rows, as %s is not what was saved: %s.",
+                    *(path.parent.name, problem.rstrip(".")),
+                )
+                return False
+        return True
 
     def _changed(self, tables: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
         """Numbers of the rows of each table that are not those of its copy; one tensor for those with the same."""
@@ -208,11 +227,6 @@ def _by_part(found: Mapping[_Key, tuple[int | Tensor, Tensor]]) -> RowsOfParts:
 
 def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
-
-
-def _is_there(path: FilePath, record: FileRecord) -> bool:
-    status = signature(path)
-    return status is not None and status[1] == record.bytes
 
 
 def _bytes_of(numbers: Mapping[_Key, Tensor], tables: Mapping[_Key, Tensor]) -> int:

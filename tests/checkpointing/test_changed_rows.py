@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -372,6 +373,44 @@ def test_without_its_base_a_chain_is_refused_and_the_checkpoint_before_is_taken(
     assert [reason for _, reason in skipped] == [reason, reason]
     assert store.apply(Retention(keep_last=1)) == []  # what is damaged is not counted, and not deleted
     assert {each.iteration for each in store.checkpoints()} == {2, 4, 5}
+
+
+@pytest.mark.parametrize("broken", [3, 4])
+def test_a_chain_that_was_changed_on_disk_is_ended_by_a_new_base(
+    tmp_path: Path, broken: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One flipped bit in it makes all that need it invalid; those after the next save do not."""
+    saving = Saving(tmp_path)
+    for iteration in (3, 4, 5):
+        saving.save(iteration)
+    file = tmp_path / f"iteration_{broken:08}" / "tables_0.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    before = CheckpointStore(tmp_path).latest().checkpoint
+    assert (None if before is None else before.iteration) == (None if broken == 3 else 3)
+    caplog.clear()
+    path = saving.save(6)
+    (line,) = caplog.messages[-1:]
+    assert line.startswith(f"The next checkpoint has all rows, as iteration_{broken:08} is not what was saved: ")
+    assert saving.needs()[6] == [] and holds(path, 6)
+    newest = CheckpointStore(tmp_path).latest().checkpoint
+    assert newest is not None and newest.iteration == 6
+    assert saving.save(7) and saving.needs()[7] == [6]
+
+
+def test_a_chain_whose_times_alone_changed_goes_on(tmp_path: Path) -> None:
+    """Its files are read again once; no file that stays as it is is read."""
+    saving = Saving(tmp_path)
+    saving.save(3)
+    os.utime(tmp_path / "iteration_00000003" / "tables_0.pt")
+    saving.save(4)
+    assert saving.needs()[4] == [3]
+    with FileOperations(tmp_path) as operations:
+        saving.save(5)
+    assert saving.needs()[5] == [3, 4] and not [
+        each for each in operations.seen if each[0] == "open" and "tables_0" in each[1] and "00000003" in each[1]
+    ]
 
 
 def test_one_without_its_base_does_not_count_among_the_last_that_are_kept(tmp_path: Path) -> None:
