@@ -7,13 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ignite_engine.checkpointing.digests import tensor_sha256
 from ignite_engine.errors import shortened
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
+from ignite_engine.rng import attributes_of
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, clean_name, unwrap
 from ignite_engine.step.micro_batches import reducing_modules
 
 logger = logging.getLogger(__name__)
@@ -40,13 +43,15 @@ def trained_parameters(objects: Mapping[str, Any]) -> list[Trained]:
         objects: those of the registry, by name.
     """
     reducers = _Reducers(objects)
+    models = [unwrap(obj) for obj in objects.values() if isinstance(obj, nn.Module)]
+    known = {id(parameter): clean_name(name) for model in models for name, parameter in model.named_parameters()}
     rows: dict[int, Trained] = {}
     for label, obj in objects.items():
         if isinstance(obj, OptimizerState):
             names, parameters = obj.names(), _parameters_of(obj.optimizer)
         elif isinstance(obj, Optimizer):
             parameters = _parameters_of(obj)
-            names = [f"{label}.{index}" for index in range(len(parameters))]
+            names = [known.get(id(each), f"{label}.{index}") for index, each in enumerate(parameters)]
         else:
             continue
         for name, parameter in zip(names, parameters, strict=True):
@@ -59,8 +64,9 @@ class TrainedApart:
     """Notices parameters that each rank trains by itself, so that the ranks' weights drift apart.
 
     Known to be reduced are DTensors, what DDP or another wrapper with ``no_sync`` holds, everything with
-    ``rank_invariant``, and a parameter with a gradient hook, which may reduce it. An optimizer that was registered for
-    an update function of the user's own is not judged: the function may reduce gradients itself.
+    ``rank_invariant``, and a parameter with a gradient hook, which may reduce it. An update function of the user's own
+    may reduce gradients itself: what it trains is compared between the ranks, after iterations 1, 2, 4, 8, ... of the
+    process.
 
     Args:
         objects: those of the registry, by name.
@@ -69,6 +75,38 @@ class TrainedApart:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = objects
         self._told: set[str] = set()
+        self._update: Any = None
+        self._begun = 0
+        self._differ: set[str] = set()
+
+    def watch(self, engine: Engine, update: Any) -> None:
+        """A run starts: compare within it what ``update`` trains, if it is a function of the user's own."""
+        self._begun = engine.state.iteration
+        if self._update is None and agreement.world_size() > 1 and not hasattr(update, "stateful"):
+            self._update = update
+            engine.add_event_handler(Events.ITERATION_COMPLETED(event_filter=self.is_compared), self._compare)
+
+    @property
+    def compares(self) -> bool:
+        """Whether parameters are compared within the run."""
+        return self._update is not None
+
+    def is_compared(self, engine: Engine, iteration: int) -> bool:
+        """Whether that is done at an iteration."""
+        done = iteration - self._begun
+        return done & (done - 1) == 0
+
+    def _compare(self) -> None:
+        mine = {row.name: tensor_sha256(row.parameter) for row in self._unjudged()}
+        rows = agreement.gather_objects(mine)
+        self._differ |= {name for name in mine if len({row.get(name) for row in rows}) > 1}
+        self.check()
+
+    def _unjudged(self) -> list[Trained]:
+        """What an update function of the user's own trains, and nothing that is known reduces."""
+        used = {name: value for name, value in attributes_of(self._update) if isinstance(value, nn.Module | Optimizer)}
+        objects = {**self._objects, **{name: value for name, value in used.items() if name not in self._objects}}
+        return [row for row in trained_parameters(objects) if row.reduced_by is None]
 
     def check(self) -> None:
         """Warn once of what trains apart.
@@ -97,6 +135,8 @@ class TrainedApart:
     def _rows(self) -> list[Trained]:
         if agreement.world_size() == 1 or mesh.data_size() == 1:
             return []
+        if self._update is not None:
+            return [row for row in self._unjudged() if row.name in self._differ]
         judged = {name for name, obj in self._objects.items() if isinstance(obj, OptimizerState)}
         return [row for row in trained_parameters(self._objects) if row.reduced_by is None and row.optimizer in judged]
 

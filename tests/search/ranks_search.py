@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ignite.engine import Events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine import Trainer
+from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.ranks import agreement
 from tests.ranks.forkserver import PRELOADED
@@ -54,9 +55,11 @@ NOT_UNDER_DDP: Mapping[str, tuple[str, ...]] = {
     ),
     "ignite": ("LambdaStateScheduler", "EarlyStopping"),
 }
+UPDATES = ("Update", "own function", "own function, trained apart")
+"""What the Trainer calls; the last reduces nothing, which is to be said."""
 SHARDED = ("loader in order", "loader shuffled", "DataLoader in order", "DataLoader shuffled", "__getitems__")
 FEATURES = tuple(
-    f"{name}: {value}" for name, values in {"ranks": "234", "ddp": DDP}.items() for value in values
+    f"{name}: {value}" for name, values in {"ranks": "234", "ddp": DDP, "update": UPDATES}.items() for value in values
 ) + tuple(
     f"{name}: {value}"
     for name, values in {**CHOICES, **LISTS}.items()
@@ -77,6 +80,7 @@ def plan_of(seed: int) -> Plan:
     if plan["data"] not in SHARDED:
         plan["data"] = draws.choice(SHARDED)
     plan["ranks"], plan["ddp"] = draws.choice("23344"), draws.choice([*DDP, "default"])
+    plan["update"] = UPDATES[max(0, draws.randrange(6) - 3)]
     numbers, world = plan["numbers"], int(plan["ranks"])
     numbers["samples"] = draws.randint(3 * world, 10 * world)
     if any(each in ("batchnorm", "frozen") for each in plan["layers"]) and plan["drop_last"] == "no":
@@ -88,6 +92,18 @@ def plan_of(seed: int) -> Plan:
     return settled(plan)
 
 
+class OwnFunction:
+    """A user's own update, of which the engine knows nothing."""
+
+    def __init__(self, update: Update) -> None:
+        self.update = update
+        self.model, self.optimizers, self.scaler = update.model, update.optimizers, update.scaler
+        self.weight_fn = update.weight_fn
+
+    def __call__(self, engine: Any, batch: Any) -> Any:
+        return self.update(engine, batch)
+
+
 class RankProgram(Program):
     """A case's program on one rank."""
 
@@ -97,7 +113,27 @@ class RankProgram(Program):
         return found if agreement.rank() == 0 else {k: v for k, v in found.items() if not k.startswith("model.")}
 
     def wrapped(self, model: nn.Module) -> nn.Module:
+        if self.plan["update"] == "own function, trained apart":
+            return model
         return DistributedDataParallel(model, **DDP[self.plan["ddp"]])
+
+    def called(self, update: Update) -> Any:
+        return update if self.plan["update"] == "Update" else OwnFunction(update)
+
+    def _attach(self) -> None:
+        update: Any = self.trainer.update
+        if isinstance(update, OwnFunction):
+            for name, obj, shared in update.update.stateful():
+                self.trainer.register(name, obj, shared=shared)
+        super()._attach()
+        if self.plan["update"] == "own function, trained apart":
+            self.trainer.add_event_handler(Events.ITERATION_COMPLETED, self._note_apart)
+
+    def _note_apart(self, trainer: Trainer) -> None:
+        """It is known from the first update on."""
+        for reason in trainer.reproducibility():
+            if "each rank trains" in reason:
+                self.journal.note(f"announced {reason}")
 
     def _stop_if_due(self, trainer: Trainer, stop: Plan) -> None:
         if self.plan.get("votes at once") and trainer.state.iteration == stop["at"]:
@@ -167,7 +203,7 @@ def _count(result: Result, number: int, plan: Plan, verdict: dict[str, Any]) -> 
     result.outcomes[verdict["outcome"]] += 1
     if verdict["reason"]:
         result.reasons[f"{verdict['outcome']}: {verdict['reason']}"] += 1
-    drawn = {f"{name}: {plan[name]}" for name in ("ranks", "ddp", *CHOICES)}
+    drawn = {f"{name}: {plan[name]}" for name in ("ranks", "ddp", "update", *CHOICES)}
     drawn |= {f"{name}: {value}" for name in LISTS for value in plan[name]}
     result.exercised.update(drawn & set(FEATURES))
 
@@ -191,7 +227,8 @@ def show(seed: int) -> str:
     """A case in words."""
     plan = plan_of(seed)
     rewinds = "from the checkpoint before the last, " if plan["rewinds"] else ""
-    return f"{plan['ranks']} ranks, ddp={plan['ddp']}, stop on rank {plan['stop rank']}, {rewinds}{described(plan)}"
+    ranks = f"{plan['ranks']} ranks, ddp={plan['ddp']}, update={plan['update']}"
+    return f"{ranks}, stop on rank {plan['stop rank']}, {rewinds}{described(plan)}"
 
 
 def _judge(plan: Plan, folder: Path) -> dict[str, str]:

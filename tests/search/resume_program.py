@@ -128,12 +128,16 @@ class Program:
         )
         self.optimizers: dict[str, Any] = update.optimizers
         steps = plan["accumulation"]
-        self.trainer = Trainer(update, accumulation_steps=None if steps == "None" else int(steps))
+        self.trainer = Trainer(self.called(update), accumulation_steps=None if steps == "None" else int(steps))
         self.data = data_of(plan)
         self._attach()
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         return model
+
+    def called(self, update: Update) -> Any:
+        """What the Trainer is given."""
+        return update
 
     def train(self) -> None:
         plan, numbers, trainer = self.plan, self.plan["numbers"], self.trainer

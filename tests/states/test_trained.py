@@ -158,8 +158,59 @@ def _unfrozen_late(rank: int, folder: str) -> None:
         assert trainer.state.iteration == (2 if begun else 0)
 
 
+def _own_update(model: nn.Module, optimizer: Any, *, reduces: bool = False, from_iteration: int = 1) -> Any:
+    """A user's own update function, which may reduce gradients itself."""
+
+    def update(engine: Any, batch: Any) -> float:
+        optimizer.zero_grad()
+        loss = mse(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            if reduces:
+                dist.all_reduce(parameter.grad)
+        if engine.state.iteration >= from_iteration:
+            optimizer.step()
+        return float(loss.detach())
+
+    return update
+
+
+def _own_functions(rank: int, folder: str) -> None:
+    """What any callable trains is compared between the ranks after its first updates."""
+    said = _records()
+
+    def trained(
+        model: nn.Module, *, parts: tuple[str, ...] = ("model", "sgd"), strict: bool = False, **options: Any
+    ) -> tuple[list[str], list[str]]:
+        said.clear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(_own_update(model, optimizer, **options))
+        for name, obj in (("model", model), ("sgd", optimizer)):
+            if name in parts:
+                trainer.register(name, obj, shared=True)
+        Checkpoint(f"{folder}/{len(said.records)}{options}{parts}{strict}", strict=strict).attach(trainer)
+        _run(trainer)
+        lines = [record.getMessage() for record in said.records if "each rank trains" in record.getMessage()]
+        return lines, [reason for reason in trainer.reproducibility() if "each rank trains" in reason]
+
+    lines, reasons = trained(_linear())
+    assert bool(lines) == (rank == 0) and reasons == [
+        "each rank trains weight, bias by itself (2 of the parameters), as nothing reduces it, and rank 0's are saved"
+    ]
+    assert trained(_linear(), from_iteration=3)[1] == reasons, "an update that changed nothing was taken for a proof"
+    assert trained(_linear(), reduces=True) == ([], [])
+    assert trained(DistributedDataParallel(_linear())) == ([], [])
+    assert trained(DistributedDataParallel(_linear()), parts=()) == ([], [])
+    lines, reasons = trained(_linear(), parts=("model",))
+    assert reasons and "weight, bias" in reasons[0], "an optimizer that is not registered was not seen"
+    half = nn.Sequential(DistributedDataParallel(_linear()), nn.Linear(1, 1))
+    assert "trains 1.weight, 1.bias by itself (2 of" in trained(half)[1][0]
+    with pytest.raises(NotExact, match="by itself"):
+        trained(_linear(), strict=True)
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("work", [_trains_apart, _is_reduced, _unfrozen_late])
+@pytest.mark.parametrize("work", [_trains_apart, _is_reduced, _unfrozen_late, _own_functions])
 def test_ranks(work: Any, tmp_path: Path) -> None:
     on_ranks(2, work, tmp_path)
 
