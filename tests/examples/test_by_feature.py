@@ -26,6 +26,7 @@ from examples import (
     fine_tune,
     fsdp,
     inference,
+    lr_finder,
     minimal,
     own_update,
     profiling,
@@ -51,6 +52,19 @@ def logged(directory: Path) -> list[dict[str, Any]]:
 
 def saved(directory: Path) -> list[int]:
     return [each.iteration for each in CheckpointStore(directory / "checkpoints").checkpoints()]
+
+
+def test_lr_finder_suggests_a_rate_that_learns_and_leaves_no_trace_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = lr_finder.main(str(tmp_path / "found"), epochs=2)
+    lr = found.update.optimizers["optimizer"].param_groups[0]["lr"]  # type: ignore[attr-defined]  # an Update
+    assert 1e-4 < lr < 5 and f"learning rate {lr:.2g}" in capsys.readouterr().out
+    losses = [row["loss"] for row in logged(tmp_path / "found")]
+    assert losses[-1] < losses[0]
+
+    monkeypatch.setattr(lr_finder, "find_lr", lambda samples: lr)
+    assert torch.equal(weights(lr_finder.main(str(tmp_path / "given"), epochs=2)), weights(found))
 
 
 def test_minimal_learns_and_started_again_continues(tmp_path: Path) -> None:
