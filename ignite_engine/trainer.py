@@ -22,11 +22,9 @@ from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import Interrupted, RollBack, is_whole
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
-from ignite_engine.ranks.ddp_buckets import settle_buckets, unsettled_buckets
-from ignite_engine.ranks.ddp_buffers import unshared_state
+from ignite_engine.ranks.ddp_buckets import settle_buckets
 from ignite_engine.ranks.watching import cause_of, reason_of, watched_run
 from ignite_engine.state import Boundary, Start, TrainingState
-from ignite_engine.states.own_update import unsaved_of
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import ResumeState
 from ignite_engine.step.micro_batches import check_steps
@@ -200,20 +198,10 @@ class Trainer(Engine):
         Args:
             only: of several checkpoint handlers, what this one's filter leaves out; None: what any of them does.
         """
-        reasons = self.registry.inexact_reasons()
-        if self.registry.filters:  # there is a checkpoint to miss it
-            reasons += unsaved_of(self.update, self.registry)
-        source = self.progress.source
-        if source is not None and source.inexact is not None:
-            reasons.append(source.inexact)
-        if source is not None and source.changed is not None:
-            reasons.append(source.changed.rstrip("."))
-        if (unshared := unshared_state(getattr(self.update, "model", None))) is not None:
-            reasons.append(unshared)
-        reasons += [reason for model in self._models() if (reason := unsettled_buckets(model)) is not None]
+        from ignite_engine.states.reproducibility import reasons_of
+
         filters = self.registry.filters if only is None else [only]
-        registry = self.registry
-        return reasons + [reason for each in filters for reason in each.reasons(registry.capture, registry.kinds)]
+        return reasons_of(self.update, self.registry, self.progress.source, self._models(), filters)
 
     def request_stop(self, reason: str, signal: int | None = None) -> None:
         """Ask for a stop at the next step boundary on which all ranks agree; safe in a signal handler.

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ignite.metrics import Metric
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from ignite_engine.checkpointing.nested import walk
-from ignite_engine.errors import StateMismatch, leave_out, shortened
+from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState
 from ignite_engine.states.resume_state import Adapt, ResumeState, unchanged
@@ -212,27 +211,6 @@ class Registry:
         """Keep what Ignite's metrics hold now, for a run that continues in this process."""
         self._resume.metrics = [(metric, metric.state_dict()) for metric in self._metrics()]
 
-    def inexact_reasons(self) -> list[str]:
-        """Why a run resumed from what is captured now would have other states, for the reproducibility report."""
-        found = [*self.resumed_otherwise, *(f"{name} is attached but not saved" for name in self.nameless)]
-        found += self.trained_apart.reasons()
-        if self.filters and not self._holds_parameters():
-            found.append("no parameters are saved, as no model is registered (trainer.register(name, model) saves one)")
-        for name, obj in self.objects.items():
-            if isinstance(obj, MetricState) and (why := obj.unsupported_reason()) is not None:
-                found.append(f"{name} is not saved, as {why}, which is not plain data")
-            if isinstance(why := getattr(obj, "outside_of_run", None), str):
-                found.append(f"{name} {why}")
-            if isinstance(obj, OptimizerState) and (unsaved := obj.unsaved()):
-                found.append(f"{name} trains {shortened(unsaved)}, not the model's, without saving their values")
-        return found
-
-    def _holds_parameters(self) -> bool:
-        if any(kind in _WITH_PARAMETERS for kind in self.kinds.values()):
-            return True
-        own = (obj for name, obj in self.objects.items() if name not in ("trainer", "data", "rng"))
-        return any(isinstance(leaf, Tensor) for obj in own for _, leaf in walk(obj.state_dict()))
-
     def _metrics(self) -> list[MetricState]:
         return [obj for obj in self.objects.values() if isinstance(obj, MetricState)]
 
@@ -251,4 +229,3 @@ _KINDS: dict[type, str] = {
     MetricState: "metric",
     ParametersState: "parameters",
 }
-_WITH_PARAMETERS = ("model", "parameters")

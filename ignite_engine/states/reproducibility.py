@@ -1,0 +1,108 @@
+"""Why a run that is resumed from a checkpoint made now would not be bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from ignite_engine.checkpointing.nested import walk
+from ignite_engine.errors import shortened
+from ignite_engine.ranks.ddp_buckets import unsettled_buckets
+from ignite_engine.ranks.ddp_buffers import unshared_state
+from ignite_engine.rng import attributes_of
+from ignite_engine.states.generators import unsaved_generators
+from ignite_engine.states.metrics import MetricState
+from ignite_engine.states.model_and_optimizer import OptimizerState
+from ignite_engine.states.registry import Registry
+
+if TYPE_CHECKING:
+    from ignite_engine.checkpointing import SaveFilter
+
+_WITH_PARAMETERS = frozenset(("model", "parameters"))
+
+
+class Source(Protocol):
+    """The data of a run."""
+
+    @property
+    def inexact(self) -> str | None:
+        """Why a resumed run would not have the same batches."""
+
+    @property
+    def changed(self) -> str | None:
+        """That it is other data than was saved with."""
+
+
+def reasons_of(
+    update: Callable[..., Any],
+    registry: Registry,
+    source: Source | None,
+    models: Iterable[Any],
+    filters: Iterable[SaveFilter],
+) -> list[str]:
+    """The reproducibility report; empty: it would be bit for bit.
+
+    Args:
+        models: of the update and of the registry.
+        filters: what is left out of the checkpoints.
+    """
+    reasons = _of_states(registry)
+    if registry.filters:  # there is a checkpoint to miss it
+        reasons += _unsaved_of(update, registry)
+    if source is not None and source.inexact is not None:
+        reasons.append(source.inexact)
+    if source is not None and source.changed is not None:
+        reasons.append(source.changed.rstrip("."))
+    if (unshared := unshared_state(getattr(update, "model", None))) is not None:
+        reasons.append(unshared)
+    reasons += [reason for model in models if (reason := unsettled_buckets(model)) is not None]
+    return reasons + [reason for left_out in filters for reason in left_out.reasons(registry.capture, registry.kinds)]
+
+
+def _of_states(registry: Registry) -> list[str]:
+    """Why the states that are captured now are not all, or not those of the resumed run."""
+    found = [*registry.resumed_otherwise, *(f"{name} is attached but not saved" for name in registry.nameless)]
+    found += registry.trained_apart.reasons()
+    if registry.filters and not _holds_parameters(registry):
+        found.append("no parameters are saved, as no model is registered (trainer.register(name, model) saves one)")
+    for name, obj in registry.objects.items():
+        if isinstance(obj, MetricState) and (why := obj.unsupported_reason()) is not None:
+            found.append(f"{name} is not saved, as {why}, which is not plain data")
+        if isinstance(why := getattr(obj, "outside_of_run", None), str):
+            found.append(f"{name} {why}")
+        if isinstance(obj, OptimizerState) and (unsaved := obj.unsaved()):
+            found.append(f"{name} trains {shortened(unsaved)}, not the model's, without saving their values")
+    return found
+
+
+def _holds_parameters(registry: Registry) -> bool:
+    if not _WITH_PARAMETERS.isdisjoint(registry.kinds.values()):
+        return True
+    own = (obj for name, obj in registry.objects.items() if name not in ("trainer", "data", "rng"))
+    return any(isinstance(leaf, Tensor) for obj in own for _, leaf in walk(obj.state_dict()))
+
+
+def _unsaved_of(update: Callable[..., Any], registry: Registry) -> list[str]:
+    """One reason per unregistered optimizer, loss scaler or generator that ``update`` uses.
+
+    Looked at are the attributes of an object, and what a function closes over or uses of its module.
+    """
+    objects = registry.objects.values()
+    generators = list(unsaved_generators(registry.objects, getattr(update, "loss_fn", None)))
+    saved = [registered.optimizer if isinstance(registered, OptimizerState) else registered for registered in objects]
+    return [
+        f"{name} ({type(obj).__name__}) of the update is not saved (trainer.register({name!r}, {name}, shared=True))"
+        for name, obj in _used_by(update)
+        if not any(obj is registered for registered in saved)
+    ] + generators
+
+
+def _used_by(update: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in attributes_of(update):
+        for key, element in value.items() if isinstance(value, Mapping) else (("", value),):
+            if isinstance(element, Optimizer) or (isinstance(element, GradScaler) and element.is_enabled()):
+                yield f"{name}[{key!r}]" if key else name, element
