@@ -306,7 +306,13 @@ class Trainer(Engine):
         next ``run()`` then starts over.
         """
         arguments = start.RunArguments(data, max_epochs, max_iters, epoch_length)
-        loop = self._begin(start.after_pause(arguments, self.state, self.progress))
+        source_before = self.progress.source
+        try:
+            loop = self._begin(start.after_pause(arguments, self.state, self.progress))
+        except BaseException:
+            if self.progress.source is not source_before:
+                self.progress.close(continues=True)
+            raise
         with watched_run(self._position):
             while True:
                 try:

@@ -137,8 +137,20 @@ class StepBoundary:
             RunEnds, EpochEnds, RunPauses: they were called.
         """
         self.check()
-        if self._engine.should_interrupt:
-            raise RunPauses
+        if not self._engine.should_interrupt:
+            return
+        if self._is_asked_late():
+            self.at(last=False)
+            self.check()
+        raise RunPauses
+
+    def _is_asked_late(self) -> bool:
+        """Whether something was requested after the vote of this boundary, where ``interrupt()`` was called, too."""
+        if self._requests.single_process:
+            return self._requests.pending
+        agreed = self._agree(now=True)
+        self._requests.request_again(agreed)
+        return bool(agreed)
 
 
 def terminate(engine: Any) -> None:

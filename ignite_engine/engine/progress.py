@@ -189,7 +189,11 @@ class Progress:
             # a window is grouped as the run is when it opens
             return WindowedSource(data, lambda window: self._source_of(window, self.grouping), stops)
         source = self._source_of(data, grouping)
-        source.agree_lengths()
+        try:
+            source.agree_lengths()
+        except BaseException:
+            source.close()  # the loader is the user's again
+            raise
         return source
 
     def _source_of(self, data: Any, grouping: Grouping) -> DataSource:

@@ -103,9 +103,14 @@ def begin(
     # a new source may begin a stream again, and draw random numbers for its loaders
     random_numbers = rng.capture() if start is Start.CONTINUED else None
     source = None if arguments.data is None else progress.new_source(arguments.data, grouping)
-    plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
-    if source is not None:
-        _place(source, start, arguments.data, progress, position)
+    try:
+        plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
+        if source is not None:
+            _place(source, start, arguments.data, progress, position)
+    except BaseException:
+        if source is not None:
+            source.close()  # the loader is the user's again
+        raise
     if start is Start.RESET and plan.epoch_length is not None and _is_set_by_hand(progress):
         # as Ignite after its load_state_dict()
         position = replace(position, epoch_iteration=state.iteration % plan.epoch_length)
@@ -252,7 +257,7 @@ def _plan(
         length = state.epoch_length if start is Start.FRESH else None
         if length is None:
             raise ValueError("epoch_length should be provided if data is None")
-    if length is not None and length < 1:
+    if known == 0 or (length is not None and length < 1):
         raise ValueError("Input data has zero size. Please provide non-empty data")
     epoch_is = EpochIs.MEASURED if length is None else EpochIs.A_LENGTH
     if arguments.epoch_length is None and known is not None and length == known:

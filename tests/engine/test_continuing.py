@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from ignite.engine import Events
 from ignite.metrics import Average
 from torch.utils.data import BatchSampler, RandomSampler, TensorDataset, WeightedRandomSampler
 
-from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader, rng
-from ignite_engine.handlers import EarlyStopping, Evaluation
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, rng
+from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation
 
 Seen = list[tuple[Any, ...]]
 Made = tuple[Trainer, Seen]
@@ -273,3 +274,71 @@ def test_order_that_a_loader_with_a_state_does_not_save_is_in_the_exactness_repo
     trainer.run(StatefulDataLoader(TensorDataset(torch.arange(6)), **options), max_epochs=1)
     reason = f"StatefulDataLoader does not save the order of its {told}: it is drawn again"
     assert trainer.reproducibility() == ([] if told is None else [reason])
+
+
+@pytest.mark.parametrize("how", ["stop", "interrupt"])
+def test_no_data_after_a_pause_is_refused_before_the_run(how: str) -> None:
+    """The length of the epoch is known, so that nothing asks for the data's."""
+    trainer, seen = noting()
+    pause = {"stop": lambda: trainer.request_stop("a pause"), "interrupt": trainer.interrupt}[how]
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), pause)
+    data = [torch.tensor([number]) for number in range(4)]
+    trainer.run(data, max_epochs=2)
+    started: list[int] = []
+    trainer.add_event_handler(Events.STARTED, lambda: started.append(1))
+    with pytest.raises(ValueError, match="Input data has zero size"):
+        trainer.run([], max_epochs=2)
+    assert started == []
+    trainer.run(data, max_epochs=2)
+    assert [number for _, number, _ in seen] == list(range(1, 9)), "the refused run has changed the run"
+
+
+def mean_of(model: Any, batch: Any) -> Any:
+    return model(batch[0][:, None]).mean()
+
+
+def test_refused_runs_leave_the_users_loader_as_it_was() -> None:
+    """It deals batches out, not samples, while a run counts micro-batches over all ranks."""
+    data = loader(TensorDataset(torch.arange(4.0)), 1)
+    before = dict(vars(data.sampler))
+    model = torch.nn.BatchNorm1d(1)
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_of, rank_invariant=True)
+    for refused, arguments in (
+        (Trainer(lambda engine, batch: 0.0, global_micro_batches=2), {"max_epochs": 1, "epoch_length": 0}),
+        (Trainer(update, global_micro_batches=2), {"max_epochs": 1}),
+    ):
+        with pytest.raises(ValueError, match=r"zero size|BatchNorm1d"):
+            refused.run(data, **arguments)
+        assert vars(data.sampler) == before
+    trainer, seen = noting()
+    trainer.run(data)
+    assert [samples for _, _, samples in seen] == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("event", [TrainingEvents.METRICS_READY, TrainingEvents.RESUME_POINT])
+@pytest.mark.parametrize("at", [2, 4])
+def test_interrupt_after_the_vote_pauses_at_that_boundary(event: Any, at: int, tmp_path: Path) -> None:
+    """What was asked for there is done before the pause."""
+    for asks in ("nothing", "save", "stop"):
+        trainer, seen = noting()
+        checkpoint = Checkpoint(tmp_path / f"{asks}{event}{at}")
+        checkpoint.attach(trainer, Events.COMPLETED)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: engine.state.metrics.update(x=1.0))
+
+        def pause(engine: Trainer) -> None:
+            if engine.state.iteration == at and len(seen) == at:  # noqa: B023  # called in this turn
+                seen.append((0, 0, []))  # noqa: B023
+                engine.interrupt()
+                if asks == "save":  # noqa: B023
+                    engine.request_save()
+                elif asks == "stop":  # noqa: B023
+                    engine.request_stop("a pause")
+
+        trainer.add_event_handler(event, pause)
+        data = [torch.tensor([number]) for number in range(4)]
+        trainer.run(data, max_epochs=2)
+        assert trainer.state.iteration == at and (trainer.state.status == "interrupted") is (asks == "stop")
+        saved = [each.iteration for each in checkpoint.store.checkpoints()]
+        assert saved == ([] if asks == "nothing" else [at])
+        trainer.run(data, max_epochs=2)
+        assert [number for _, number, _ in seen if number] == list(range(1, 9))
