@@ -412,3 +412,33 @@ def test_clearml_is_for_who_has_a_server_or_asks_for_it(
     monkeypatch.setattr(ClearMLLogger, "attach", lambda self, trainer: attached.append(self))
     fitted(tmp_path, max_epochs=None, max_iters=1, logging=logging)
     assert bool(attached) == there
+
+
+@pytest.mark.parametrize("schedule", ["cosine", None, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)])
+def test_another_rate_for_a_resumed_run(tmp_path: Path, schedule: Any) -> None:
+    """From there on those of a run that began with it; the same call again goes on, and so does one without."""
+
+    def rates(folder: str, stop: int | None, **options: Any) -> dict[int, float]:
+        used: dict[int, float] = {}
+
+        def note(trainer: Trainer) -> None:
+            optimizer = next(iter(trainer.update.optimizers.values()))  # type: ignore[attr-defined]  # an Update
+            used[trainer.state.iteration] = optimizer.param_groups[0]["lr"]
+            if trainer.state.iteration == stop:
+                trainer.request_stop("test")
+
+        handlers = [(note, Events.ITERATION_STARTED)]
+        fitted(tmp_path / folder, schedule=schedule, handlers=handlers, **options)
+        return used
+
+    whole = rates("whole", None, lr=0.25)
+    expected = {number: pytest.approx(lr) for number, lr in whole.items()}
+    rates("run", 4, lr=0.5)
+    changed = rates("run", 8, lr=0.5, resume={"lr": 0.25})
+    changed |= rates("run", 10, lr=0.5, resume={"optimizer.lr": 0.25})
+    changed |= rates("run", None, lr=0.5)
+    assert changed == {number: lr for number, lr in expected.items() if number > 4} and len(changed) > 8
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert written["optimizer"]["lr"] == 0.25
+    with pytest.raises(TypeError, match="resume must be a mapping such as"):
+        fitted(tmp_path / "run", resume=0.25)
