@@ -65,7 +65,7 @@ format: $(STAMP)  ## rewrite the files as check expects them
 campaign: $(STAMP)  ## kill and resume runs in every way (20 idle minutes), except what passed at this commit; docs/campaign.md
 	$(BIN)/python -m tests.campaign $(ARGS)
 
-search: $(STAMP)  ## compare random updates and resumed runs, also of several ranks, with references, MINUTES=20 each; docs/search.md
+search: $(STAMP)  ## compare random updates, calls of fit and resumed runs, also of several ranks, with references, MINUTES=20 each; docs/search.md
 	$(BIN)/python -m tests.search all --minutes $(MINUTES) $(ARGS)
 
 bench: $(STAMP)  ## run every benchmark (20 idle minutes) and write docs/benchmarks.md; ARGS="--quick", ARGS="--only overhead,ddp"

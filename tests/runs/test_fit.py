@@ -147,6 +147,19 @@ def test_ctrl_c_stops_it_saved_and_the_same_call_resumes(
     assert resumed.config["schedule"] == {"name": "warmup_cosine(warmup=0.1, total=None, min_ratio=0.0)"}
 
 
+def test_call_that_is_refused_leaves_a_stopped_run_as_it_was(tmp_path: Path) -> None:
+    whole = fitted(tmp_path / "whole")
+    fitted(tmp_path / "run", handlers=[at(4, lambda trainer: trainer.request_stop("a test"))])
+    files = [tmp_path / "run" / name for name in ("config.yaml", "environment.json", "summary.json")]
+    before = [file.read_bytes() for file in files]
+
+    for wrong in ({"resume": {"lr": "fast"}}, {"seed": 5}):
+        with pytest.raises((ConfigError, ValueError)):
+            fitted(tmp_path / "run", **wrong)
+        assert [file.read_bytes() for file in files] == before
+    assert fitted(tmp_path / "run").summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
 def test_optimizer_may_be_made_already_and_handlers_have_events(tmp_path: Path) -> None:
     model, seen = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,7 +9,9 @@ import time
 
 from tests.search.common import table_of
 
-JUDGES = {name: f"tests.search.{name}_search" for name in ("resume", "update", "ranks", "uneven", "windows", "seeding")}
+JUDGES = {
+    name: f"tests.search.{name}_search" for name in ("resume", "update", "fit", "ranks", "uneven", "windows", "seeding")
+}
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ from ignite_engine.ranks import agreement
 from tests.ranks.forkserver import PRELOADED
 from tests.search import resume_program, resume_search
 from tests.search.common import PASSED, REFUSED, Failure, Result, case_seeds
+from tests.search.resume_data import CLASSES
 from tests.search.resume_plan import CHOICES, LISTS, Plan, described, draw, settled
 from tests.search.resume_program import Program
 from tests.search.resume_search import ANNOUNCED, ANNOUNCED_EQUAL, FAILED, NO_FUNCTION, NOT_STOPPED, TERMINATED
@@ -42,13 +43,16 @@ DDP: dict[str, dict[str, Any]] = {
     "find_unused_parameters": {"find_unused_parameters": True},
     "own buffers": {"broadcast_buffers": False},
 }
+WRAPPING = ("all", "nothing", "a part")
+"""What DDP holds of what is trained; what it does not, each rank trains by itself, and says so."""
+UNFROZEN = "DistributedDataParallel was made while"
+"""How a run is refused in which a parameter is unfrozen that DDP does not reduce."""
 # what leaves out a part of the model on one rank, or changes each rank's copy in a way of its own, DDP does not train
 NOT_UNDER_DDP: Mapping[str, tuple[str, ...]] = {
-    "layers": ("layer drop by Python", "noise by NumPy"),
+    "layers": ("layer drop by Python", "noise by NumPy", "generator of its own"),
     "handlers": (
         "random numbers",
         "gradient noise",
-        "unfreezing by flag",
         "unfreezing by group",
         "callable with a state",
         "terminate_epoch",
@@ -59,12 +63,14 @@ UPDATES = ("Update", "own function", "own function, trained apart")
 """What the Trainer calls; the last reduces nothing, which is to be said."""
 SHARDED = ("loader in order", "loader shuffled", "DataLoader in order", "DataLoader shuffled", "__getitems__")
 FEATURES = tuple(
-    f"{name}: {value}" for name, values in {"ranks": "234", "ddp": DDP, "update": UPDATES}.items() for value in values
+    f"{name}: {value}"
+    for name, values in {"ranks": "234", "ddp": DDP, "update": UPDATES, "wrapping": WRAPPING}.items()
+    for value in values
 ) + tuple(
     f"{name}: {value}"
     for name, values in {**CHOICES, **LISTS}.items()
     for value in values
-    if name not in ("outside", "workers", "on_exception", "exclude")
+    if name not in ("workers", "on_exception", "exclude")
     and value not in NOT_UNDER_DDP.get(name, ())
     and (name != "data" or value in SHARDED)
 )
@@ -73,8 +79,14 @@ FEATURES = tuple(
 def plan_of(seed: int) -> Plan:
     """The case of a number."""
     plan, draws = draw(seed), random.Random(seed + 1)
-    for name in ("outside", "workers", "on_exception", "exclude"):
+    for name in ("workers", "on_exception", "exclude"):
         plan[name] = CHOICES[name][0]
+    # most cases have nothing that ranks train apart, of which nothing but a word can be judged
+    if draws.random() < 0.8:
+        plan["outside"] = "none"
+    plan["wrapping"] = "all" if draws.random() < 0.85 else draws.choice(WRAPPING[1:])
+    if draws.random() < 0.5:
+        plan["handlers"] = [each for each in plan["handlers"] if each != "unfreezing by flag"]
     for name, left_out in NOT_UNDER_DDP.items():
         plan[name] = [each for each in plan[name] if each not in left_out]
     if plan["data"] not in SHARDED:
@@ -104,6 +116,22 @@ class OwnFunction:
         return self.update(engine, batch)
 
 
+class Partly(nn.Module):
+    """A model of which a part is in DDP."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.bias = inner, nn.Parameter(torch.zeros(CLASSES))
+
+    @property
+    def module(self) -> nn.Module:
+        return self.inner.module  # type: ignore[return-value]  # DDP's
+
+    def forward(self, inputs: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(inputs, words) + self.bias
+        return logits
+
+
 class RankProgram(Program):
     """A case's program on one rank."""
 
@@ -113,9 +141,16 @@ class RankProgram(Program):
         return found if agreement.rank() == 0 else {k: v for k, v in found.items() if not k.startswith("model.")}
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        if self.plan["update"] == "own function, trained apart":
+        wrapping = self.plan.get("wrapping", "all")
+        if wrapping == "nothing" or self.plan["update"] == "own function, trained apart":
             return model
-        return DistributedDataParallel(model, **DDP[self.plan["ddp"]])
+        ddp = DistributedDataParallel(model, **DDP[self.plan["ddp"]])
+        if wrapping == "all":
+            return ddp
+        partly = Partly(ddp)
+        made = next(iter(self.made.values())) if isinstance(self.made, dict) else self.made
+        made.add_param_group({"params": [partly.bias]})
+        return partly
 
     def called(self, update: Update) -> Any:
         return update if self.plan["update"] == "Update" else OwnFunction(update)
@@ -203,7 +238,7 @@ def _count(result: Result, number: int, plan: Plan, verdict: dict[str, Any]) -> 
     result.outcomes[verdict["outcome"]] += 1
     if verdict["reason"]:
         result.reasons[f"{verdict['outcome']}: {verdict['reason']}"] += 1
-    drawn = {f"{name}: {plan[name]}" for name in ("ranks", "ddp", "update", *CHOICES)}
+    drawn = {f"{name}: {plan[name]}" for name in ("ranks", "ddp", "update", "wrapping", *CHOICES)}
     drawn |= {f"{name}: {value}" for name in LISTS for value in plan[name]}
     result.exercised.update(drawn & set(FEATURES))
 
@@ -227,7 +262,7 @@ def show(seed: int) -> str:
     """A case in words."""
     plan = plan_of(seed)
     rewinds = "from the checkpoint before the last, " if plan["rewinds"] else ""
-    ranks = f"{plan['ranks']} ranks, ddp={plan['ddp']}, update={plan['update']}"
+    ranks = f"{plan['ranks']} ranks, ddp={plan['ddp']}, update={plan['update']}, wrapped={plan['wrapping']}"
     return f"{ranks}, stop on rank {plan['stop rank']}, {rewinds}{described(plan)}"
 
 
@@ -236,8 +271,9 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
     whole, case = folder / "whole", folder / "case"
     codes = _all(plan, whole, "whole", None)
     if any(codes):
-        same = len(set(codes)) == 1
-        return {"outcome": REFUSED if same and codes[0] == 3 else FAILED, "reason": _errors(whole)}
+        same, reason = len(set(codes)) == 1, _errors(whole)
+        refused = same and (codes[0] == 3 or (UNFROZEN in reason and "unfreezing by flag" in plan["handlers"]))
+        return {"outcome": REFUSED if refused else FAILED, "reason": reason}
     total = max(
         (int(key.split()[1]) for key in resume_search._lines(whole / "rank_0") if key.startswith("iteration")),
         default=0,

@@ -134,6 +134,18 @@ def attach_users(plan: Plan, trainer: Trainer, model: Net, note: Note, states: d
 
     on("random numbers", often, draw)
 
+    def another_batch(engine: Any, shift: Callable[[Any], Any]) -> None:
+        batch = engine.state.batch
+        grouped = engine.accumulation_steps is not None
+        shifted = [
+            (inputs + shift(inputs), words, targets) for inputs, words, targets in (batch if grouped else [batch])
+        ]
+        engine.state.batch = shifted if grouped else shifted[0]  # a plain list, where the loop had a group
+
+    arrives = Events.GET_BATCH_COMPLETED
+    on("another batch", arrives, lambda engine: another_batch(engine, lambda inputs: 0.1 * inputs.roll(1, 0)))
+    on("a batch of random numbers", arrives, lambda engine: another_batch(engine, lambda x: 0.1 * torch.randn(x.shape)))
+
     def add_noise(engine: Any) -> None:
         for parameter in model.head.parameters():
             if parameter.grad is not None and not parameter.grad.is_sparse:

@@ -123,6 +123,25 @@ class Drawing(nn.Module):
         return hidden + self.inner(hidden) * float(np.random.standard_normal())
 
 
+class OwnGenerator(nn.Module):
+    """Randomness in forward from a generator of its own, whose state is saved as torch lets a module save it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(9)
+
+    def get_extra_state(self) -> Any:
+        return {"generator": self.generator.get_state()}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.generator.set_state(state["generator"])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training:
+            return hidden
+        return hidden * (1.0 + 0.1 * torch.randn(hidden.shape, generator=self.generator))
+
+
 class Unsaved(nn.Module):
     """Planted faults: state that matters and is in no checkpoint."""
 
@@ -132,8 +151,11 @@ class Unsaved(nn.Module):
         super().__init__()
         self.kind, self.calls = kind, 0
         self.register_buffer("kept", torch.zeros(()), persistent=False)
+        self.generator = torch.Generator().manual_seed(9)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.kind == "generator":
+            return hidden * (1.0 + 0.1 * torch.randn((), generator=self.generator)) if self.training else hidden
         if self.training:
             self.calls, self.kept = self.calls + 1, self.kept + 1
         return hidden * (1.0 + 0.01 * (self.calls if self.kind == "attribute" else self.kept))
@@ -154,10 +176,13 @@ LAYERS: dict[str, Any] = {
     "extra_state": ExtraState,
     "layer drop by Python": lambda: Drawing("layer drop by Python"),
     "noise by NumPy": lambda: Drawing("noise by NumPy"),
+    "generator of its own": OwnGenerator,
 }
 
 
 class Net(nn.Module):
+    seen: Tensor
+
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         kind = plan["embedding"]
@@ -172,6 +197,10 @@ class Net(nn.Module):
         planted = plan.get("planted", "")
         self.unsaved = Unsaved(planted.partition(" ")[2]) if planted.startswith("module") else nn.Identity()
         self.head = nn.Linear(WIDTH, CLASSES)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.reports_a_buffer = plan["extras"] == "a buffer"
+        if self.reports_a_buffer:
+            self.register_buffer("seen", torch.zeros(()))
         if kind == "tied":
             assert self.words is not None
             self.head.weight = self.words.weight
@@ -186,7 +215,10 @@ class Net(nn.Module):
             hidden = hidden + self.words(words).mean(1)
         for layer in self.layers.values():
             hidden = layer(hidden)
-        logits: Tensor = self.head(self.unsaved(hidden))
+        if self.training and self.reports_a_buffer:
+            with torch.no_grad():
+                self.seen.lerp_(inputs.mean(), 0.1)
+        logits: Tensor = self.head(self.unsaved(hidden)) * self.gain
         return logits
 
 
@@ -194,7 +226,7 @@ class LossFn:
     """A loss that may have weights of its own."""
 
     def __init__(self, plan: Plan) -> None:
-        self.extras = plan["extras"] == "yes"
+        self.extras = plan["extras"]
         self.temperature = nn.Parameter(torch.ones(())) if plan["outside"] == "temperature" else None
         self.head = nn.Linear(CLASSES, CLASSES) if plan["outside"].startswith("head") else None
 
@@ -210,7 +242,15 @@ class LossFn:
         if self.temperature is not None:
             logits = logits * self.temperature
         loss = nn.functional.cross_entropy(logits.float(), targets)
-        return (loss, {"confidence": logits.detach().float().softmax(-1).amax(-1).mean()}) if self.extras else loss
+        if self.extras == "no":
+            return loss
+        own = getattr(model, "module", model)  # without DDP
+        reported = {
+            "yes": lambda: logits.detach().float().softmax(-1).amax(-1).mean(),
+            "a parameter": lambda: own.gain.detach(),  # its memory: other numbers after the step
+            "a buffer": lambda: own.seen,
+        }
+        return loss, {"reported": reported[self.extras]()}
 
 
 class SignMomentum(Optimizer):

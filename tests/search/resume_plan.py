@@ -38,7 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "accumulation": ("None", "1", "2", "3"),
     "clip": ("no", "yes"),
     "weight_fn": ("no", "yes"),
-    "extras": ("no", "yes"),
+    "extras": ("no", "yes", "a parameter", "a buffer"),
     "data": (
         "loader in order",
         "loader shuffled",
@@ -90,6 +90,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "ema": ("no", "yes", "without warmup"),
     "evaluation": ("none", "epochs", "iterations", "STARTED and epochs", "COMPLETED", "iterations and epochs"),
+    "vector metric": ("no", "yes"),
     "evaluation data": ("own", "training", "plain DataLoader", "list"),
     "early stopping": ("no", "yes"),
     "log": ("no", "iterations", "every 3", "epochs"),
@@ -119,6 +120,7 @@ LISTS: dict[str, tuple[str, ...]] = {
         "extra_state",
         "layer drop by Python",
         "noise by NumPy",
+        "generator of its own",
     ),
     "handlers": (
         "weights by .data",
@@ -139,6 +141,8 @@ LISTS: dict[str, tuple[str, ...]] = {
         "AveragedModel",
         "optimizer's settings",
         "frozen part in eval mode",
+        "another batch",
+        "a batch of random numbers",
     ),
     "ignite": (
         "RunningAverage",

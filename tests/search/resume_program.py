@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from ignite.engine import Engine, Events
-from ignite.metrics import Accuracy, Loss
+from ignite.metrics import Accuracy, Loss, Metric, Precision
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
@@ -114,7 +114,7 @@ class Program:
         self.plan, self.folder, self.journal, self.stop = plan, folder, journal, stop
         self.states: dict[str, Callable[[], Any]] = {}
         self.model, self.loss_fn = Net(plan), LossFn(plan)
-        optimizers = optimizers_of(plan, self.model, self.loss_fn)
+        optimizers = self.made = optimizers_of(plan, self.model, self.loss_fn)
         # overflows at its beginning, and later again
         scaler = {"init_scale": 2.0**17, "growth_interval": 3} if plan["precision"] == "fp16" else None
         update = Update(
@@ -192,7 +192,9 @@ class Program:
             "COMPLETED": Events.COMPLETED,
             "iterations and epochs": every | Events.EPOCH_COMPLETED,
         }[plan["evaluation"]]
-        metrics = {"loss": Loss(nn.functional.cross_entropy), "accuracy": Accuracy()}
+        metrics: dict[str, Metric] = {"loss": Loss(nn.functional.cross_entropy), "accuracy": Accuracy()}
+        if plan["vector metric"] == "yes":
+            metrics["precision"] = Precision()
 
         def predict(model: nn.Module, batch: Any) -> Any:
             return model(batch[0], batch[1]).float(), batch[2]
@@ -266,7 +268,9 @@ class Program:
         journal.trained += 1
         if journal.trained == 1:
             for feature in features_of(self.plan):
-                if not feature.startswith(("handlers", "ignite", "evaluation", "early", "saves", "background")):
+                if not feature.startswith(
+                    ("handlers", "ignite", "evaluation", "early", "vector", "saves", "background")
+                ):
                     journal.note(feature)
         output: dict[str, Tensor] = state.output  # type: ignore[assignment]  # an Update's
         rates = [float(group["lr"]).hex() for each in self.optimizers.values() for group in each.param_groups]
@@ -294,7 +298,7 @@ class Program:
             self.journal.note("evaluation: none")
         elif self.trainer.state.evaluations:
             self.journal.note("happened: evaluated")
-            for name in ("evaluation", "evaluation data", "early stopping"):
+            for name in ("evaluation", "evaluation data", "early stopping", "vector metric"):
                 self.journal.note(f"{name}: {self.plan[name]}")
 
     def _record_epoch(self, trainer: Trainer) -> None:

@@ -23,6 +23,7 @@ def plain(**drawn: Any) -> dict[str, Any]:
         "ranks": "3",
         "ddp": "default",
         "update": "Update",
+        "wrapping": "all",
         "stop rank": 1,
         "rewinds": False,
         "votes at once": True,

@@ -13,7 +13,7 @@ from tests.search.resume_search import ANNOUNCED, ANNOUNCED_EQUAL, FAILED, Judge
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 SEEDS = (5, 7, 11, 16, 20, 22, 25, 38)
-PLANTED = ("handler counter", "handler generator", "module attribute", "module buffer")
+PLANTED = ("handler counter", "handler generator", "module attribute", "module buffer", "module generator")
 
 
 @pytest.fixture(scope="module")
