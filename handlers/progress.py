@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Shows epoch, iteration and total, the time left, and the values that the console shows, on stderr.
+    """Shows epoch, iteration and total, the time left, iterations per second, and what the console shows, on stderr.
 
     On a terminal one line is redrawn, at most ten times a second, as wide as the terminal; it is cleared before
     loggers print. In a notebook it is a bar in HTML. Elsewhere a line is printed after each tenth of the run, at least
@@ -123,7 +123,7 @@ class Progress:
             cells = BAR_CELLS if columns >= WIDE_COLUMNS else NARROW_BAR_CELLS
             filled = int(share * cells)
             where += f" [{'#' * filled}{'.' * (cells - filled)}] {share:.0%}"
-        line = "  ".join([where, *times[-1:]])
+        line = "  ".join([where, *times[-1:], *self._rate(trainer, now)])
         for value in self._values(trainer):
             if len(line) + 2 + len(value) >= columns:
                 break
@@ -141,9 +141,8 @@ class Progress:
         bar = (
             "" if share is None else f'<progress value="{share:.4f}" max="1" style="width:16em"></progress> {share:.0%}'
         )
-        return (
-            f"<div>{bar} {escape('  '.join([where, *times, *self._values(trainer)])).replace('  ', ' &middot; ')}</div>"
-        )
+        words = escape("  ".join([where, *times, *self._rate(trainer, now), *self._values(trainer)]))
+        return f"<div>{bar} {words.replace('  ', ' &middot; ')}</div>"
 
     def _position(self, trainer: Trainer, now: float) -> tuple[str, float | None, list[str]]:
         """Where the run is in words, the share of it that is done if that is known, and its times."""
@@ -156,6 +155,11 @@ class Progress:
         if done > 0:
             times.append(f"ETA {_clock(elapsed / done * max(total - state.iteration, 0))}")
         return f"{where}/{total}", min(state.iteration / total, 1.0), times
+
+    def _rate(self, trainer: Trainer, now: float) -> list[str]:
+        """Iterations of this process in a second, once there is one."""
+        done, elapsed = trainer.state.iteration - self._first_iteration, now - self._started_at
+        return [f"{short(done / elapsed, 'throughput/steps_per_s')} it/s"] if done > 0 and elapsed > 0 else []
 
     def _total(self, trainer: Trainer) -> int | None:
         """The iteration at which the run ends; None in the first pass over data of unknown length."""

@@ -417,6 +417,7 @@ class ConsoleSink:
 
     A heading is printed first, again when the columns change (the first evaluation adds its metrics), and after 40
     lines. ``-`` is a value that was not written at this log point; a log point with none of the columns prints nothing.
+    The line of the last step boundary is printed when the run has ended, with what was logged at its end.
 
     Args:
         stream: None: ``sys.stdout`` at the time of writing.
@@ -430,10 +431,28 @@ class ConsoleSink:
     def __init__(self, stream: IO[str] | None = None, *, keys: Sequence[str] | None = None) -> None:
         self.stream, self.columns = stream, Columns(keys)
         self._heading, self._lines = "", 0
+        self._trainer: Trainer | None = None
+        self._held: dict[str, Any] = {}
+
+    def attach(self, trainer: Trainer) -> None:
+        GuardedSink(self).attach(trainer)
+        self._trainer = trainer
 
     def write(self, iteration: int, values: Values) -> None:
         if idist.get_rank() != 0:
             return
+        if self._trainer is not None and self._trainer.state.last:
+            if not self._held:
+                self._trainer.call_at_end(lambda trainer: self._print_held(iteration))
+            self._held |= values
+        else:
+            self._print(iteration, values)
+
+    def _print_held(self, iteration: int) -> None:
+        values, self._held = self._held, {}
+        self._print(iteration, values)
+
+    def _print(self, iteration: int, values: Values) -> None:
         stream = self.stream or sys.stdout
         self.columns.add(values)
         keys = self.columns.fitting(_columns_of(stream) - len(_START.format("", "")))

@@ -48,6 +48,7 @@ class SanityCheck:
         followed: by the setting that names it, a metric that something acts on, such as ``val/accuracy``.
         others_write: handlers of the user may write a metric that no evaluation does.
         error: makes the exception of a setting (``task``: a part of it) and a complaint.
+        announce: takes the names of the numbers that evaluations will write.
 
     Each rank measures its own batches and nothing is exchanged but their number. A metric that cannot be computed of a
     few batches, as one that needs samples of each class, is on one process tried on the whole set before it is refused,
@@ -64,8 +65,9 @@ class SanityCheck:
         followed: Mapping[str, str],
         others_write: bool,
         error: Callable[[str, str], Exception],
+        announce: Callable[[Mapping[str, float]], None] = lambda values: None,
     ) -> None:
-        self.trials, self.error = trials, error
+        self.trials, self.error, self.announce = trials, error, announce
         self.followed, self.others_write = followed, others_write
 
     def attach(self, trainer: Trainer) -> None:
@@ -84,6 +86,8 @@ class SanityCheck:
             if values is None:  # what it would have measured is not known
                 return
             measured |= {f"{name}/{key}": value for key, value in values.items()}
+        numbers = {name: number for name, value in measured.items() if (number := number_of(value)) is not None}
+        self.announce(numbers)
         for setting, metric in self.followed.items():
             self._check_followed(setting, metric, measured)
 

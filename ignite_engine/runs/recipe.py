@@ -201,7 +201,7 @@ def _evaluator(config: Config, task: Task, model: nn.Module) -> Engine:
     return create_evaluator(model, predict, metrics, precision=precision)
 
 
-def _sanity_check(config: Config, task: Task, model: nn.Module) -> SanityCheck:
+def _sanity_check(config: Config, task: Task, model: nn.Module, logger: handlers.MetricLogger) -> SanityCheck:
     """Of each validation set that can be read from its beginning at any time."""
     section, batches = config.evaluation, config.evaluation.sanity_batches
     # of the run's workers one is enough; what a dataset opens, it opens there
@@ -221,10 +221,22 @@ def _sanity_check(config: Config, task: Task, model: nn.Module) -> SanityCheck:
             section.limit,
         )
         for name, dataset in task.val_sets.items()
-        if batches and not isinstance(dataset, Windows)
+        if not isinstance(dataset, Windows) and not _is_read_once(dataset)
     }
     followed = {key: metric for key, metric in followed_metrics(config).items() if metric is not None}
-    return SanityCheck(trials, followed=followed, others_write=bool(task.handlers), error=config.error)
+
+    def announce(values: Mapping[str, float]) -> None:
+        for sink in logger.sinks:
+            if isinstance(sink, handlers.ConsoleSink):  # its first heading has what evaluations write
+                sink.columns.add(values)
+
+    others = bool(task.handlers)
+    return SanityCheck(trials, followed=followed, others_write=others, error=config.error, announce=announce)
+
+
+def _is_read_once(data: Any) -> bool:
+    """Whether what is read of it is gone."""
+    return any(hasattr(part, "__next__") for part in (data, getattr(data, "dataset", None)))
 
 
 def _progressive(config: Config, task: Task, run: Run) -> handlers.Evaluation:
@@ -268,8 +280,10 @@ def _attach(
     trainer.add_event_handler(Events.STARTED, run.log_length)
     trainer.add_event_handler(Events.EPOCH_STARTED, run.keep_record)
     say_how_it_resumes(run.loader)
+    metric_logger = _metric_logger(config, run)
     if evaluation.sanity_batches and evaluations:
-        _sanity_check(config, task, run.trainer.update.model).attach(trainer)  # type: ignore[attr-defined]  # an Update
+        model = trainer.update.model  # type: ignore[attr-defined]  # an Update
+        _sanity_check(config, task, model, metric_logger).attach(trainer)
     for name, schedule in schedules.items():
         handler_name = run.schedule_name(name)
         if task.schedule is not None:
@@ -299,7 +313,7 @@ def _attach(
         throughput = handlers.Throughput(task.tokens_fn, flops=logging.flops, peak_flops=logging.peak_flops)
         throughput.attach(trainer, log_point)
         handlers.StepTimes(run.directory.path, since=run.startup.began).attach(trainer, log_point)
-    _metric_logger(config, run).attach(trainer, log_point)
+    metric_logger.attach(trainer, log_point)
     profile = config.profiler
     if profile.active is not None:
         numbers = {"wait": profile.wait, "warmup": profile.warmup, "active": profile.active, "repeat": profile.repeat}

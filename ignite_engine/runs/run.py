@@ -21,6 +21,7 @@ from ignite_engine.data.place import Place
 from ignite_engine.data.workers import note_dead_worker
 from ignite_engine.describe import Conflict, conflicts_of, schedule_conflicts
 from ignite_engine.describe.lr_text import lr_text
+from ignite_engine.describe.model_table import model_table
 from ignite_engine.engine.length import Length
 from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch
 from ignite_engine.ranks import agreement
@@ -243,12 +244,15 @@ class Run:
         return resumed
 
     def log_length(self, trainer: Trainer) -> None:
-        """On STARTED: whether there is anything to train, and which settings contradict each other.
+        """On STARTED: a fresh run's model, whether there is anything to train, which settings contradict each other.
 
         Of a resumed run only a schedule that does not end with it, as after a resume with other groups, data or ranks,
         whose iterations have another size than those before.
         """
         state, epochs, end = trainer.state, trainer.progress.epochs_completed, trainer.last_iteration
+        if state.start is Start.FRESH and agreement.rank() == 0 and self.config["logging"]["console"]:
+            for line in model_table(trainer.update.model):  # type: ignore[attr-defined]  # build_run gave it an Update
+                logger.info("%s", line)
         if end is not None and state.iteration >= end:
             epoch_or_iteration = (
                 ("epoch", epochs, state.max_epochs) if state.max_iters is None else ("iteration", state.iteration, end)

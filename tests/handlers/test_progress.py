@@ -131,6 +131,21 @@ def test_the_time_left_is_computed_from_the_speed_of_this_process(capsys: pytest
     assert "elapsed 0:40  ETA 1:06:00" in capsys.readouterr().err  # 990 iterations at 4 s
 
 
+def test_on_a_terminal_it_shows_the_iterations_of_this_process_in_a_second() -> None:
+    handler, trainer = Progress(), Trainer(lambda engine, batch: None)
+    handler.attach(trainer)
+    trainer.state.iteration, trainer.state.max_iters = 9_000, 10_000  # as a resume leaves them
+    with terminal(100) as drawn:
+        handler._start(trainer)
+        handler._print(trainer, handler._started_at)
+        before = drawn()
+        trainer.state.iteration = 9_010
+        handler._print(trainer, handler._started_at + 4.0)
+        after = drawn()
+        trainer._call_at_end()
+    assert "it/s" not in before and "ETA 6:36  2.50 it/s" in after
+
+
 def test_elsewhere_a_short_run_is_its_last_line_only(capsys: pytest.CaptureFixture[str]) -> None:
     trainer_of().run(range(125), max_epochs=2)
     assert [line[:38] for line in capsys.readouterr().err.splitlines()] == ["epoch 2/2  iter 250/250 100%  elapsed "]
@@ -154,10 +169,11 @@ def test_on_a_terminal_it_shows_the_values_of_the_console_that_fit() -> None:
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.update(values))
         with terminal(columns) as drawn:
             trainer.run(range(3), max_epochs=1)
-            return drawn().split("\r")[-2].removesuffix("\x1b[K").split("ETA 0:00")[1]
+            rest = drawn().split("\r")[-2].removesuffix("\x1b[K").split("ETA 0:00")[1]
+            return re.sub(r"^  [\d.]+k? it/s", "", rest)
 
     assert drawing(120) == "  loss 0.1235  val/loss 0.25  samples/s 4.54k"
-    assert drawing(80) == "  loss 0.1235  val/loss 0.25"
+    assert drawing(80) == "  loss 0.1235"  # before it come the iterations per second
     assert drawing(120, ["rate", "loss"]) == "  samples/s 4.54k  loss 0.1235"
 
 

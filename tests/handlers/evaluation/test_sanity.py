@@ -15,7 +15,7 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import Accuracy, EpochMetric, Loss, Metric, MetricsLambda, Precision
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from ignite_engine import Trainer, fit
 from ignite_engine.config import ConfigError
@@ -196,6 +196,27 @@ def test_resumed_run_is_not_checked_again(tmp_path: Path) -> None:
     data = Counting()
     trained(tmp_path, val_set=data, max_epochs=2)
     assert data.read == 12  # the evaluation of the second epoch
+
+
+class ReadOnce(IterableDataset[Any]):
+    """A stream whose samples are gone when they are read."""
+
+    def __init__(self) -> None:
+        self.samples = iter(list(zip(*VAL, strict=True)))
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.samples)
+
+
+def test_stream_that_can_be_read_once_is_left_to_its_evaluation(tmp_path: Path) -> None:
+    values = [
+        trained(tmp_path / name, val_set=val_set, evaluation={"every": None}).metrics["val/loss"]
+        for name, val_set in {"once": ReadOnce(), "set": VAL}.items()
+    ]
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
 def needs_each_class(predictions: Tensor, targets: Tensor) -> float:

@@ -1,0 +1,58 @@
+"""The table of a model's parts at the start of a run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ignite_engine.describe.model_table import ROWS, model_table
+from tests.runs.test_fit import QUIET, fitted
+
+
+def cells(lines: list[str]) -> list[list[str]]:
+    return [line.split() for line in lines]
+
+
+def test_parts_have_their_parameters_once_and_the_whole_has_all() -> None:
+    body = nn.Linear(4, 8).requires_grad_(False)
+    model = nn.ModuleDict({"body": body, "act": nn.ReLU(), "again": body, "head": nn.Linear(8, 3, dtype=torch.float64)})
+
+    assert cells(model_table(model)) == [
+        ["parameters", "trained", "dtype", "size"],
+        ["body", "Linear", "40", "0", "float32", "160", "bytes"],
+        ["head", "Linear", "27", "27", "float64", "216", "bytes"],
+        ["ModuleDict", "67", "27", "float32,", "float64", "376", "bytes"],
+    ]
+
+
+def test_wrapper_of_one_module_shows_what_is_in_it_and_a_leaf_itself() -> None:
+    wrapped = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
+    assert [row[0] for row in cells(model_table(wrapped))[1:]] == ["0.0", "0.1", "Sequential"]
+    assert cells(model_table(nn.Linear(4, 8)))[1][0] == "Linear"
+    assert len(model_table(nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)]))) == ROWS + 2
+
+
+def test_parameters_of_the_model_itself_are_a_row() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    model.scale = nn.Parameter(torch.ones(5))
+    assert ["of", "its", "own", "5", "5", "float32", "20", "bytes"] in cells(model_table(model))
+
+
+def test_fresh_run_begins_with_it_and_its_console_has_one_heading(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    logging_on: dict[str, Any] = {"logging": {**QUIET["logging"], "console": True, "every": 4}}
+    fitted(tmp_path, **logging_on)
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["iter", "epoch", "loss", "val/loss", "lr"]
+    assert [int(row.split()[0]) for row in rows[1:]] == [4, 6, 8, 12, 16, 18]
+    assert [line for line in caplog.messages if line.split()[:3] == ["0", "Linear", "40"]]
+    caplog.clear()
+    fitted(tmp_path, max_epochs=4, **logging_on)
+    assert not any("Linear" in line for line in caplog.messages)
