@@ -63,12 +63,20 @@ def load(kind: str) -> None:
         setattr(module, name, function)
         if kind == "cuda" and name in vars(torch.cuda.memory):  # whose functions call each other
             setattr(torch.cuda.memory, name, function)
+    if kind == "cuda":  # which this build of torch cannot clone: those of deep copies
+        torch.UntypedStorage.clone = _cloned
     if kind != "cuda":
         torch._register_device_module("fake", module)
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
         _register_autocast(torch)
     if kind == "plain":
         set_options(pageable=1, no_float64=1, one_stream=1)
+
+
+def _cloned(storage: Any) -> Any:
+    import torch
+
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage().copy_(storage)
 
 
 def built(kind: str, torch: Path, version: str) -> Path:

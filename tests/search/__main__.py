@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import time
+from pathlib import Path
 
-from tests.search.common import table_of
+from tests.search.common import DEVICE, table_of
 
 JUDGES = {
     name: f"tests.search.{name}_search" for name in ("resume", "update", "fit", "ranks", "uneven", "windows", "seeding")
@@ -24,7 +26,14 @@ def main() -> int:
     parser.add_argument("--case", type=int, help="run this case alone, as a failure names it")
     parser.add_argument("--simplify", action="store_true", help="of a resume --case: make plain what need not be drawn")
     parser.add_argument("--jobs", type=int, default=2, help="processes of the resume judge at a time, default 2")
+    parser.add_argument(
+        "--device", choices=["fake", "cuda"], help="of the judges resume and update; fake: as tests/device"
+    )
     options = parser.parse_args()
+    if options.device is not None:
+        if options.judge not in ("resume", "update"):
+            parser.error("--device is of the judges resume and update.")
+        _use(options.device)
     seed, cases, minutes = options.seed, options.cases, options.minutes
     if options.case is not None:
         seed, cases, minutes = options.case, 1, None
@@ -45,6 +54,18 @@ def main() -> int:
         print(table_of(result), flush=True)
         failed = failed or bool(result.failures)
     return 1 if failed else 0
+
+
+def _use(device: str) -> None:
+    """Train on it, here and in the processes of the resume judge; before torch is imported."""
+    os.environ[DEVICE] = "cuda"
+    if device == "fake":
+        from tests.device import fake
+
+        os.environ[fake.VARIABLE] = "cuda"
+        startup = str(Path(fake.__file__).parent / "startup")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH"))))
+        fake.load("cuda")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ A judge is a module with ``run(seed, cases, minutes) -> Result``. Case ``i`` of 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+DEVICE = "SEARCH_DEVICE"
+"""Names the kind of device on which cases of the resume and update judges train, here and in processes started here."""
 PASSED = "passed"
 REFUSED = "refused"
 """Every run of the case was refused at construction: it proves nothing."""
@@ -59,6 +62,10 @@ class Result:
     def never_exercised(self) -> list[str]:
         """Features that no judged case exercised: in a long run a defect of the search."""
         return [feature for feature in self.features if not self.exercised[feature]]
+
+
+def device_kind() -> str:
+    return os.environ.get(DEVICE, "cpu")
 
 
 def case_seeds(seed: int, cases: int | None, minutes: float | None) -> Iterator[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests.search.common import device_kind
 from tests.search.resume_data import CLASSES
 from tests.search.resume_plan import Plan
 
@@ -227,8 +228,10 @@ class LossFn:
 
     def __init__(self, plan: Plan) -> None:
         self.extras = plan["extras"]
-        self.temperature = nn.Parameter(torch.ones(())) if plan["outside"] == "temperature" else None
-        self.head = nn.Linear(CLASSES, CLASSES) if plan["outside"].startswith("head") else None
+        self.temperature = (
+            nn.Parameter(torch.ones((), device=device_kind())) if plan["outside"] == "temperature" else None
+        )
+        self.head = nn.Linear(CLASSES, CLASSES).to(device_kind()) if plan["outside"].startswith("head") else None
 
     def parameters(self) -> list[nn.Parameter]:
         head = list(self.head.parameters()) if self.head is not None else []

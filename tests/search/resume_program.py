@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
 from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, GracefulStop, MetricLogger
+from tests.search.common import device_kind
 from tests.search.resume_data import data_of, evaluation_data
 from tests.search.resume_handlers import attach_ignite, attach_schedule, attach_users
 from tests.search.resume_model import LossFn, Net, optimizers_of
@@ -113,7 +114,7 @@ class Program:
     def __init__(self, plan: Plan, folder: Path, journal: Journal, stop: Plan | None) -> None:
         self.plan, self.folder, self.journal, self.stop = plan, folder, journal, stop
         self.states: dict[str, Callable[[], Any]] = {}
-        self.model, self.loss_fn = Net(plan), LossFn(plan)
+        self.model, self.loss_fn = Net(plan).to(device_kind()), LossFn(plan)
         optimizers = self.made = optimizers_of(plan, self.model, self.loss_fn)
         # overflows at its beginning, and later again
         scaler = {"init_scale": 2.0**17, "growth_interval": 3} if plan["precision"] == "fp16" else None
@@ -370,7 +371,7 @@ def _flatten(value: Any, name: str, found: dict[str, str]) -> None:
             _flatten(each, f"{name}.{index}", found)
     elif isinstance(value, Tensor):
         value = value.detach().to_dense() if value.is_sparse else value.detach()  # the momentum of a sparse gradient
-        raw = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        raw = value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
         found[name] = f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()[:12]}"
     else:
         text = value.hex() if isinstance(value, float) else repr(value)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_engine import TrainingEvents
+from tests.search.common import device_kind
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "trunk": ("linear", "embedding", "sparse embedding", "max_norm", "conv", "tied", "checkpointed"),
@@ -249,6 +250,7 @@ def build(case: Case) -> Built:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[case.dtype]
     if case.dtype != "fp32":
         model.to(dtype)
+    model.to(device_kind()), loss_module.to(device_kind())
     outside = [] if loss_module.temperature is None else [loss_module.temperature]
     loss_fn: Any = loss_module
     if case.outside == "temperature":  # a plain function, of which nothing is known
@@ -359,5 +361,5 @@ def _attach(case: Case, built: Built) -> None:
 
 
 def _own_forward(model: Any) -> Tensor:
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        return model.head(torch.ones(1, 8, dtype=model.head.weight.dtype))  # type: ignore[no-any-return]
+    with torch.no_grad(), torch.autocast(device_kind(), dtype=torch.bfloat16):
+        return model.head(torch.ones(1, 8, dtype=model.head.weight.dtype, device=device_kind()))  # type: ignore[no-any-return]

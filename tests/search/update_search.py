@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ignite_engine import Group, Trainer, TrainingEvents, Update
 from ignite_engine.events import EVENT_COUNTERS
-from tests.search.common import PASSED, REFUSED, Failure, Result, case_seeds
+from tests.search.common import PASSED, REFUSED, Failure, Result, case_seeds, device_kind
 from tests.search.update_cases import CHOICES, FEATURES, HABITS, WRITING, Built, Case, build, change, draw
 
 FAILED = "failed"
@@ -205,7 +205,7 @@ def by_hand(case: Case) -> Trained:
     """Trained by a loop that uses nothing of the engine."""
     trained, built = Trained(), build(case)
     dtype, optimizers = DTYPES[case.precision], list(built.optimizers.values())
-    scaler = torch.amp.GradScaler("cpu", enabled=case.precision == "fp16", **_scaler_options(case))
+    scaler = torch.amp.GradScaler(device_kind(), enabled=case.precision == "fp16", **_scaler_options(case))
     size, iteration = case.steps or 1, 0
     torch.manual_seed(case.number % 2**31)
     try:
@@ -254,8 +254,9 @@ def one_update(
     for batch, weight in zip(group, weights, strict=True):
         if not weight:
             continue
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            result = built.loss_fn(built.model, batch)
+        moved = {name: tensor.to(device_kind()) for name, tensor in batch.items()}
+        with torch.autocast(device_kind(), dtype=dtype, enabled=dtype is not None):
+            result = built.loss_fn(built.model, moved)
         loss, extras = result if isinstance(result, tuple) else (result, {})
         scaler.scale(loss / len(group) if built.weight_fn is None else loss * (weight / total)).backward()
         for name, value in {"loss": loss, **extras}.items():
