@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.runs import components
 from ignite_engine.task import find_task
 from tests.builders import Numbers, linear, mse
+from tests.faults.commands import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,23 +50,18 @@ def test_task_that_does_not_fit_is_one_line(sections: dict[str, Any], parts: dic
 
 
 @pytest.mark.distributed
-def test_other_config_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ignite_engine", "train", "configs/digits.yaml", "task=nowhere.py:build"]
+def test_other_config_on_one_rank_is_refused_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["train", "configs/digits.yaml", "task=nowhere.py:build"]
     command += [f"run.directory={tmp_path}/run", "--backend", "gloo"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [*command, f"optimizer.lr=0.{rank + 1}"],
-            cwd=ROOT,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = []
+    for rank in range(2):
+        for name, value in {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items():
+            monkeypatch.setenv(name, value)
+        ranks.append(Command(ROOT, *command, f"optimizer.lr=0.{rank + 1}"))
+    errors = [rank.communicate()[1] for rank in ranks]
 
     expected = "error: rank 1 was started with another config than rank 0: optimizer.lr: 0.1 -> 0.2; start all ranks"
     assert [rank.returncode for rank in ranks] == [2, 2], errors
