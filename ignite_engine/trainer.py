@@ -381,8 +381,9 @@ class Trainer(Engine):
         }
         settings["what a checkpoint holds"] = sorted(self.registry.objects)
         start.check_ranks_agree(arguments, settings, getattr(self.update, "optimizers", {}))
-        self.registry.trained_apart.watch(self, self.update)
-        self.registry.trained_apart.check()
+        if (apart := self.registry.trained_apart) is not None:
+            apart.watch(self, self.update)
+            apart.check()
         start.begin(arguments, state, self.progress, self.registry, self.resume_state)
         limit = f"max_epochs={state.max_epochs}" if state.max_iters is None else f"max_iters={state.max_iters}"
         if state.start is Start.FRESH:

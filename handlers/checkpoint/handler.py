@@ -377,10 +377,9 @@ class Checkpoint:
         if trainer.progress.windows is not None and not trainer.has_event_handler(self._require_exact):
             # of which kind their data is, is known when they are opened
             trainer.add_event_handler(TrainingEvents.WINDOW_STARTED, self._require_exact)
-        compares = trainer.registry.trained_apart.compares
-        if compares and not trainer.has_event_handler(self._require_exact, Events.ITERATION_COMPLETED):
-            compared = Events.ITERATION_COMPLETED(event_filter=trainer.registry.trained_apart.is_compared)
-            trainer.add_event_handler(compared, self._require_exact)
+        apart, completed = trainer.registry.trained_apart, Events.ITERATION_COMPLETED
+        if apart is not None and apart.compares and not trainer.has_event_handler(self._require_exact, completed):
+            trainer.add_event_handler(completed(event_filter=apart.is_compared), self._require_exact)
         self._saver.start(trainer)
         trainer.call_at_end(self._end)
 

@@ -125,7 +125,8 @@ class Loop:
         engine, state, progress, boundary, started = self.engine, self.state, self.progress, self.boundary, time.time()
         feed, update, fire = self.feed, self.update, self._fire
         fire(Events.EPOCH_STARTED)
-        self.registry.trained_apart.check()  # a handler may have unfrozen something
+        if (apart := self.registry.trained_apart) is not None:
+            apart.check()  # a handler may have unfrozen something
         self._finish_resume()
         if not begun:
             boundary.check()

@@ -11,13 +11,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ignite_engine.errors import StateMismatch, leave_out
+from ignite_engine.ranks import agreement
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState
 from ignite_engine.states.resume_state import Adapt, ResumeState, unchanged
-from ignite_engine.states.trained import TrainedApart
 
 if TYPE_CHECKING:
     from ignite_engine.checkpointing import SaveFilter
+    from ignite_engine.states.trained import TrainedApart
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,6 @@ class Registry:
 
     def __init__(self, resume: ResumeState) -> None:
         self.objects: dict[str, Stateful] = {}
-        self.trained_apart = TrainedApart(self.objects)
         self.shared: set[str] = set()
         self.kinds: dict[str, str] = {}
         """What each object is: ``model``, ``optimizer``, ``schedule``, ``average``, ``metric``, ... or ``other``."""
@@ -53,7 +53,17 @@ class Registry:
         self.times_replaced = 0
         """How often what is registered was loaded again within the run."""
         self._automatic: set[str] = set()
+        self._trained_apart: TrainedApart | None = None
         self._resume = resume
+
+    @property
+    def trained_apart(self) -> TrainedApart | None:
+        """Notices what each rank trains by itself; None on one process."""
+        if self._trained_apart is None and agreement.world_size() > 1:
+            from ignite_engine.states.trained import TrainedApart
+
+            self._trained_apart = TrainedApart(self.objects)
+        return self._trained_apart
 
     def register(self, name: str, obj: Any, *, shared: bool = False, kind: str | None = None) -> None:
         """Save ``obj`` in every checkpoint under ``name``; load it at once if a loaded checkpoint has it.

@@ -66,7 +66,8 @@ def reasons_of(
 def _of_states(registry: Registry) -> list[str]:
     """Why the states that are captured now are not all, or not those of the resumed run."""
     found = [*registry.resumed_otherwise, *(f"{name} is attached but not saved" for name in registry.nameless)]
-    found += registry.trained_apart.reasons()
+    if registry.trained_apart is not None:
+        found += registry.trained_apart.reasons()
     if registry.filters and not _holds_parameters(registry):
         found.append("no parameters are saved, as no model is registered (trainer.register(name, model) saves one)")
     for name, obj in registry.objects.items():
