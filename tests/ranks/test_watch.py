@@ -38,8 +38,9 @@ BEGUN = r"iteration \d+, epoch [01](, after [A-Z_]+)?"
 LAST = rf"Last heartbeat: {BEGUN}, in \w+ \(\w+\.py:\d+\).*"
 SILENT = r"gave no sign of life for \d\.\d s: .*"
 # how a rank fails, which, what the others say of it, and the exit code
+SHAPES = r"\(The micro-batch: \[Tensor \[4, 4\] float32, Tensor \[4, 1\] float32\]\)"
 CASES = {
-    "an exception": ("raise", 1, rf"rank 1 failed at {HEARTBEAT}: ValueError: a sample is broken", 1),
+    "an exception": ("raise", 1, rf"rank 1 failed at {HEARTBEAT}: ValueError: a sample is broken {SHAPES}", 1),
     "a handler": (
         "handler",
         1,
@@ -47,7 +48,12 @@ CASES = {
         r"\(Raised by handler Broken on ITERATION_COMPLETED\)",
         1,
     ),
-    "a sample that cannot be read": ("read", 1, rf"rank 1 failed at {HEARTBEAT}: a sample is damaged", 1),
+    "a sample that cannot be read": (
+        "read",
+        1,
+        rf"rank 1 failed at {HEARTBEAT}: a sample is damaged \(Raised for Unreadable\[\d+\]\)",
+        1,
+    ),
     "an exit": ("exit", 1, rf"rank 1 called sys\.exit\(3\) at {HEARTBEAT}, while ranks? [02, ]+ waited for it", 3),
     "a kill": ("kill", 1, rf"rank 1 exited without reporting: .*{LAST}", 1),
     "a stopped process": ("stop", 1, rf"rank 1 {SILENT}{LAST}", 1),
@@ -57,7 +63,12 @@ CASES = {
         rf"rank 1 did not come while ranks? [02, ]+ waited .* {HEARTBEAT}, in fail \(failing\.py:\d+\)",
         1,
     ),
-    "an exception on rank 0": ("raise", 0, rf"rank 0 failed at {HEARTBEAT}: ValueError: a sample is broken", 1),
+    "an exception on rank 0": (
+        "raise",
+        0,
+        rf"rank 0 failed at {HEARTBEAT}: ValueError: a sample is broken {SHAPES}",
+        1,
+    ),
     "an exit of rank 0": ("exit", 0, rf"rank 0 called sys\.exit\(3\) at {HEARTBEAT}", 3),
     "a kill of rank 0": ("kill", 0, rf"rank 0 exited without reporting: .*{LAST}", 1),
     "a stopped rank 0": ("stop", 0, rf"rank 0 {SILENT}{LAST}", 1),

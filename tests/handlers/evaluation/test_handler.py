@@ -192,7 +192,8 @@ def test_evaluator_works_again_after_an_error() -> None:
     Evaluation(evaluator, numbers_loader(4)).attach(trainer)
     with pytest.raises(OSError, match="gone") as caught:
         trainer.run(numbers_loader(4))
-    assert caught.value.__notes__ == ["Raised by handler Evaluation on EPOCH_COMPLETED."]
+    assert caught.value.__notes__[-1] == "Raised by handler Evaluation on EPOCH_COMPLETED."
+    assert caught.value.__notes__[0].startswith("The batch: [Tensor [")
     assert model_of(trainer).training
     state = trainer.run(numbers_loader(4))
 
