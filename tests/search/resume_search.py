@@ -69,7 +69,7 @@ def run(seed: int, cases: int | None, minutes: float | None, *, jobs: int = 2) -
         except BaseException as error:
             errors.put(error)
 
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(jobs)]
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(jobs if cases is None else min(jobs, cases))]
     for worker in workers:
         worker.start()
     for worker in workers:
