@@ -169,7 +169,7 @@ def _run(evaluator: Engine, batches: Iterable[Any], limit: int | None = None) ->
     """Evaluate on this rank alone."""
     model, state = getattr(evaluator, "model", None), evaluator.state
     state.max_epochs = state.epoch_length = None
-    evaluator.logger = logging.Logger("sanity check", logging.WARNING)  # the run's log says nothing of it
+    evaluator.logger = logging.Logger("sanity check", logging.CRITICAL + 1)  # Ignite's own lines say less
     with eval_mode(model) if model is not None else nullcontext(), metrics_of_this_rank():
         return evaluator.run(batches if limit is None else islice(batches, limit), max_epochs=1).metrics
 

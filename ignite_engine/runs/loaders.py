@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from ignite_engine import devices
 from ignite_engine.config import Config
@@ -42,7 +43,13 @@ def data_loader(config: Config, task: Task, dataset: Any, *, training: bool) -> 
         limit = config.run.max_windows if training else None
         return dataset.opened_by(lambda window: data_loader(config, task, window, training=training), limit=limit)
     if is_loader(dataset):
-        return resumable(dataset, seed=config.run.seed, any_sampler=True) if training else dataset
+        if not training:
+            return dataset
+        taken = resumable(dataset, seed=config.run.seed, any_sampler=True)
+        order = getattr(taken, "sampler", None)
+        if not isinstance(order, ResumableSampler | DistributedSampler):
+            _warn_of_whole(taken)
+        return taken
     data = config.data
     options: dict[str, Any] = {"num_workers": data.num_workers, "collate_fn": task.collate_fn}
     options["pin_memory"] = devices.pins_memory() if data.pin_memory is None else data.pin_memory
@@ -73,13 +80,19 @@ def _of_this_rank(stream: Any) -> Any:
     if type(stream).__module__.partition(".")[0] == "datasets":
         split = importlib.import_module("datasets.distributed").split_dataset_by_node
         return split(stream, rank=mesh.data_rank(), world_size=ranks)
-    if agreement.rank() == 0:
-        logger.warning(
-            "%s is read whole by each of the %d ranks, unless its __iter__ yields the share of data_rank() of "
-            "data_size() (both in ignite_engine.ranks).",
-            *(type(stream).__name__, ranks),
-        )
+    _warn_of_whole(stream)
     return stream
+
+
+def _warn_of_whole(data: Any) -> None:
+    """Data that is not shared out to the ranks here."""
+    ranks = mesh.data_size()
+    if ranks > 1 and agreement.rank() == 0:
+        logger.warning(
+            "%s is read whole by each of the %d ranks, unless it yields the share of data_rank() of data_size() (both "
+            "in ignite_engine.ranks).",
+            *(type(data).__name__, ranks),
+        )
 
 
 def say_how_it_resumes(train_loader: Any) -> None:

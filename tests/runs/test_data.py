@@ -312,8 +312,13 @@ def test_ranks_share_a_sampler_and_a_loader(tmp_path: Path) -> None:
             )
             run_of(tmp_path / kind, max_epochs=1, **given)
             seen[kind] = sorted(read)
+        run_of(tmp_path / "whole", max_epochs=1, **KINDS["batch sampler"]())
+        run_of(tmp_path / "stream", max_epochs=1, **KINDS["stream"]())
         return seen
 
     answers = on_two_ranks(case, tmp_path / "meeting")
     for kind in ("plain loader", "sampler"):
         assert sorted(answers[kind][0] + answers[kind][1]) == list(range(48))
+    for folder, name in {"whole": "DataLoader", "stream": "Stream"}.items():
+        log = (tmp_path / folder / "logs" / "rank_0.log").read_text()
+        assert f"{name} is read whole by each of the 2 ranks, unless it yields the share of data_rank()" in log
