@@ -130,15 +130,12 @@ def test_the_hook_sees_a_connection_and_a_pickle(watched: Watched) -> None:
 
 
 def test_importing_it_connects_starts_and_writes_nothing(watched: Watched) -> None:
-    for imported in ("ignite_engine", "ignite_engine.handlers", "ignite_engine.report", "ignite_engine.runs.fit"):
-        torch_alone = watched.run("-c", "import torch, ignite.engine, ignite.metrics, numpy, yaml, psutil, pydantic")
-        events = watched.run("-c", f"import torch, ignite.engine, ignite.metrics, {imported}")
-        beyond = [
-            event
-            for event in events
-            if event not in torch_alone and str(watched.folder / "temporary") not in str(event)
-        ]
-        assert beyond == []
+    theirs = "import torch, ignite.engine, ignite.metrics, numpy, yaml, psutil, pydantic"
+    ours = "ignite_engine, ignite_engine.handlers, ignite_engine.report, ignite_engine.runs.fit"
+    without = watched.run("-c", theirs)
+    events = watched.run("-c", f"{theirs}, {ours}")
+    temporary = str(watched.folder / "temporary")
+    assert [event for event in events if event not in without and temporary not in str(event)] == []
 
 
 def test_no_connection_is_opened_by_default(events_of_a_run: list[tuple[str, list[str]]]) -> None:
