@@ -7,6 +7,7 @@ checkpoint before the last, as after a kill.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -14,9 +15,10 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.ranks import agreement
+from ignite_engine.states.trained import TrainedApart
 from tests.ranks.forkserver import PRELOADED
 from tests.search import resume_program, resume_search
 from tests.search.common import PASSED, REFUSED, Failure, Result, case_seeds
@@ -43,13 +46,14 @@ DDP: dict[str, dict[str, Any]] = {
     "find_unused_parameters": {"find_unused_parameters": True},
     "own buffers": {"broadcast_buffers": False},
 }
+SILENCE = "nothing is said of what trains apart"
 WRAPPING = ("all", "nothing", "a part")
 """What DDP holds of what is trained; what it does not, each rank trains by itself, and says so."""
 UNFROZEN = "DistributedDataParallel was made while"
 """How a run is refused in which a parameter is unfrozen that DDP does not reduce."""
 # what leaves out a part of the model on one rank, or changes each rank's copy in a way of its own, DDP does not train
 NOT_UNDER_DDP: Mapping[str, tuple[str, ...]] = {
-    "layers": ("layer drop by Python", "noise by NumPy", "generator of its own"),
+    "layers": ("layer drop by Python", "noise by NumPy"),
     "handlers": (
         "random numbers",
         "gradient noise",
@@ -161,8 +165,8 @@ class RankProgram(Program):
             for name, obj, shared in update.update.stateful():
                 self.trainer.register(name, obj, shared=shared)
         super()._attach()
-        if self.plan["update"] == "own function, trained apart":
-            self.trainer.add_event_handler(Events.ITERATION_COMPLETED, self._note_apart)
+        if isinstance(update, OwnFunction):  # of an Update it is known at the start
+            self.trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.COMPLETED, self._note_apart)
 
     def _note_apart(self, trainer: Trainer) -> None:
         """It is known from the first update on."""
@@ -249,13 +253,21 @@ def _rank(rank: int, world: int, plans: list[tuple[int, Plan]], until: float | N
     for number, plan in plans:
         if agreement.broadcast_int(int(until is not None and time.monotonic() > until)):
             break
-        verdict = _judge(plan, Path(folder) / str(number))
+        with silenced() if plan.get("planted") == SILENCE else contextlib.nullcontext():
+            verdict = _judge(plan, Path(folder) / str(number))
         if rank == 0:
             shutil.rmtree(Path(folder) / str(number))
             with (Path(folder) / "verdicts.jsonl").open("a") as file:
                 file.write(json.dumps(verdict) + "\n")
     agreement.forget_groups()
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """A planted mistake: nobody looks for what each rank trains by itself."""
+    with patch.object(TrainedApart, "reasons", lambda self: []), patch.object(TrainedApart, "check", lambda self: None):
+        yield
 
 
 def show(seed: int) -> str:

@@ -125,17 +125,11 @@ class Drawing(nn.Module):
 
 
 class OwnGenerator(nn.Module):
-    """Randomness in forward from a generator of its own, whose state is saved as torch lets a module save it."""
+    """Randomness in forward from a generator of its own, which is an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(9)
-
-    def get_extra_state(self) -> Any:
-        return {"generator": self.generator.get_state()}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.generator.set_state(state["generator"])
 
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.training:
@@ -152,11 +146,8 @@ class Unsaved(nn.Module):
         super().__init__()
         self.kind, self.calls = kind, 0
         self.register_buffer("kept", torch.zeros(()), persistent=False)
-        self.generator = torch.Generator().manual_seed(9)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.kind == "generator":
-            return hidden * (1.0 + 0.1 * torch.randn((), generator=self.generator)) if self.training else hidden
         if self.training:
             self.calls, self.kept = self.calls + 1, self.kept + 1
         return hidden * (1.0 + 0.01 * (self.calls if self.kind == "attribute" else self.kept))

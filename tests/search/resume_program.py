@@ -22,7 +22,10 @@ from ignite.metrics import Accuracy, Loss, Metric, Precision
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
+from ignite_engine.engine.loop import Loop
 from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, GracefulStop, MetricLogger
+from ignite_engine.states.generators import OwnGenerators
+from ignite_engine.step.accumulate import forward_backward
 from tests.search.common import device_kind
 from tests.search.resume_data import data_of, evaluation_data
 from tests.search.resume_handlers import attach_ignite, attach_schedule, attach_users
@@ -256,6 +259,12 @@ class Program:
                 stem.weight.data.add_(0.001 * torch.randn(stem.weight.shape, generator=generator))
 
             self.trainer.add_event_handler(Events.ITERATION_COMPLETED, jitter)
+        elif kind == "random numbers stay":
+            Loop._restore_rng = lambda loop: None  # type: ignore[method-assign]  # the process is of this case
+        elif kind == "reported values stay where they are":
+            forward_backward.scalar = lambda value: value.detach().float()
+        elif kind == "generators stay":
+            OwnGenerators.load_state_dict = lambda generators, state: None  # type: ignore[method-assign]
 
     # -- what is written down ------------------------------------------------------------------------------------
 

@@ -114,6 +114,7 @@ def trains_without_the_optimizers_state_after_a_stop(monkeypatch: pytest.MonkeyP
         (forgotten("optimizer"), {"optimizer": "two"}),
         (forgotten("schedule_per"), {"schedule": "LambdaLR per step"}),
         (forgotten("accumulation_steps"), {"accumulation": "2"}),
+        (forgotten("metrics"), {"metrics": "one number and a vector"}),
         (evaluates_in_training_mode, {"model": "batch norm"}),
         (steps_every_scheduler_with_the_optimizer, {"schedule": "StepLR"}),
         (divides_a_short_group_as_a_full_one, {"accumulation": "2"}),

@@ -13,7 +13,7 @@ from tests.search.resume_search import ANNOUNCED, ANNOUNCED_EQUAL, FAILED, Judge
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 SEEDS = (5, 7, 11, 16, 20, 22, 25, 38)
-PLANTED = ("handler counter", "handler generator", "module attribute", "module buffer", "module generator")
+PLANTED = ("handler counter", "handler generator", "module attribute", "module buffer")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,22 @@ def test_state_that_matters_and_is_not_saved_is_found_or_announced(judge: Judge,
     assert judge.judge(plain()).outcome == PASSED
     verdict = judge.judge(plain(planted=planted))
     assert verdict.outcome in (FAILED, ANNOUNCED) and verdict.reason.startswith("iteration")
+
+
+@pytest.mark.parametrize(
+    ("planted", "drawn"),
+    [
+        ("random numbers stay", {"handlers": ["a batch of random numbers"]}),
+        ("generators stay", {"layers": ["generator of its own"]}),
+        ("reported values stay where they are", {"extras": "a parameter", "log": "every 3", "saves": "iterations"}),
+        ("reported values stay where they are", {"extras": "a buffer", "log": "every 3", "saves": "iterations"}),
+    ],
+)
+def test_mistake_of_the_engine_is_found(judge: Judge, planted: str, drawn: dict[str, Any]) -> None:
+    stop = {"how": "request_stop", "event": "ITERATION_COMPLETED", "after": 0.4}  # within an interval of the log
+    drawn |= {"stops": [stop]}
+    assert judge.judge(plain(**drawn)).outcome == PASSED
+    assert judge.judge(plain(**drawn, planted=planted)).outcome == FAILED
 
 
 def test_run_that_is_refused_at_construction_is_no_pass(judge: Judge) -> None:
