@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -170,7 +170,15 @@ def _run(evaluator: Engine, batches: Iterable[Any], limit: int | None = None) ->
     model, state = getattr(evaluator, "model", None), evaluator.state
     state.max_epochs = state.epoch_length = None
     evaluator.logger = logging.Logger("sanity check", logging.CRITICAL + 1)  # Ignite's own lines say less
-    with eval_mode(model) if model is not None else nullcontext(), metrics_of_this_rank():
+    with ExitStack() as alone:  # not in predict, which may ask for its rank
+        alone.enter_context(eval_mode(model) if model is not None else nullcontext())
+        within = alone.enter_context(ExitStack())
+        alone.enter_context(evaluator.add_event_handler(Events.ITERATION_STARTED, within.close))
+        alone.enter_context(
+            evaluator.add_event_handler(
+                Events.ITERATION_COMPLETED, lambda: within.enter_context(metrics_of_this_rank())
+            )
+        )
         return evaluator.run(batches if limit is None else islice(batches, limit), max_epochs=1).metrics
 
 

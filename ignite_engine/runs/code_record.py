@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -12,7 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ignite_engine.errors import one_line
 from ignite_engine.run_directory import RunDirectory, write_whole
+
+logger = logging.getLogger(__name__)
 
 DIFF_BYTES = 256 * 1024
 """A longer diff is cut off."""
@@ -47,9 +51,12 @@ def record_code(directory: RunDirectory) -> None:
             values, diff = _read(git)
         except (OSError, subprocess.SubprocessError):  # no git, no repository, no commit, or it took too long
             continue
-        if diff:
-            write_whole(directory.code_diff, diff)
-        write_whole(directory.code, json.dumps(values, indent=1) + "\n")
+        try:
+            if diff:
+                write_whole(directory.code_diff, diff)
+            write_whole(directory.code, json.dumps(values, indent=1) + "\n")
+        except OSError as error:  # a run is worth more than the record of its code
+            logger.warning("The code that runs is not recorded in %s: %s.", directory.path, one_line(error))
         return
 
 

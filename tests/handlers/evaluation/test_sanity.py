@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
 import numpy as np
 import pytest
 import torch
@@ -249,10 +250,17 @@ def test_metric_that_needs_more_than_a_few_batches_is_not_refused(tmp_path: Path
 def test_ranks_check_their_own_batches(tmp_path: Path) -> None:
     def case(rank: int) -> dict[str, Any]:
         torch.set_num_threads(1)
+        known_as = set[tuple[int, int]]()
+
+        def predict_and_note(model: nn.Module, batch: Any) -> Any:
+            known_as.add((idist.get_rank(), idist.get_world_size()))
+            return predict(model, batch)
+
         runs = [
             trained(
                 tmp_path / str(batches),
                 metrics={"accuracy": Accuracy(), "all": EpochMetric(needs_each_class, check_compute_fn=False)},
+                predict=predict_and_note,
                 evaluation={"sanity_batches": batches},
             )
             for batches in (0, 1)
@@ -268,9 +276,11 @@ def test_ranks_check_their_own_batches(tmp_path: Path) -> None:
             "same": digests[0] == digests[1] and runs[0].metrics == runs[1].metrics,
             "refused": refused,
             "few": few.metrics["val/accuracy"],
+            "knows itself": known_as == {(rank, 2)},
         }
 
     answers = on_two_ranks(case, tmp_path / "meeting")
     assert answers["same"] == [True, True]
     assert all("metric 'accuracy' (Accuracy) cannot use" in refused for refused in answers["refused"])
     assert answers["few"][0] == answers["few"][1]
+    assert answers["knows itself"] == [True, True]
