@@ -35,7 +35,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(folder, "add", "--all")
     git(folder, "commit", "-q", "-m", "first")
     monkeypatch.chdir(folder / "deep")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
     return folder
 
 
