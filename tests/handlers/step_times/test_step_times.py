@@ -334,6 +334,7 @@ def test_copy_of_a_background_save_is_saving(tmp_path: Path) -> None:
     trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=3), join_late)
     trainer.run(numbers_loader(24, 2), max_epochs=1)
     assert times._clock.seconds["checkpoint"] >= slept.seconds["checkpoint"] > 0
+    assert times._figures(trainer).background, "the verdict is told"
 
 
 def test_two_ranks_name_the_slower_one_and_split_off_the_reduction(tmp_path: Path) -> None:
