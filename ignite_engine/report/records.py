@@ -15,7 +15,7 @@ import yaml
 
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.report.goodput import Ledger, read_ledger
-from ignite_engine.report.series import Logged, Series
+from ignite_engine.report.series import EXACT, Logged, Series
 from ignite_engine.run_directory import RunDirectory, lines_of
 
 LOG_LINES = 40
@@ -100,7 +100,7 @@ class Record:
             mode = (
                 self.followed[1] if self.followed is not None and self.followed[0] == key else usual_mode(key) or "min"
             )
-        points = self.series.get(key)
+        points = self._of_whole_intervals(key)
         if not points:
             return None
         return min(points, key=lambda point: point[1] if mode == "min" else -point[1])
@@ -117,8 +117,16 @@ class Record:
 
     def last(self, key: str) -> float | None:
         """The newest value of a series."""
-        points = self.series.get(key)
+        points = self._of_whole_intervals(key)
         return points[-1][1] if points else None
+
+    def _of_whole_intervals(self, key: str) -> Sequence[tuple[int, float]]:
+        """The points of a series; of the training loss without the mean over a last interval that is a rest."""
+        points = self.series.get(key, ())
+        if not (key == "loss" or key.startswith("loss/")) or not 3 <= len(points) <= EXACT:
+            return points
+        before, usual_end, end = (iteration for iteration, _ in points[-3:])
+        return points[:-1] if 2 * (end - usual_end) < usual_end - before else points
 
 
 def read_run(directory: str | Path) -> Record:

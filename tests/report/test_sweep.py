@@ -54,3 +54,12 @@ def test_many_settings_are_counted_not_shown() -> None:
 def test_metric_that_no_run_has_logged_is_named() -> None:
     with pytest.raises(NotLogged, match=r"--sort: got 'val/scor', which no run has logged; did you mean 'val/score'\?"):
         ordered([run("a", 1.0)], "val/scor")
+
+
+def test_a_rest_of_a_log_interval_is_neither_the_last_nor_the_best_loss() -> None:
+    points = [(10, 0.9), (20, 0.5), (30, 0.4), (31, 0.1)]
+    record = Record(Path("a"), {"loss": points, "val/loss": points, "loss/kl": points[:3]})
+
+    assert (record.last("loss"), record.best("loss")) == (0.4, (30, 0.4))
+    assert (record.last("val/loss"), record.best("val/loss")) == (0.1, (31, 0.1)), "an evaluation is whole"
+    assert record.last("loss/kl") == 0.4
