@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, rng
 from ignite_engine.checkpointing.digests import digests
-from ignite_engine.engine.progress import Progress
+from ignite_engine.data.source import DataSource
 from ignite_engine.handlers import (
     EMA,
     Checkpoint,
@@ -164,7 +164,7 @@ def end_of(trainer: Trainer) -> dict[str, Any]:
 # what restores each part of a checkpoint; without any of them some case must fail
 FORGOTTEN: dict[str, list[tuple[Any, str]]] = {
     "random numbers": [(rng, "restore")],
-    "position in the data": [(Progress, "_set_data_state")],
+    "position in the data": [(DataSource, "load_state_dict")],
     "scaler": [(LossScaler, "load_state_dict")],
     "optimizer": [(OptimizerState, "load_state_dict")],
     "schedule": [(LRSchedule, "load_state_dict")],

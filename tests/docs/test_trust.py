@@ -89,7 +89,8 @@ class Watched:
         places["HF_TOKEN"] = SECRET
         paths = os.pathsep.join([str(self.folder / "hook"), str(ROOT)])
         environment = {**os.environ, **places, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-        environment = {name: value for name, value in environment.items() if not name.startswith("CLEARML")}
+        unwanted = ("CLEARML", "TORCHINDUCTOR")  # torch sets the latter in this process
+        environment = {name: value for name, value in environment.items() if not name.startswith(unwanted)}
         done = subprocess.run(
             [sys.executable, *words], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300
         )

@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"name": "AdamW", "lr": 0.01},
     "schedule": {"name": "cosine", "warmup": 3},
     "update": {"precision": "bf16", "accumulation_steps": 4, "clip_norm": 1.0},
-    "evaluation": {"every": {"epochs": 1}},
+    "evaluation": {"every": {"epochs": 1}, "sanity_batches": 0},  # batches are counted, and where one is broken off
     "checkpoint": {"every": 5},
     "logging": {
         "every": 2,

@@ -92,5 +92,5 @@ def test_schedule_that_needs_to_know_the_length_is_one_line(server: ForkServer, 
     config = config_of(tmp_path)
     config.write_text(config.read_text().replace("constant", "cosine"))
     assert run(server, config) == 2
-    line = r"schedule\.total: windows do not say how many updates there will be: set it, or run\.max_iterations\."
+    line = r"schedule\.total: a stream of windows does not say how many updates there will be: set it"
     assert re.search(line, (tmp_path / "output.txt").read_text())

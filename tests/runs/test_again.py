@@ -72,7 +72,7 @@ def test_restart_moves_the_run_aside_and_begins_anew(tmp_path: Path, caplog: pyt
     assert f"The run that was in {folder} is now in {tmp_path / 'run.2'}." in caplog.messages
     assert not (tmp_path / "run.1" / ".lock").exists()
     again = run_of(folder, smoothed)  # without it the run is the one that it was, and no setting differs
-    assert again.trainer.state.iteration == again.first_iteration and "run.restart" not in caplog.text
+    assert again.trainer.state.iteration == again.first_iteration and "run.restart:" not in caplog.text
 
 
 def read(folder: Path) -> str:
