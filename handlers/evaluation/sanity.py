@@ -18,7 +18,7 @@ from torch import nn
 from ignite_engine import Phase, Trainer, rng
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import did_you_mean, one_line, shapes_of
-from ignite_engine.evaluator import eval_mode
+from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.evaluation.handler import number_of
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import metrics_of_this_rank
@@ -78,14 +78,17 @@ class SanityCheck:
         if trainer.state.start is not Start.FRESH:
             return
         measured: dict[str, Any] = {}
+        knows_all, update = True, trainer.update
         for name, trial in self.trials.items():
-            model = getattr(trainer.update, "model", None)
-            drawn = undrawn(trainer.registry.objects)
-            with rng.isolated(), drawn, _buffers_of(model), warnings.catch_warnings(action="ignore"):
+            drawn, read = undrawn(trainer.registry.objects), whole_pass(trial.data)
+            buffers = _buffers_of(getattr(update, "model", None), getattr(update, "loss_fn", None))
+            with rng.isolated(), drawn, read, buffers, warnings.catch_warnings(action="ignore"):
                 values = self._values(name, trial)
-            if values is None:  # what it would have measured is not known
-                return
-            measured |= {f"{name}/{key}": value for key, value in values.items()}
+            knows_all = knows_all and values is not None
+            measured |= {f"{name}/{key}": value for key, value in (values or {}).items()}
+        # a metric may be unknown on one rank alone, which has tried all sets with its peers nevertheless
+        if not all(row[0] for row in agreement.gather_floats([float(knows_all)])):
+            return
         numbers = {name: number for name, value in measured.items() if (number := number_of(value)) is not None}
         self.announce(numbers)
         for setting, metric in self.followed.items():
@@ -194,14 +197,18 @@ def _metric_of(error: BaseException) -> tuple[Metric, str] | None:
 
 
 @contextmanager
-def _buffers_of(model: Any) -> Iterator[None]:
-    """Put back the buffers of a model whose forward changes some, also in eval mode."""
-    buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
-    before = [buffer.detach().clone() for buffer in buffers]
+def _buffers_of(*owners: Any) -> Iterator[None]:
+    """Put back the buffers of modules, or of those with these methods, whose forward changes or replaces some."""
+    roots = [getattr(owner, "__self__", owner) for owner in owners]
+    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    held = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
+    before = [buffer.detach().clone() for _, _, buffer in held]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in zip(buffers, before):
+            for (module, name, buffer), value in zip(held, before):
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)

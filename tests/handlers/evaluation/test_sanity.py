@@ -16,7 +16,7 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import Accuracy, EpochMetric, Loss, Metric, MetricsLambda, Precision
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from ignite_engine import Trainer, fit
 from ignite_engine.config import ConfigError
@@ -143,11 +143,13 @@ class Tracing(nn.Module):
         self.inner = net()
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
         self.register_buffer("drawn", torch.zeros(3))
         self.modes: list[bool] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
+        self.replaced = self.replaced + 1
         self.drawn += torch.rand(3)
         self.modes.append(self.training)
         return self.inner(self.norm(inputs))  # type: ignore[no-any-return]  # a tensor
@@ -191,6 +193,37 @@ def test_run_is_as_without_the_check(tmp_path: Path) -> None:
     lines = [(run.directory.path / "metrics.jsonl").read_text() for run in runs]
     assert lines[0] == lines[1]
     assert checked.trainer.state.evaluations == without.trainer.state.evaluations == 1
+
+
+class Centered(nn.Module):
+    """A loss function that moves a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        predictions = model(batch[0])
+        self.center = 0.9 * self.center + 0.1 * predictions.detach().mean(dim=0)
+        return nn.functional.cross_entropy(predictions - self.center, batch[1])
+
+
+def test_loss_function_and_generator_of_a_loader_are_as_before_it(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(*VAL)
+    order = RandomSampler(data, replacement=True, generator=generator)
+    loss, before, seen = Centered(), generator.get_state(), list[bool]()
+
+    def look(trainer: Trainer) -> None:
+        seen.append(torch.equal(generator.get_state(), before) and not loss.center.any())
+
+    trained(
+        tmp_path,
+        loss_fn=loss,
+        val_set=DataLoader(data, 4, sampler=order, generator=generator),
+        handlers=[(look, Events.STARTED)],
+    )
+    assert seen == [True]
 
 
 def test_resumed_run_is_not_checked_again(tmp_path: Path) -> None:
@@ -244,6 +277,21 @@ def test_metric_that_needs_more_than_a_few_batches_is_not_refused(tmp_path: Path
             metrics={"all": EpochMetric(needs_each_class, check_compute_fn=False)},
             handlers=UNTRAINED,
         )
+
+
+@pytest.mark.distributed
+def test_ranks_try_each_set_where_one_of_them_cannot_judge_the_first(tmp_path: Path) -> None:
+    def case(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        val_set = (VAL[0], torch.tensor([0, 0, 1, 0, 2, 0] * 2))  # of one class on rank 1
+        run = trained(
+            tmp_path / "run",
+            val_set={"first": val_set, "second": val_set},
+            metrics={"all": EpochMetric(needs_each_class, check_compute_fn=False)},
+        )
+        return {"metrics": [run.metrics["first/all"], run.metrics["second/all"]]}
+
+    assert on_two_ranks(case, tmp_path / "meeting")["metrics"] == [[1.0, 1.0]] * 2
 
 
 @pytest.mark.distributed
