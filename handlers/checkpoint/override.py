@@ -73,11 +73,14 @@ class Override:
         expected = "a mapping such as {'optimizer.lr': 0.001}, or None"
         is_right = isinstance(values, Mapping) and all(isinstance(key, str) for key in values)
         check_type("override", values, values is None or is_right, expected)
-        self.values = {key: tuple(value) if isinstance(value, list) else value for key, value in (values or {}).items()}
+        self.values = {key: _plain(value) for key, value in (values or {}).items()}
         self.given_before: dict[str, Any] = {}
-        """What the start gave that saved the checkpoint, by part, group and option."""
+        """What the start gave that saved the checkpoint, by part, group and option, and as the user wrote it."""
         self._has_begun = False
+        self._given_in_vain: dict[str, Any] | None = None
         self._changes: list[_Change] = []
+        self._made: list[Any] = []
+        """What each change has made of its option."""
         self._rebased: list[Any] = []
 
     def announce(self, trainer: Trainer) -> None:
@@ -106,16 +109,16 @@ class Override:
         Raises:
             StateMismatch: a value does not fit; nothing was changed.
         """
-        self._has_begun = True
+        self._has_begun, self._given_in_vain = True, None
         self._changes, self._rebased = [], []
         if not self.values:
             self.given_before = {}
             return
         optimizers = _optimizers_of(trainer)
         settings = self._settings(trainer, optimizers)
-        given = {_label(setting): value for setting, (_, value) in settings.items()}
+        given = self._given(settings)
         for setting, (key, value) in settings.items():
-            if self.given_before.get(_label(setting), _NOTHING) != value:
+            if self._is_new(setting, key, value):
                 group = optimizers[setting.part].param_groups[setting.group]
                 before = group[setting.option]
                 before = before.clone() if isinstance(before, Tensor) else before
@@ -127,7 +130,11 @@ class Override:
         words: dict[str, str] = {}
         bases = [self._base_of(trainer, change.setting, optimizers[change.setting.part]) for change in self._changes]
         for part in optimizers:
-            self._rebase(trainer, part, _schedulers_of(trainer, optimizers[part]))
+            self._rebase(trainer, part, _schedulers_of(trainer, optimizers[part]), self._changes)
+        self._made = [
+            float(optimizers[part].param_groups[group][option]) if is_number(value) else value
+            for _, (part, group, option), value, _ in self._changes
+        ]
         for change, base in zip(self._changes, bases, strict=True):
             words.setdefault(change.key, self._words(trainer, change, base, optimizers[change.setting.part]))
         if words and agreement.rank() == 0:
@@ -138,29 +145,50 @@ class Override:
         """A run starts: schedules that were attached after the resume follow."""
         if not self._has_begun:
             self.begin_fresh(trainer)
+        if self._given_in_vain is not None:  # what was loaded from another run may have brought its own
+            self.given_before, self._given_in_vain = self._given_in_vain, None
         for part, optimizer in _optimizers_of(trainer).items() if self._changes else ():
             late = [
                 scheduler
                 for scheduler in _schedulers_of(trainer, optimizer)
                 if not any(scheduler is rebased for rebased in self._rebased)
             ]
-            if late:
-                self._rebase(trainer, part, late)
+            if not late:
+                continue
+            changes = []
+            for change, made in zip(self._changes, self._made, strict=True):
+                if any(_held(scheduler, change.setting, optimizer) is not None for scheduler in late):
+                    changes.append(change)
+                elif change.setting.part == part:  # what was loaded into a schedule of another option has undone it
+                    _put(optimizer.param_groups[change.setting.group], change.setting.option, made)
+            self._rebase(trainer, part, late, changes)
         self._changes = []
 
     def begin_fresh(self, trainer: Trainer) -> None:
         """There was nothing to resume: neither this start nor the same command after it changes anything."""
-        self._has_begun = True
+        self._has_begun, self._given_in_vain, self.given_before = True, {}, {}
         if not self.values:
             return
-        settings = self._settings(trainer, _optimizers_of(trainer))
-        self.given_before = {_label(setting): value for setting, (_, value) in settings.items()}
+        self.given_before = self._given_in_vain = self._given(self._settings(trainer, _optimizers_of(trainer)))
         if agreement.rank() == 0:
             logger.warning(
                 "%s: override has no effect on a run that starts fresh, nor where the same command resumes it: build "
                 "the optimizer with the value.",
                 ", ".join(self.values),
             )
+
+    def _given(self, settings: Mapping[Setting, tuple[str, Any]]) -> dict[str, Any]:
+        groups = {
+            _label(setting): value
+            for setting, (key, value) in settings.items()
+            if _label(setting) in self.given_before or self._is_new(setting, key, value)
+        }
+        return {**self.values, **groups}
+
+    def _is_new(self, setting: Setting, key: str, value: Any) -> bool:
+        """Whether the start before did not give it. A group that the run has added since is given nothing by it."""
+        label = _label(setting)
+        return bool(self.given_before.get(label if label in self.given_before else key, _NOTHING) != value)
 
     def _settings(self, trainer: Trainer, optimizers: Mapping[str, Optimizer]) -> dict[Setting, tuple[str, Any]]:
         """What is given, by group; a group's own name counts before that of all groups."""
@@ -175,7 +203,7 @@ class Override:
                 known = [str(group.get("name", index)) for index, group in enumerate(groups)]
                 raise _refusal(key, f"the optimizer has no group {name!r}{did_you_mean(name, known)}")
             new = [Setting(part, index, option) for index in chosen if Setting(part, index, option) not in settings]
-            changed = [setting for setting in new if self.given_before.get(_label(setting), _NOTHING) != value]
+            changed = [setting for setting in new if self._is_new(setting, key, value)]
             bases = [self._base_of(trainer, setting, optimizers[part]) for setting in changed]
             if any(base != bases[0] for base in bases):
                 each = [
@@ -228,11 +256,11 @@ class Override:
         value = optimizer.param_groups[setting.group][setting.option]
         return held[0] if held else float(value) if isinstance(value, Tensor) else value
 
-    def _rebase(self, trainer: Trainer, part: str, schedulers: Sequence[Any]) -> None:
+    def _rebase(self, trainer: Trainer, part: str, schedulers: Sequence[Any], changes: Iterable[_Change]) -> None:
         """Replace the values of one optimizer, and in these of its schedulers."""
         obj, optimizer = trainer.registry.objects[part], _optimizers_of(trainer)[part]
         scaled: set[tuple[int, Any]] = set()
-        changes = [change for change in self._changes if change.setting.part == part]
+        changes = [change for change in changes if change.setting.part == part]
         for change in changes:
             _put(optimizer.param_groups[change.setting.group], change.setting.option, change.before)
         bases_of = {
@@ -252,7 +280,8 @@ class Override:
                 now = float(group[option]) * ratio
                 for scheduler, expected in zip(schedulers, was_set[change], strict=True):
                     # one with a floor, such as CosineAnnealingLR, is not a multiple of its base
-                    if expected is not None and len(bases) == 1 and _is_near(expected, float(change.before)):
+                    is_alone = sum(base is not None for base in bases) == 1
+                    if expected is not None and is_alone and _is_near(expected, float(change.before)):
                         now = _expected(scheduler, change.setting) or now
                 _put(group, option, now)
                 _remember(schedulers, change.setting.group, group[option])
@@ -275,6 +304,13 @@ _NOTHING = object()
 
 def _refusal(key: str, reason: str) -> StateMismatch:
     return StateMismatch(f"override {key!r}: {reason}")
+
+
+def _plain(value: Any) -> Any:
+    """Without NumPy's float64, a float that a checkpoint cannot hold."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, float) else value
 
 
 def _label(setting: Setting) -> str:

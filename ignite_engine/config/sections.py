@@ -19,8 +19,10 @@ from ignite_engine.sparse.rowwise_adagrad import RowwiseAdagrad
 
 
 def _as_number(value: object) -> object:
-    """Text such as ``1e-3``, which YAML 1.1 reads as text, as a number."""
-    return float(value) if isinstance(value, str) and SCIENTIFIC.fullmatch(value) else value
+    """Text such as ``1e-3``, which YAML 1.1 reads as text, as a number; NumPy's float64 as one that YAML can write."""
+    if isinstance(value, str):
+        return float(value) if SCIENTIFIC.fullmatch(value) else value
+    return float(value) if isinstance(value, float) else value
 
 
 def _as_steps_or_fraction(value: object) -> object:

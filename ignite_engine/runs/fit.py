@@ -189,7 +189,8 @@ def fit(
         raise ConfigError("fit(): metrics: got some, but no val_set to measure them on.")
     if metrics and predict is None:
         _check_pairs(task)
-    check_type("resume", resume, resume is None or isinstance(resume, Mapping), "a mapping such as {'lr': 0.0001}")
+    are_names = resume is None or (isinstance(resume, Mapping) and all(isinstance(key, str) for key in resume))
+    check_type("resume", resume, are_names, "a mapping such as {'lr': 0.0001}")
     override = None if resume is None else {_setting(key): value for key, value in _plain(resume).items()}
     values = _values(sections)
     given: dict[str, dict[str, Any]] = {

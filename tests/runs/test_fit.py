@@ -455,3 +455,5 @@ def test_another_rate_for_a_resumed_run(tmp_path: Path, schedule: Any) -> None:
     assert written["optimizer"]["lr"] == 0.25
     with pytest.raises(TypeError, match="resume must be a mapping such as"):
         fitted(tmp_path / "run", resume=0.25)
+    with pytest.raises(TypeError, match="resume must be a mapping such as"):
+        fitted(tmp_path / "run", resume={1: 0.25})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
@@ -23,6 +24,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ignite_engine import Trainer, TrainingEvents, Update, Updates, loader, schedules
+from ignite_engine.checkpointing import LoadPlan
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint, LRSchedule
 from ignite_engine.runs.components import SCHEDULES
@@ -297,6 +299,84 @@ def test_a_fresh_run_is_not_changed_nor_when_the_same_command_resumes_it(
     assert Run(tmp_path, override=override).train(1) == {3: [OLD, OLD]}
     assert Run(tmp_path).train(1) == {4: [OLD, OLD]}
     assert Run(tmp_path, override=override).train(1) == {5: [NEW, NEW]}
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_group_that_the_run_adds_keeps_its_rate_where_the_same_command_resumes_it(
+    tmp_path: Path, before: int
+) -> None:
+    def train(updates: int, override: Mapping[str, Any] | None, *, unfreezes: bool = False) -> list[float]:
+        model = linear()
+        first, *others = model.parameters()
+        optimizer = SGD([first], lr=OLD)
+        trainer = Trainer(Update(model, optimizer, mse))
+        checkpoint = Checkpoint(tmp_path, override=override)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+
+        def add(trainer: Trainer) -> None:
+            optimizer.add_param_group({"params": others, "lr": 0.5})
+
+        if unfreezes:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=trainer.state.iteration + 1), add)
+        trainer.run(loader(Numbers(8), 2), max_iters=trainer.state.iteration + updates)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    if before:
+        train(before, None)
+    override = {"optimizer.lr": NEW}
+    assert train(2, override, unfreezes=True) == [NEW if before else OLD, 0.5]
+    assert train(1, override) == [NEW if before else OLD, 0.5]
+    assert train(1, {"optimizer.1.lr": NEW}) == [NEW if before else OLD, NEW]
+
+
+def test_what_another_run_was_given_does_not_count_in_one_that_begins_with_all_of_it(tmp_path: Path) -> None:
+    def train() -> dict[int, list[float]]:
+        run = Run(tmp_path / "run", override={"optimizer.lr": NEW})
+        if run.path is None:
+            run.checkpoint.load(tmp_path / "other", LoadPlan.resume())
+        return run.train(1)
+
+    Run(tmp_path / "other").train(2)
+    Run(tmp_path / "other", override={"optimizer.lr": 1.0}).train(1)
+    assert [train(), train()] == [{4: [1.0, 1.0]}, {5: [1.0, 1.0]}]
+
+
+def test_a_number_of_numpy_is_saved_as_one_of_python(tmp_path: Path) -> None:
+    Run(tmp_path).train(2)
+    Run(tmp_path, override={"optimizer.lr": np.float64(NEW)}).train(1)
+    assert Run(tmp_path).train(1) == {4: [NEW, NEW]}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_schedule_of_another_option_changes_no_rate(tmp_path: Path, late: bool) -> None:
+    """Nor one that is attached after the resume. The schedule of the rate has a floor."""
+
+    def train(name: str, updates: int, override: Mapping[str, Any] | None = None, lr: float = OLD) -> dict[int, Any]:
+        model = linear()
+        optimizer = SGD(model.parameters(), lr=lr, momentum=0.9)
+        trainer = Trainer(Update(model, optimizer, mse))
+        LRSchedule(TORCH["CosineAnnealingLR"](optimizer)).attach(trainer)
+        of_momentum = LRSchedule(PiecewiseLinear(optimizer, "momentum", [(0, 0.5), (END, 0.9)]), name="momentum")
+        checkpoint = Checkpoint(tmp_path / name, override=override)
+        checkpoint.attach(trainer)
+        if not late:
+            of_momentum.attach(trainer)
+        checkpoint.resume()
+        if late:
+            of_momentum.attach(trainer)
+        used: dict[int, Any] = {}
+
+        def note(trainer: Trainer) -> None:
+            used[trainer.state.iteration] = [optimizer.param_groups[0]["lr"]]
+
+        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, note)
+        trainer.run(loader(Numbers(8), 2), max_iters=trainer.state.iteration + updates)
+        return used
+
+    begun_with_it = train("whole", END, lr=NEW)
+    train("run", 5)
+    assert train("run", END - 5, {"optimizer.lr": NEW}) == as_from(begun_with_it, 6)
 
 
 def test_several_optimizers_by_name(tmp_path: Path) -> None:
