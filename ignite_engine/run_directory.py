@@ -82,8 +82,10 @@ class RunDirectory:
         if Path.cwd().is_relative_to(self.path.resolve()):
             raise ValueError(f"{self.path} holds the working directory, which would be moved aside with the run")
         with self.held():
+            if not self.files_of_a_run():  # another process has moved it by now
+                return None
             numbers = itertools.count(1)
-            aside = next(path for number in numbers if not (path := Path(f"{self.path}.{number}")).exists())
+            aside = next(path for number in numbers if not os.path.lexists(path := Path(f"{self.path}.{number}")))
             os.rename(self.path, aside)
             (aside / LOCK_NAME).unlink(missing_ok=True)
         return aside
@@ -242,7 +244,7 @@ class RunDirectory:
             values = yaml.safe_load(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             logger.warning(
                 "%s cannot be compared with this run's config: %s", self.config, " ".join(str(error).split())
             )

@@ -98,6 +98,13 @@ def test_differences_of_configs_are_by_dotted_key() -> None:
     assert flat(now) == {"run.seed": 1, "run.name": "x", "a": {}}
 
 
+def test_config_that_is_damaged_is_compared_with_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.config.write_bytes(b"run: \xff\xfe")
+    assert directory.differences({"run": {"seed": 1}}) == []
+    assert "config.yaml cannot be compared with this run's config: 'utf-8' codec" in caplog.text
+
+
 def test_digest_of_weights_depends_on_each_bit_and_not_on_the_wrapping() -> None:
     model = linear()
     digest = weights_sha256(model)

@@ -124,6 +124,10 @@ def build_run(config: Config, task: Task | None = None) -> Run:
     return run
 
 
+_STARTED_AGAIN = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Counts of launchers that start a rank that has died, or a job that was taken off its machine, again."""
+
+
 @contextmanager
 def logged(config: Config, *, console: bool = True) -> Iterator[None]:
     """Write what is logged within it into the run's folder, and with ``console`` to stderr.
@@ -135,9 +139,9 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
     if not above.is_dir() or not os.access(above, os.W_OK):
         problem = "may not be written to" if above.is_dir() else "is not a folder"
         raise config.error("run.directory", f"got '{config.directory}', but {above} {problem}.")
-    aside: Path | None = None
-    if config.run.restart and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:  # not of a rank that died
-        aside = agreement.on_rank_0(lambda: _move_aside(config))
+    # torchrun's agents count apart: one that joined later has counted none
+    again = any(agreement.gather_objects(any(int(os.environ.get(count) or 0) for count in _STARTED_AGAIN)))
+    aside = agreement.on_rank_0(lambda: _move_aside(config) if config.run.restart and not again else None)
     held = agreement.on_rank_0(RunDirectory(config.directory).files_of_a_run) if config.run.must_be_new else []
     if held:
         raise config.error(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,26 @@ def test_restart_that_cannot_be_is_one_line(tmp_path: Path, monkeypatch: pytest.
         run_of(tmp_path / "run", restart=True, run={"must_be_new": True})
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the launcher starts a rank again: that is no new run
     assert run_of(tmp_path / "run", restart=True).trainer.state.start.value == "resumed"
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # a job that was requeued goes on
+    assert run_of(tmp_path / "run", restart=True).trainer.state.start.value == "resumed"
+
+
+def test_run_that_another_process_moves_at_the_same_time_is_moved_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_of(tmp_path / "run")
+    hold = RunDirectory.held
+
+    @contextmanager
+    def held(directory: RunDirectory) -> Iterator[None]:
+        os.rename(directory.path, tmp_path / "run.1")  # the other one is faster
+        with hold(directory):
+            yield
+
+    monkeypatch.setattr(RunDirectory, "held", held)
+    assert RunDirectory(tmp_path / "run").move_aside() is None
+    assert sorted(path.name for path in tmp_path.glob("run*")) == ["run", "run.1"]
 
 
 def test_run_that_failed_before_its_first_update_is_none(tmp_path: Path) -> None:
@@ -97,6 +120,18 @@ def test_run_that_failed_before_its_first_update_is_none(tmp_path: Path) -> None
     assert run_of(tmp_path, run={"must_be_new": True}).summary["status"] == "completed"
     with pytest.raises(ConfigError, match=r"holds a run \(config\.yaml, "):
         run_of(tmp_path, run={"must_be_new": True})
+
+
+@pytest.mark.distributed
+def test_ranks_go_on_where_one_of_them_knows_that_it_was_started_again(tmp_path: Path) -> None:
+    fitted(tmp_path / "run", max_epochs=1)
+
+    def case(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)  # in a process of its own
+        return {"start": run_of(tmp_path / "run", restart=True).trainer.state.start.value}
+
+    assert on_two_ranks(case, tmp_path / "meeting")["start"] == ["resumed", "resumed"]
 
 
 @pytest.mark.distributed
