@@ -19,11 +19,14 @@ def put_in_force(config: dict[str, Any], trainer: Trainer, schedules: Mapping[st
         config: the resolved config, which the run's folder, its checkpoints and its trackers show.
         schedules: by the name of their optimizer.
     """
+    # not of one that only tells the rate with which a plateau begins
+    stepped = [getattr(obj, "scheduler", None) for obj in trainer.registry.objects.values()]
     for name, optimizer in trainer.update.optimizers.items():  # type: ignore[attr-defined]  # build_run gave it an Update
         section = config["optimizers"].get(name) if config["optimizers"] else config["optimizer"]
         for obj in trainer.registry.objects.values():
             if section is not None and isinstance(obj, OptimizerState) and obj.optimizer is optimizer:
-                bases = schedules[name].base_lrs if name in schedules else ()
+                schedule = schedules.get(name)
+                bases = schedule.base_lrs if schedule is not None and any(each is schedule for each in stepped) else ()
                 usual = inspect.signature(type(optimizer)).parameters
                 names_all = set(optimizer.defaults) <= set(section)
                 for option, value in obj.in_force(section, bases).items():

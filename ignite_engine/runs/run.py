@@ -198,7 +198,8 @@ class Run:
                 logger.error(
                     "The run failed: %s: %s", type(error).__name__, error, extra={"console": False}, exc_info=True
                 )
-            if status == "interrupted" or not refused:
+            # stopped while it resumes it is at no iteration, and the record is that of the start before
+            if not refused or (status == "interrupted" and self.first_iteration is not None):
                 summary = self._write_summary(status, resumed)
                 report = self._write_report()
                 if status == "interrupted":

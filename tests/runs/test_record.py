@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -98,6 +99,20 @@ def test_a_changed_option_without_effect_is_in_no_record(
     assert {place: settings[key] for place, settings in records(tmp_path).items()} == dict.fromkeys(before, value)
     made(tmp_path, sections, end=3).train()
     assert {place: settings[key] for place, settings in records(tmp_path).items()} == dict.fromkeys(before, value)
+
+
+def test_the_rate_of_a_plateau_is_recorded_as_it_is(tmp_path: Path) -> None:
+    sections: Sections = {"schedule": {"name": "plateau", "metric": "val/loss"}}
+    made(tmp_path, sections, end=3).train()
+    before = records(tmp_path)
+    made(tmp_path, {**sections, "optimizer": {"lr": 0.5}}, end=3).train()
+    rates = {place: settings["optimizer.lr"] for place, settings in before.items()}
+    assert {place: settings["optimizer.lr"] for place, settings in records(tmp_path).items()} == rates
+    override = {"every": 2, "override": {"optimizer.lr": np.float64(0.005)}}
+    made(tmp_path, {**sections, "checkpoint": override}, end=3).train()
+    assert {place: settings["optimizer.lr"] for place, settings in records(tmp_path).items()} == dict.fromkeys(
+        before, 0.005
+    )
 
 
 CHANGED: dict[str, Sections] = {
@@ -192,6 +207,20 @@ def test_a_start_that_is_refused_leaves_the_record_of_the_run_as_it_was(
         torch.set_num_threads(threads)
     assert {name: (tmp_path / name).read_bytes() for name in names} == before
     assert "The run failed" not in (tmp_path / "summary.json").read_text()
+
+
+def test_a_stop_while_it_resumes_leaves_the_record_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path, end=3).train()
+    before = (tmp_path / "summary.json").read_bytes()
+    run = made(tmp_path)
+
+    def press_ctrl_c(ignore: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.checkpoint, "resume", press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert (tmp_path / "summary.json").read_bytes() == before
 
 
 def test_a_start_that_fails_in_a_handler_is_in_the_summary(tmp_path: Path) -> None:
