@@ -29,13 +29,15 @@ def attributes_of(owner: Any) -> list[tuple[str, Any]]:
     owner = getattr(owner, "__self__", owner)
     if inspect.isfunction(owner):
         found = [(name, owner.__globals__[name]) for name in owner.__code__.co_names if name in owner.__globals__]
-        found += (owner.__kwdefaults__ or {}).items()
+        names = owner.__code__.co_varnames[: owner.__code__.co_argcount]
+        found += [*zip(reversed(names), reversed(owner.__defaults__ or ())), *(owner.__kwdefaults__ or {}).items()]
         for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
             with suppress(ValueError):  # a variable that is not bound yet
                 found.append((name, cell.cell_contents))
         return found
     if isinstance(owner, functools.partial):
-        return [*attributes_of(owner.func), *owner.keywords.items()]
+        places = ((str(place), value) for place, value in enumerate(owner.args))
+        return [*attributes_of(owner.func), *places, *owner.keywords.items()]
     return [*vars(owner).items()] if not inspect.isbuiltin(owner) and hasattr(owner, "__dict__") else []
 
 

@@ -87,6 +87,7 @@ def _parts(objects: Mapping[str, Any]) -> list[OwnGenerators]:
 
 
 def _attributes(label: str, owner: Any) -> Iterator[tuple[str, Any]]:
+    owner = getattr(owner, "__self__", owner)  # of a method
     if isinstance(owner, nn.Module):
         for place, module in unwrap(owner).named_modules():
             name = f"{label}.{place}" if place else label

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,24 @@ def closure(kind: str) -> Any:
     return loss_fn
 
 
+def default(kind: str) -> Any:
+    make, draw = KINDS[kind]
+
+    def loss_fn(model: nn.Module, batch: Any, generator: Any = make()) -> Tensor:  # noqa: B008  # made once
+        return mse(model, batch) * (1.0 + 0.1 * draw(generator))
+
+    return loss_fn
+
+
+def bound(kind: str) -> Any:
+    make, draw = KINDS[kind]
+
+    def loss_fn(generator: Any, model: nn.Module, batch: Any) -> Tensor:
+        return mse(model, batch) * (1.0 + 0.1 * draw(generator))
+
+    return partial(loss_fn, make())
+
+
 def made(folder: Path, model: nn.Module, loss_fn: Any = mse, **options: Any) -> tuple[Trainer, Checkpoint]:
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
     checkpoint = Checkpoint(folder, **options)
@@ -95,7 +114,10 @@ HOLDERS: dict[str, Callable[[str], tuple[nn.Module, Any]]] = {
     "loss object": lambda kind: (linear(), NoisyLoss(kind)),
     "method": lambda kind: (linear(), NoisyLoss(kind).method),
     "loss module": lambda kind: (linear(), NoisyModule(kind)),
+    "method of a module": lambda kind: (linear(), NoisyModule(kind).forward),
     "closure": lambda kind: (linear(), closure(kind)),
+    "default": lambda kind: (linear(), default(kind)),
+    "partial": lambda kind: (linear(), bound(kind)),
 }
 
 
