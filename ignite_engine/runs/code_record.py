@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,19 @@ _CODE = re.compile(r"\.(?:pyi?|pyx|cc?|cpp|hp?p?|cuh?|rs|go|js|ts|sh|toml|cfg|in
 _SECRET_NAME = re.compile(
     r"secret|credential|passw|token[^/]*\.(?:ya?ml|toml|ini|cfg|sh)$|(?:^|/)\.|\.env(?:\.|$)|netrc|id_rsa", re.I
 )
-_SECRET_VALUE = re.compile(
-    r"""(?i)((?:secret|credential|passw\w*|(?:api|access|private|auth)[_-]?(?:key|token))\w*["']?\s*[:=]\s*)\S.*"""
+_SECRET_VALUE = re.compile(  # also one that begins on the next line of the diff
+    r"""(?i)((?:secret|credential|passw\w*|(?:api|access|private|auth)[_-]?(?:key|token))\w*["']?[ \t]*+[:=][ \t]*+"""
+    r"""(?:[(\[{|>\\]?[-+]?[ \t\r]*+\n[-+ ][ \t]*+)?)\S.*"""
 )
-_KEY = re.compile(r"\b(?:hf_|ghp_|gho_|github_pat_|sk-|AKIA|xox[abp]-)[\w-]{12,}|-----BEGIN [A-Z ]*PRIVATE KEY-----")
+_KEY = re.compile(
+    r"\b(?:hf_|gh[opsur]_|github_pat_|glpat-|sk-|AKIA|AIza|xox[abp]-)[\w-]{12,}|(?<=://)[^\s/@:'\"]*:[^\s/@'\"]+(?=@)"
+)
+_PRIVATE_KEY = re.compile(  # its first line, and those after it of nothing but a key's letters
+    r"""-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----.*"""
+    r"""(?:\n[-+ ](?:[ \t"']*+[\w+/=\\]*+["', \t\r\\]*+|[ \t]*(?:Proc-Type|DEK-Info|Version):.*)(?=\n|\Z))*"""
+)
+_OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
+"""What git tells those whom it starts, as a hook, of its repository."""
 _LEFT_OUT = "[left out]"
 
 
@@ -84,7 +93,8 @@ class _Git:
         """
         safe = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=false")
         command = ["git", "--no-optional-locks", "--literal-pathspecs", *safe, "-C", str(self.folder), *arguments]
-        environment = {**os.environ, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_PAGER": "cat"}
+        inherited = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
+        environment = {**inherited, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_PAGER": "cat"}
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -110,8 +120,8 @@ def _read(git: _Git) -> tuple[dict[str, Any], str]:
         parts.append(git("diff", *options, "HEAD", "--", *changed[:FILES], limit=DIFF_BYTES + 1))
     parts += [_as_new(git.folder, name) for name in untracked]
     diff, is_cut = "".join(parts), False
-    if len(diff) > DIFF_BYTES:
-        diff, is_cut = diff[: diff.rfind("\n", 0, DIFF_BYTES) + 1], True
+    if len(data := diff.encode()) > DIFF_BYTES:
+        diff, is_cut = data[: data.rfind(b"\n", 0, DIFF_BYTES) + 1].decode(), True
     values = {
         "commit": commit,
         "branch": None if branch == "HEAD" else branch,
@@ -127,10 +137,12 @@ def _shown(names: str) -> list[str]:
     return [name for name in names.split("\0") if _CODE.search(name) and not _SECRET_NAME.search(name)]
 
 
-def _imported(top: Path, names: Iterable[str]) -> list[str]:
-    """Those that are modules of this process."""
-    files = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
-    return [name for name in names if str(top / name) in files]
+def _imported(top: Path, names: Sequence[str]) -> list[str]:
+    """Those that are modules of this process, which may have found them through a link."""
+    files = (str(getattr(module, "__file__", None)) for module in list(sys.modules.values()))
+    last = {os.path.basename(name) for name in names}
+    real = {os.path.realpath(file) for file in files if os.path.basename(file) in last}
+    return [name for name in names if str(top / name) in real]
 
 
 def _as_new(top: Path, name: str) -> str:
@@ -153,4 +165,10 @@ def _as_new(top: Path, name: str) -> str:
 
 
 def _without_secrets(diff: str) -> str:
+    diff = _PRIVATE_KEY.sub(_without_key, diff)
     return _KEY.sub(_LEFT_OUT, _SECRET_VALUE.sub(rf"\g<1>{_LEFT_OUT}", diff))
+
+
+def _without_key(found: re.Match[str]) -> str:
+    """As many lines, with their marks, so that the diff still is one."""
+    return "\n".join([_LEFT_OUT, *(line[0] + _LEFT_OUT for line in found[0].split("\n")[1:])])

@@ -89,6 +89,27 @@ def test_module_that_git_does_not_know_is_in_the_diff(
     assert (other / "fresh_module.py").read_text() == "value = 3\nlast = 4"
 
 
+def test_module_found_through_a_link_is_in_the_diff(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "linked_module.py").write_text("value = 3\n")
+    (tmp_path / "link").symlink_to(repository)
+    monkeypatch.syspath_prepend(tmp_path / "link")
+    monkeypatch.setitem(sys.modules, "linked_module", __import__("linked_module"))
+    assert recorded(tmp_path / "run")[0]["untracked"] == ["linked_module.py"]
+
+
+def test_repository_of_a_git_that_started_the_run_is_not_taken_for_that_of_the_code(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(tmp_path, "init", "-q", "other")
+    git(tmp_path / "other", "commit", "-q", "--allow-empty", "-m", "another")
+    commit = git(repository, "rev-parse", "HEAD")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    values, diff = recorded(tmp_path / "run")
+    assert (values["commit"], values["changed"], diff) == (commit, [], "")
+
+
 def test_no_secret_and_no_address_is_written(repository: Path, tmp_path: Path) -> None:
     for name in ("secrets.py", ".env", "notes.txt"):
         (repository / name).write_text("password = 'hunter2'\n")
@@ -101,12 +122,32 @@ def test_no_secret_and_no_address_is_written(repository: Path, tmp_path: Path) -
     assert not any(b"hunter2" in path.read_bytes() for path in (tmp_path / "run").iterdir())
 
 
+def test_secrets_of_several_lines_are_left_out_and_the_diff_stays_one(repository: Path, tmp_path: Path) -> None:
+    letters = "".join(f"    {line}\n" for line in ("hunter2hunter2+/hunter2", "", "hunter2=="))
+    key = f"-----BEGIN RSA PRIVATE KEY-----\n{letters}    -----END RSA PRIVATE KEY-----\n"
+    (repository / "deep" / "config.yaml").write_text(f"first = 1\nprivate_key: |\n    {key}lr: 0.1\n")
+    (repository / "task.py").write_text(
+        f'first = 1\napi_key = (\n    \'hunter2\'\n)\nif not secret:\n    stop()\nkey = """{key}"""\n'
+        "url = 'sql://me:hunter2@host/x'\nlast = 2\n"
+    )
+    _, diff = recorded(tmp_path / "run")
+
+    assert "hunter2" not in diff and "sql://[left out]@host/x" in diff
+    assert "+lr: 0.1\n" in diff and "+last = 2\n" in diff
+    git(repository, "stash")
+    git(repository, "apply", "--check", str(tmp_path / "run" / "code.diff"))
+
+
 def test_what_is_written_is_bounded(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_record, "DIFF_BYTES", 5000)
     (repository / "task.py").write_text("".join(f"line = {number}\n" for number in range(100_000)))
     values, diff = recorded(tmp_path / "run")
 
     assert values["diff_is_cut"] and 4000 < len(diff) <= 5000 and diff.endswith("\n")
+
+    (repository / "task.py").write_text("".join(f"line = 'ééé' + {number}\n" for number in range(300)))
+    values, diff = recorded(tmp_path / "run")
+    assert values["diff_is_cut"] and 4000 < len(diff.encode()) <= 5000 and diff.endswith("\n")
 
 
 def test_without_a_repository_or_git_nothing_is_written(
