@@ -198,13 +198,13 @@ class RequestFiles:
     def attach(self, trainer: Trainer, event: Any = TrainingEvents.RESUME_POINT) -> None:
         """Look at ``event``, during evaluations, and while the run waits for a window."""
         trainer.add_event_handler(Events.STARTED, self._start)
+        # at each boundary, whichever the event: what was agreed on is known there alone
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._agree_to_evaluate)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
         trainer.check_while_waiting(lambda: self._look(trainer))
 
     def __call__(self, trainer: Trainer) -> None:
-        if trainer.state.boundary.collect:  # the same on every rank
-            self._agree_to_evaluate(trainer)
         if time.monotonic() >= self._next_look:
             self._look(trainer)
 
@@ -239,6 +239,8 @@ class RequestFiles:
 
     def _agree_to_evaluate(self, trainer: Trainer) -> None:
         """A collective, at a boundary at which some rank had something for all of them."""
+        if not trainer.state.background_done:  # the same on every rank
+            return
         evaluates, self._evaluates = agreement.gather_objects(self._evaluates)[0], False
         if evaluates and self._evaluation is None:
             self._evaluation = trainer.add_event_handler(Events.ITERATION_COMPLETED, self._evaluate)

@@ -430,7 +430,7 @@ class Checkpoint:
         must = self._must or at_end or state.save_requested
         due = self._due or must
         self._due = self._must = False
-        if saver.busy and (state.background_done or state.last):
+        if saver.busy and (state.last or (state.background_done and saver.has_written())):
             saver.finish(trainer)
         while self._elsewhere:
             self._save_in(trainer, self._elsewhere.pop(0))

@@ -289,6 +289,11 @@ class Saver:
                         )
         return lambda tensor: tensor.data_ptr() in known
 
+    def has_written(self) -> bool:
+        """Whether the save in the background has ended on some rank, and not something else; a collective."""
+        assert self._saving is not None
+        return any(agreement.gather_objects(self._saving.ended))
+
     def finish(self, trainer: Trainer) -> None:
         """Wait for the save in the background and fire the event that says how it ended; a collective."""
         self._before_change(trainer)

@@ -38,6 +38,8 @@ class BackgroundSave(Generic[T]):
         self._started = time.perf_counter()
         self.seconds = 0.0
         """From the start to the commit, or to the error."""
+        self.ended = False
+        """``write`` has ended, with or without an error."""
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -86,5 +88,5 @@ class BackgroundSave(Generic[T]):
         except BaseException as error:
             self._error = error
         finally:
-            self.seconds = time.perf_counter() - self._started
+            self.seconds, self.ended = time.perf_counter() - self._started, True
             self._done()

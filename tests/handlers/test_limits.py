@@ -433,6 +433,44 @@ def test_request_that_cannot_be_removed_is_taken_once(
     assert asked == [3]
 
 
+def test_evaluation_is_done_whichever_event_looks(clock: Clock, tmp_path: Path) -> None:
+    trainer, evaluated = trainer_of(), list[int]()
+    passing(trainer, clock, 1.0)
+    evaluation = evaluation_of(trainer)
+    evaluation.attach(trainer, Events.COMPLETED)
+    RequestFiles(tmp_path, [evaluation]).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: evaluated.append(trainer.state.iteration))
+    requested(tmp_path, trainer, "evaluate", at=3)
+    trainer.run(numbers_loader(24), max_epochs=1)
+
+    assert evaluated == [5, 12]
+
+
+def test_neither_the_evaluation_nor_training_waits_for_a_save_in_the_background(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, save = threading.Event(), CheckpointStore.save
+
+    def held(self: CheckpointStore, *args: Any, **options: Any) -> Path:
+        assert options["iteration"] > 2 or go_on.wait(5)
+        return save(self, *args, **options)
+
+    monkeypatch.setattr(CheckpointStore, "save", held)
+    trainer, evaluated, written = trainer_of(), list[int](), list[int]()
+    passing(trainer, clock, 1.0)
+    Checkpoint(tmp_path / "saved", background=True).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    evaluation = evaluation_of(trainer)
+    evaluation.attach(trainer, Events.COMPLETED)
+    RequestFiles(tmp_path, [evaluation]).attach(trainer)
+    requested(tmp_path, trainer, "evaluate", at=3)
+    trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: evaluated.append(trainer.state.iteration))
+    trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, lambda: written.append(trainer.state.iteration))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), go_on.set)
+    trainer.run(numbers_loader(24), max_epochs=1)
+
+    assert evaluated == [5, 12] and written[0] >= 8
+
+
 @pytest.mark.distributed
 def test_two_ranks_do_what_is_asked_at_the_same_iterations(tmp_path: Path) -> None:
     def one_rank(rank: int) -> dict[str, Any]:
