@@ -39,14 +39,15 @@ const say = waiting => {
 const poll = async () => {
   try {
     const answer = await fetch(`data?since=${version}`, { cache: "no-store" });
-    if (!answer.ok) throw new Error(answer.status);
+    if (!answer.ok) throw new Error(await answer.text());
     const data = await answer.json();
     if (data.parts) show(data);
     version = data.version;
     say(data.requests);
     document.body.classList.remove("offline");
   } catch (error) {
-    said.textContent = "The page's server has ended, or cannot be reached; the run does not depend on it.";
+    const told = error.constructor === Error && error.message; // by the server: the run's folder is gone
+    said.textContent = told || "The page's server has ended, or cannot be reached; the run does not depend on it.";
     document.body.classList.add("offline");
   }
   setTimeout(poll, document.hidden ? 10000 : 1000);

@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.errors import Interrupted
+from ignite_engine.errors import Interrupted, one_line
 from ignite_engine.report.pages import live_page, live_parts
 from ignite_engine.report.records import read_run
 from ignite_engine.run_directory import RunDirectory
@@ -75,8 +75,9 @@ class LivePage:
 
     def ask(self, name: str) -> None:
         """Make a request file, which the run takes within about a second."""
-        # a link of this name is not followed out of the folder
-        descriptor = os.open(self._request(name), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        # a link of this name is not followed out of the folder, nor a pipe's reader waited for
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(self._request(name), flags, 0o666)
         os.utime(descriptor)
         os.close(descriptor)
 
@@ -154,8 +155,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page.page().encode())
         elif name == "data":
             since = dict(urllib.parse.parse_qsl(query)).get("since", "")
-            values = self.server.page.data(int(since) if since.isdecimal() and len(since) < 16 else 0)
-            self._answer(HTTPStatus.OK, "application/json", json.dumps(values).encode())
+            try:
+                values = self.server.page.data(int(since) if since.isdecimal() and len(since) < 16 else 0)
+            except OSError as error:  # the folder was moved or deleted, or its file system is away
+                self._answer(HTTPStatus.GONE, "text/plain; charset=utf-8", one_line(error).encode())
+            else:
+                self._answer(HTTPStatus.OK, "application/json", json.dumps(values).encode())
         else:
             self._refuse()
 

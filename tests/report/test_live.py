@@ -203,6 +203,20 @@ def test_buttons_write_request_files_into_the_folder_alone(run: Path, tmp_path: 
         assert status == 409 and said.startswith(b"stop.request could not be written: ") and not target.exists()
 
 
+def test_folder_that_is_moved_aside_is_told_and_found_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live, "_READING_SHARE", 1e9)
+    with served(run) as server:
+        version = data(server)["version"]
+        run.rename(tmp_path / "aside")
+        status, said, _ = answer(server, f"/{server.token}/data")
+        assert status == 410 and b"is not a directory" in said
+        (tmp_path / "aside").rename(run)
+        assert data(server)["version"] == version
+    assert capfd.readouterr().err == ""
+
+
 def test_port_in_use_and_options_without_effect_are_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
