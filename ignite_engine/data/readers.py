@@ -119,7 +119,8 @@ class ByIndex(Replayed):
         # a pass that is yet to start has what is there by then
         begun = place.batch or place.skipped
         order = self.order(self.sampler.length if begun else self.sampler.data_length())
-        return {**order, "skipped": place.skipped}
+        drawn = self.sampler.drawn_order if begun else None
+        return {**order, "skipped": place.skipped, **({} if drawn is None else {"drawn_order": drawn})}
 
     def close(self) -> None:
         self.sampler.start, self.sampler.skipped = None, 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -51,6 +51,11 @@ class ResumableSampler(Sampler[Key]):
     @property
     def inexact(self) -> str | None:
         """Why the order of a pass is not a function of seed and pass; None: it is one."""
+        return None
+
+    @property
+    def drawn_order(self) -> str | None:
+        """A hash of the order of the pass, where more than seed, pass and length decides it; None: nothing does."""
         return None
 
     def __init__(self, data: Sized | int, *, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
@@ -135,8 +140,8 @@ class DrawnSampler(ResumableSampler):
             raise TypeError(f"sampler must have a length and yield indices, got a {kind}: give it in a DataLoader.")
         super().__init__(drawn, shuffle=True, seed=seed, rank=rank, world_size=world_size)
         self.drawn = drawn
-        self._last: tuple[int, Tensor] | None = None
-        """The last pass and its order."""
+        self._last: tuple[int, Tensor, str] | None = None
+        """The last pass, its order, and a hash of that."""
         self._repeats = True
 
     @property
@@ -151,8 +156,14 @@ class DrawnSampler(ResumableSampler):
             order = self._draw()
             if self._last is None:
                 self._repeats = torch.equal(order, self._draw())
-            self._last = (self.pass_number, order)
+            self._last = (self.pass_number, order, hashlib.sha256(order.numpy().data).hexdigest()[:16])
         return self._last[1]
+
+    @property
+    def drawn_order(self) -> str | None:
+        self._permutation()
+        assert self._last is not None
+        return self._last[2]
 
     def _draw(self) -> Tensor:
         seed = rng.mix(self.seed, self.pass_number, 3)
@@ -168,11 +179,13 @@ class DrawnSampler(ResumableSampler):
             order = [*self.drawn]
         if own is not None and before is not None:
             own.set_state(before)
-        if not all(isinstance(index, Integral) for index in order):
+        try:
+            return torch.tensor([*map(operator.index, order)], dtype=torch.int64)  # of tensors, too
+        except TypeError:
             raise TypeError(
-                f"sampler must yield indices, and {type(self.drawn).__name__} yields a {type(order[0]).__name__}."
-            )
-        return torch.tensor(order, dtype=torch.int64)
+                f"sampler must yield indices, and {type(self.drawn).__name__} yields a {type(order[0]).__name__}: give "
+                "it in a BatchSampler, as batch_sampler of a DataLoader."
+            ) from None
 
 
 def _numbers(indices: Tensor) -> Iterator[int]:

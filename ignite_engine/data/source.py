@@ -249,6 +249,11 @@ class DataSource:
         pass_number = state["pass"] - int(state["ended"])
         self.place = Place(pass_number=pass_number, batch=batch, ended=state["ended"], skipped=skipped, held=held)
         self.reader.set_pass(self.place)
+        drawn = state.get("drawn_order")
+        if drawn is not None and (self.sampler is None or self.sampler.drawn_order != drawn):
+            self._note_changed(
+                "The sampler draws another order than in the checkpoint: samples of this pass may come twice or never."
+            )
 
     def _note_changed(self, sentence: str) -> None:
         self.changed = sentence if self.changed is None else f"{self.changed} {sentence}"

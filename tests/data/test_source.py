@@ -13,7 +13,7 @@ import torch
 from ignite.engine import Engine, Events
 from ignite.metrics import Average
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset, WeightedRandomSampler
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.data.own_state import generators_of
@@ -434,3 +434,17 @@ def test_samplers_within_samplers_are_told_the_pass_once_each() -> None:
     trainer.run(DataLoader(Growing(4), batch_sampler=BatchSampler(outer, 2, drop_last=False)), max_epochs=2)
 
     assert inner.passes == middle.passes == outer.passes == [0, 1]
+
+
+def test_sampler_that_draws_another_order_than_before_is_a_reason() -> None:
+    def run(weights: list[float], saved: Any = None) -> tuple[list[Any], bool]:
+        trainer, _ = trainer_with_batches()
+        if saved is not None:
+            trainer.registry.load(saved, source="memory")
+        boundaries = save_everywhere(trainer)
+        trainer.run(loader(Growing(12), 3, sampler=WeightedRandomSampler(weights, 12)), max_epochs=2)
+        return boundaries, any("draws another order" in reason for reason in trainer.reproducibility())
+
+    (_, first), _, _, (_, at_the_end), *_ = run([1.0] * 12)[0]
+    assert [run([1.0] * 12, first)[1], run([1.0, 9.0] * 6, first)[1]] == [False, True]
+    assert not run([1.0, 9.0] * 6, at_the_end)[1]  # from the next pass on

@@ -16,6 +16,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -192,6 +193,11 @@ def test_order_of_a_sampler_is_a_function_of_seed_and_epoch_over_the_ranks(monke
     before = own.get_state()
     assert indices(0, 1, 1, own) == indices(0, 1, 1, torch.Generator().manual_seed(2))
     assert torch.equal(own.get_state(), before)
+
+
+def test_indices_of_a_sampler_may_be_tensors(tmp_path: Path) -> None:
+    chosen = DataLoader(SAMPLES, 12, sampler=SubsetRandomSampler(torch.arange(48)))  # type: ignore[arg-type]
+    assert run_of(tmp_path, chosen, max_epochs=1).summary["iteration"] == 4
 
 
 def test_sampler_with_a_memory_of_its_own_is_named_as_not_exact(tmp_path: Path) -> None:
