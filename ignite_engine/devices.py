@@ -53,8 +53,10 @@ def for_models() -> torch.device:
     return torch.device("cpu")
 
 
-def set_current(local_rank: int) -> None:
+def set_current(local_rank: int, backend: str) -> None:
     """Make the device of this number the current one of this process; nothing where there is no accelerator.
+
+    Ranks of gloo may share the only device.
 
     Raises:
         ValueError: there are fewer devices.
@@ -64,7 +66,7 @@ def set_current(local_rank: int) -> None:
         return
     if local_rank < count:
         torch.accelerator.set_device_index(local_rank)
-    elif count > 1 or backend_reduces_on(default_backend(), current().type):
+    elif count > 1 or (backend != "gloo" and backend_reduces_on(backend, current().type)):
         raise ValueError(
             f"local rank {local_rank} has no device: this machine has {count}, and each rank takes one; start at most "
             f"{count} ranks on it."

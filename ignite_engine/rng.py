@@ -226,10 +226,11 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Call :func:`seed_host`, and seed the generator of ``device``, the current one of its kind."""
+    """Call :func:`seed_host`, and seed the generator of ``device``."""
     seed_host(seed)
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
+        with torch.accelerator.device_index(device.index):  # another one may be current
+            torch.get_device_module(device).manual_seed(seed)
 
 
 def seed_host(seed: int) -> None:

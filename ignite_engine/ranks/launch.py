@@ -191,7 +191,7 @@ def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         try:
-            devices.set_current(local_rank)
+            devices.set_current(local_rank, backend)
         except ValueError as error:
             raise LaunchError(str(error)) from None
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)

@@ -117,9 +117,18 @@ def test_rank_without_a_device_is_refused_where_ranks_reduce_on_devices() -> Non
     count = torch.accelerator.device_count()
     if count > 1:
         with pytest.raises(ValueError, match=f"local rank {count} has no device: this machine has {count}"):
-            devices.set_current(count)
-    devices.set_current(0)
+            devices.set_current(count, "gloo")
+    devices.set_current(0, "gloo")
     assert torch.accelerator.current_device_index() == 0
+
+
+def test_ranks_of_gloo_share_the_only_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(devices, "current", lambda: torch.device("cuda", 0))
+    devices.set_current(1, "gloo")
+    for backend in ("nccl", "cpu:gloo,cuda:nccl"):
+        with pytest.raises(ValueError, match="local rank 1 has no device: this machine has 1"):
+            devices.set_current(1, backend)
 
 
 def test_what_a_device_lacks_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -302,3 +302,11 @@ def test_state_of_a_checkpoint_of_another_device_is_loaded(tmp_path: Path) -> No
     checkpoint.resume()
     trainer.run(data(pinned=False), max_iters=6)
     assert trainer.state.iteration == 6 and next(resumed.parameters()).device == CPU
+
+
+def test_generator_that_is_seeded_is_that_of_the_device_given() -> None:
+    drawn = []
+    for _ in range(2):
+        rng.seed_device(5, SECOND)
+        drawn.append(torch.rand(3, device=SECOND).cpu())
+    assert torch.equal(*drawn)
