@@ -77,6 +77,8 @@ class Override:
         self.given_before: dict[str, Any] = {}
         """What the start gave that saved the checkpoint, by part, group and option, and as the user wrote it."""
         self._has_begun = False
+        self._begun_again: set[str] = set()
+        """The parts of optimizers that were not resumed, so that nothing of what was given before is in them."""
         self._given_in_vain: dict[str, Any] | None = None
         self._changes: list[_Change] = []
         self._made: list[Any] = []
@@ -115,6 +117,7 @@ class Override:
             self.given_before = {}
             return
         optimizers = _optimizers_of(trainer)
+        self._begun_again = set(optimizers) - trainer.resume_state.loaded
         settings = self._settings(trainer, optimizers)
         given = self._given(settings)
         for setting, (key, value) in settings.items():
@@ -188,7 +191,8 @@ class Override:
     def _is_new(self, setting: Setting, key: str, value: Any) -> bool:
         """Whether the start before did not give it. A group that the run has added since is given nothing by it."""
         label = _label(setting)
-        return bool(self.given_before.get(label if label in self.given_before else key, _NOTHING) != value)
+        before = self.given_before.get(label if label in self.given_before else key, _NOTHING)
+        return bool(before != value) or setting.part in self._begun_again
 
     def _settings(self, trainer: Trainer, optimizers: Mapping[str, Optimizer]) -> dict[Setting, tuple[str, Any]]:
         """What is given, by group; a group's own name counts before that of all groups."""

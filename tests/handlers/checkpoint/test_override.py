@@ -435,6 +435,15 @@ def test_a_schedule_that_begins_again_is_given_its_rate_by_the_program(tmp_path:
         run.checkpoint.resume(ignore=["schedule"])
 
 
+def test_an_optimizer_that_begins_again_is_changed_again(tmp_path: Path) -> None:
+    Run(tmp_path).train(2)
+    Run(tmp_path, override={"optimizer.lr": NEW}).train(1)
+    run = Run(tmp_path / "other", override={"optimizer.lr": NEW})
+    run.checkpoint._saver.store = Checkpoint(tmp_path).store
+    run.checkpoint.resume(ignore=["optimizer"])
+    assert run.train(1) == {4: [NEW, NEW]}
+
+
 def test_groups_that_one_schedule_sets_are_changed_together(tmp_path: Path) -> None:
     Run(tmp_path, IGNITE["cosine"]).train(2)
     with pytest.raises(StateMismatch, match=r"'optimizer.first.lr': CosineAnnealingScheduler sets all groups to one"):
