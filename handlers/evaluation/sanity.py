@@ -84,6 +84,7 @@ class SanityCheck:
             buffers = _buffers_of(getattr(update, "model", None), getattr(update, "loss_fn", None))
             with rng.isolated(), drawn, read, buffers, warnings.catch_warnings(action="ignore"):
                 values = self._values(name, trial)
+            trial.evaluator.state.batch = trial.evaluator.state.output = None  # they would be kept for the whole run
             knows_all = knows_all and values is not None
             measured |= {f"{name}/{key}": value for key, value in (values or {}).items()}
         # a metric may be unknown on one rank alone, which has tried all sets with its peers nevertheless

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,6 +226,23 @@ def test_loss_function_and_generator_of_a_loader_are_as_before_it(tmp_path: Path
         handlers=[(look, Events.STARTED)],
     )
     assert seen == [True]
+
+
+def test_it_keeps_no_output(tmp_path: Path) -> None:
+    outputs, alive = list[Any](), list[bool]()
+
+    def predict_and_note(model: nn.Module, batch: Any) -> Any:
+        predictions, targets = predict(model, batch)
+        outputs.append(weakref.ref(predictions))
+        return predictions, targets
+
+    def look(trainer: Trainer) -> None:
+        gc.collect()
+        alive.extend(output() is not None for output in outputs)
+
+    handlers = [(look, Events.EPOCH_STARTED)]
+    trained(tmp_path, predict=predict_and_note, metrics={"accuracy": Accuracy()}, handlers=handlers)
+    assert alive == [False, False]
 
 
 def test_resumed_run_is_not_checked_again(tmp_path: Path) -> None:
