@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ignite.metrics import Average, Metric
 from torch import nn
 
 from ignite_engine.devices import widest_float
+from ignite_engine.evaluator import eval_mode
 from ignite_engine.step.losses import LossFn, parts, unusable_result
 
 
@@ -19,7 +21,7 @@ def mean_loss(
     """What ``create_evaluator`` takes to measure ``loss``.
 
     Args:
-        loss_fn: the training loss.
+        loss_fn: the training loss; one that is a module is in eval mode meanwhile.
         weight_fn: the weight of a batch; None: its number of samples, the first dimension of its first tensor.
 
     Returns:
@@ -27,7 +29,8 @@ def mean_loss(
     """
 
     def predict(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
-        result = loss_fn(model, batch)
+        with eval_mode(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext():
+            result = loss_fn(model, batch)
         try:
             loss = parts(result)[0].reshape(())
         except Exception as error:

@@ -38,3 +38,21 @@ def test_losses_by_name_are_summed() -> None:
     evaluator = create_evaluator(nn.Identity(), predict, metrics)
 
     assert evaluator.run([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])]).metrics["loss"] == 12.0
+
+
+def test_a_loss_that_is_a_module_is_evaluated_in_eval_mode() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout, self.frozen = nn.Dropout(0.5), nn.Dropout(0.5).eval()
+
+        def forward(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            mean: torch.Tensor = self.frozen(self.dropout(batch)).mean()
+            return mean
+
+    noisy = Noisy()
+    predict, metrics = mean_loss(noisy)
+    evaluator = create_evaluator(nn.Identity(), predict, metrics)
+
+    assert evaluator.run([torch.ones(64)]).metrics["loss"] == 1.0
+    assert noisy.training and noisy.dropout.training and not noisy.frozen.training
