@@ -572,7 +572,11 @@ def test_ranks_of_two_agents_meet_again_after_a_restart(tmp_path: Path) -> None:
 
     assert (tmp_path / "failed").exists()
     assert codes == [0, 0], [Path(file.name).read_text() for file in outputs]
-    assert sorted((tmp_path / f"met_{rank}").read_text() for rank in range(2)) == ["2 0", "2 1"]
+    met = sorted((tmp_path / f"met_{rank}").read_text() for rank in range(2))
+    assert met in (
+        ["2 0", "2 1"],
+        ["2 1", "2 1"],
+    )  # the latter where the other rank has failed, too, before it was told
 
 
 def test_rank_does_not_meet_those_of_an_attempt_that_is_over() -> None:
