@@ -1,1 +1,1 @@
-"""What a killed run goes on from within moments: its state in shared memory, and a parent that starts its ranks again."""
+"""What a killed run goes on from within moments: state in shared memory, and a parent that starts its ranks again."""
