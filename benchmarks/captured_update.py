@@ -1,4 +1,4 @@
-"""The update captured in one graph (``examples/captured_update.py``) against the plain loop and against ``Update``.
+"""``Update(capture=True)`` against the plain loop and against ``Update``.
 
     python -m benchmarks.captured_update [--rounds N] [--micro-batches N] [--json PATH]
 
@@ -28,16 +28,12 @@ from benchmarks.turns import Times, cpu_us, take_turns
 from benchmarks.workload import CLIP_NORM, LOG_EVERY, build
 from ignite_engine import Trainer, Update
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
 
 def measured(rounds: int, micro_batches: int) -> Times:
     """CPU time of an update in microseconds by contender and round.
 
     The contenders take turns in one process, in an order drawn for each round; a round is an epoch.
     """
-    from captured_update import CapturedUpdate
-
     plain, eager, captured = (build(micro_batches, rounds) for _ in range(3))
 
     def plain_round() -> None:
@@ -58,7 +54,7 @@ def measured(rounds: int, micro_batches: int) -> Times:
         "plain": plain_round,
         "Update": round_of(Trainer(Update(eager.model, eager.optimizer, loss_fn, clip_norm=CLIP_NORM)), eager.batches),
         "captured": round_of(
-            Trainer(CapturedUpdate(captured.model, captured.optimizer, loss_fn, clip_norm=CLIP_NORM)),  # type: ignore[arg-type]
+            Trainer(Update(captured.model, captured.optimizer, loss_fn, clip_norm=CLIP_NORM, capture=True)),
             captured.batches,
         ),
     }

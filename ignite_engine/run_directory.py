@@ -54,6 +54,7 @@ class RunDirectory:
         self.code_diff = self.path / "code.diff"
         self.goodput = self.path / "goodput.jsonl"
         self.evaluations = self.path / "evaluations"
+        self.graphs = self.path / "graphs"
         self.logs = self.path / "logs"
 
     def files_of_a_run(self) -> list[str]:

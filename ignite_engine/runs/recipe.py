@@ -97,6 +97,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             rank_invariant=config.update.rank_invariant,
             reduce_each_micro_batch=config.distributed.reduce_each_micro_batch,
             loss_parallel=config.distributed.loss_parallel,
+            capture=config.update.capture,
         )
         trainer = Trainer(
             update,
@@ -106,6 +107,8 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         )
         schedules = make_schedules(config, task, optimizers, total)
         directory = RunDirectory(config.directory)
+        if config.update.capture:
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory.graphs))
         length = {"max_iters": config.run.max_iterations, "max_epochs": config.run.max_epochs}
         run = Run(
             trainer,

@@ -1,0 +1,248 @@
+"""A captured update computes what the plain one computes up to rounding, and its runs resume bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ignite_engine import Trainer, TrainingEvents, Update, loader, seed_everything
+from ignite_engine.capture import NotCaptured, capture
+from ignite_engine.errors import StateMismatch
+from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_cosine
+from tests.builders import linear
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls")
+
+EPOCH = 6  # iterations; the last has a smaller batch
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    inputs, targets = batch
+    predictions = model(inputs)
+    return nn.functional.mse_loss(predictions, targets), {"error": (predictions - targets).abs().mean().detach()}
+
+
+def data() -> Any:
+    inputs = torch.randn(44, 8, generator=torch.Generator().manual_seed(0))
+    return loader(TensorDataset(inputs, inputs[:, :1].sin()), batch_size=8, shuffle=True, seed=0)
+
+
+def trainer_of(
+    mode: bool | str,
+    *,
+    optimizer: Any = torch.optim.AdamW,
+    dropout: float = 0.0,
+    steps: int | None = None,
+    **options: Any,
+) -> Trainer:
+    seed_everything(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)
+    )
+    options = {"clip_norm": 0.5, **options}
+    built = optimizer(model.parameters(), lr=1e-2)
+    trainer = Trainer(Update(model, built, loss_fn, capture=mode, **options), accumulation_steps=steps)
+    LRSchedule(warmup_cosine(built, warmup=4, total=40)).attach(trainer)
+    return trainer
+
+
+def outputs_of(trainer: Trainer, epochs: int = 2) -> list[dict[str, float]]:
+    outputs: list[dict[str, float]] = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: outputs.append({name: float(value) for name, value in trainer.state.output.items()}),
+    )
+    trainer.run(data(), max_epochs=epochs)
+    return outputs
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    model, optimizer = trainer.update.model, trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]
+    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        found |= {
+            f"{name}/{key}": value.clone()
+            for key, value in optimizer.state[parameter].items()
+            if isinstance(value, Tensor)
+        }
+    return found
+
+
+def momentum(parameters: Any, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "updates"),
+    [
+        ({}, 12),
+        ({"steps": 3, "optimizer": momentum, "clip_norm": None, "log_grad_norm": True}, 4),
+        ({"optimizer": torch.optim.RMSprop, "non_finite": "skip"}, 12),
+    ],
+    ids=["adamw", "sgd, accumulated", "a step that is not captured"],
+)
+@pytest.mark.slow  # compiles
+def test_its_losses_and_weights_are_those_of_the_plain_update(options: dict[str, Any], updates: int) -> None:
+    plain, captured = trainer_of(False, **options), trainer_of(True, **options)
+
+    expected, found = outputs_of(plain), outputs_of(captured)
+
+    assert len(expected) == len(found) == updates
+    assert [set(output) for output in found] == [set(output) for output in expected]
+    for name in expected[0]:
+        values = [torch.tensor([output[name] for output in outputs]) for outputs in (found, expected)]
+        torch.testing.assert_close(*values, rtol=1e-4, atol=1e-5)
+    for name, value in state_of(plain).items():
+        torch.testing.assert_close(state_of(captured)[name], value, rtol=1e-4, atol=1e-5)
+    assert captured.state.optimizer_steps == updates
+    assert not torch.equal(state_of(plain)["0.weight"], state_of(trainer_of(False))["0.weight"])
+
+
+@pytest.mark.slow  # compiles
+def test_resumed_at_a_short_batch_it_ends_with_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+    """With dropout, which draws from torch's generator, and a schedule, of which no LR is compiled."""
+    whole = trainer_of(True, dropout=0.1)
+    whole.run(data(), max_epochs=2)
+    graphs = len(whole.update._capture._step._graphs)  # type: ignore[attr-defined]
+
+    stopped = trainer_of(True, dropout=0.1)
+    Checkpoint(tmp_path, strict=True).attach(stopped)
+    stopped.add_event_handler(Events.ITERATION_COMPLETED(once=EPOCH - 1), lambda: stopped.request_stop("a test"))
+    stopped.run(data(), max_epochs=2)
+    torch.compiler.reset()  # a process of its own compiles first for the short batch
+    resumed, checkpoint = trainer_of(True, dropout=0.1), Checkpoint(tmp_path)
+    checkpoint.attach(resumed)
+    checkpoint.resume()
+    resumed.run(data(), max_epochs=2)
+
+    expected, found = state_of(whole), state_of(resumed)
+    assert stopped.state.iteration == EPOCH - 1 and resumed.state.iteration == 2 * EPOCH
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert graphs == 1
+
+
+@pytest.mark.slow  # compiles
+def test_events_of_micro_batches_come_and_see_the_gradients_so_far() -> None:
+    trainer, seen = trainer_of(True, steps=2), []
+    for event in (
+        TrainingEvents.FORWARD_STARTED,
+        TrainingEvents.FORWARD_COMPLETED,
+        TrainingEvents.BACKWARD_COMPLETED,
+        TrainingEvents.OPTIMIZER_STEP_STARTED,
+    ):
+        trainer.add_event_handler(event, lambda _, name=event.name: seen.append(name))
+    norms: list[float] = []
+    weight = trainer.update.model[0].weight  # type: ignore[attr-defined]
+    trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED, lambda: norms.append(float(weight.grad.norm())))
+    trainer.run(data(), max_iters=1)
+
+    micro_batch = ["FORWARD_STARTED", "FORWARD_COMPLETED", "BACKWARD_COMPLETED"]
+    assert seen == [*micro_batch, *micro_batch, "OPTIMIZER_STEP_STARTED"]
+    assert len(norms) == 2 and norms[0] != norms[1]
+
+
+def reads_a_value(model: nn.Module, batch: Any) -> Tensor:
+    loss = loss_fn(model, batch)[0]
+    return loss if loss.item() > -1.0 else -loss
+
+
+def test_what_cannot_be_captured_is_one_line_and_auto_trains_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
+    def run(mode: bool | str) -> list[dict[str, float]]:
+        trainer = trainer_of(mode)
+        trainer.update.loss_fn = reads_a_value  # type: ignore[attr-defined]
+        return outputs_of(trainer)
+
+    with pytest.raises(NotCaptured) as refused:
+        run(True)
+    assert str(refused.value).count("\n") == 0 and "test_capture.py" in str(refused.value)
+    assert str(refused.value).startswith("Update(capture=True), but the update cannot be captured: ")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "_MEASURED", 2)
+        patch.setattr(capture, "_WARM_UP", 1)
+        assert run("auto") == run(False)
+    assert "The update is not captured: " in caplog.text
+
+
+@pytest.mark.parametrize(("takes", "kept"), [(0.5, True), (0.99, False)])
+@pytest.mark.slow  # compiles
+def test_auto_keeps_what_is_five_percent_faster(
+    takes: float, kept: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clock is this test's: a captured iteration takes ``takes`` of a plain one."""
+    trainer = trainer_of("auto")
+    captured = trainer.update._capture  # type: ignore[attr-defined]
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += takes if captured._trial.is_captured else 1.0
+        return now
+
+    monkeypatch.setattr(capture, "_MEASURED", 3)
+    monkeypatch.setattr(capture, "_WARM_UP", 1)
+    monkeypatch.setattr(capture.time, "perf_counter", clock)
+    caplog.set_level(logging.INFO)
+    undecided = trainer.reproducibility()
+    trainer.run(data(), max_epochs=3)
+
+    assert (
+        captured.decision is kept
+        and undecided
+        == ["capture measures whether it is faster, and a resumed run measures again: capture=True or False is exact"]
+        and trainer.reproducibility() == []
+    )
+    assert f"An iteration takes {takes:.2f} of its time" in caplog.text
+    assert captured.state_dict()["decision"] is kept
+
+
+def test_a_fifth_shape_is_trained_on_the_plain_way() -> None:
+    captured = trainer_of(True).update._capture  # type: ignore[attr-defined]
+
+    assert [captured._admits((size,)) for size in (1, 2, 3, 4, 5, 1)] == [True] * 4 + [False, True]
+    assert len(captured.state_dict()["signatures"]) == 4
+
+
+def test_a_run_that_was_captured_is_not_resumed_without_a_word(tmp_path: Path) -> None:
+    saved = trainer_of("auto")
+    Checkpoint(tmp_path).attach(saved)
+    saved.run(data(), max_epochs=1)
+
+    trainer, checkpoint = trainer_of(False), Checkpoint(tmp_path)
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+    with pytest.raises(StateMismatch, match="capture"):
+        trainer.run(data(), max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": torch.no_grad}, "precision is a function"),
+        ({"rank_invariant": True}, "rank_invariant is on"),
+        ({"loss_parallel": True}, "loss_parallel is on"),
+    ],
+)
+def test_what_is_known_to_be_impossible_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+    model = linear()
+    update = partial(Update, model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, **options)
+
+    with pytest.raises(NotCaptured, match=message):
+        update(capture=True)
+    captured = update(capture="auto")._capture
+    assert captured is not None and captured.decision is False
+
+
+def test_another_value_of_capture_is_refused() -> None:
+    model = linear()
+    with pytest.raises(ValueError, match="capture must be True, False or 'auto', got 'on'"):
+        Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, capture="on")
