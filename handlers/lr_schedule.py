@@ -230,7 +230,9 @@ class LRSchedule:
         """Give a schedule without a length that of the run that starts."""
         state, end = trainer.state, trainer.last_iteration if isinstance(trainer, Trainer) else None
         if not self._per_update:
-            end = state.max_epochs or (None if end is None else -(-end // (state.epoch_length or 1)))
+            by_updates = state.max_iters if end is not None else None
+            limits = (state.max_epochs, None if by_updates is None else -(-by_updates // (state.epoch_length or 1)))
+            end = min((limit for limit in limits if limit is not None), default=None)
         if end is None:
             raise ValueError(
                 f"{schedule} has the length of its run, and this one does not say its own: give it total, or run() "

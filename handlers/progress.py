@@ -164,11 +164,10 @@ class Progress:
     def _total(self, trainer: Trainer) -> int | None:
         """The iteration at which the run ends; None in the first pass over data of unknown length."""
         state = trainer.state
-        if state.max_iters is not None:
-            return int(state.max_iters)
         if state.max_epochs is None or not state.epoch_length:
-            return None
-        return int(state.max_epochs) * int(state.epoch_length) + self._more_iterations
+            return state.max_iters
+        by_epochs = int(state.max_epochs) * int(state.epoch_length) + self._more_iterations
+        return by_epochs if state.max_iters is None else min(by_epochs, state.max_iters)
 
     def _values(self, trainer: Trainer) -> list[str]:
         metrics = trainer.state.metrics

@@ -147,7 +147,7 @@ class Trainer(Engine):
 
     @property
     def last_iteration(self) -> int | None:
-        """The iteration at which the run ends by ``max_iters`` or ``max_epochs``; None: that is not known."""
+        """The iteration at which the run ends by ``max_iters`` or ``max_epochs``, at the latest; None: not known."""
         return last_iteration(self.progress.counted, self.progress.plan)
 
     def register(self, name: str, obj: Any, *, shared: bool = False, kind: str | None = None) -> None:
@@ -295,6 +295,7 @@ class Trainer(Engine):
     ) -> TrainingState:
         """Train; the arguments are Ignite's, in updates: ``epoch_length`` and ``max_iters`` count iterations.
 
+        Of ``max_epochs`` and ``max_iters`` either may be given, or both: the run ends where the first is reached.
         How it starts (``state.start``) follows from what was done before, see ``engine/start.py``.
 
         Raises:
@@ -385,7 +386,8 @@ class Trainer(Engine):
             apart.watch(self, self.update)
             apart.check()
         start.begin(arguments, state, self.progress, self.registry, self.resume_state)
-        limit = f"max_epochs={state.max_epochs}" if state.max_iters is None else f"max_iters={state.max_iters}"
+        limits = {"max_epochs": state.max_epochs, "max_iters": state.max_iters}
+        limit = ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
         if state.start is Start.FRESH:
             self.logger.info(f"Engine run starting with {limit}.")
         else:

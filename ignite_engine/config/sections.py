@@ -72,9 +72,9 @@ class RunSection(Section):
     must_be_new: bool = False  # refuse a folder that holds a run, which would be resumed
     restart: bool = False  # move a run that the folder holds aside, to <directory>.1, and begin anew
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # rank r uses seed + r after the model was made
-    max_iterations: Count | None = None  # updates; this or max_epochs
+    max_iterations: Count | None = None  # updates; of this and max_epochs what is reached first
     max_epochs: Count | None = None
-    max_windows: Count | None = None  # of a stream, in the whole run; beside one of the above
+    max_windows: Count | None = None  # of a stream, in the whole run; beside the above
     deterministic: bool = False  # torch.use_deterministic_algorithms
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of fp32 products
     threads: Count | None = None  # CPU threads of each rank; default: torch's own
@@ -82,12 +82,11 @@ class RunSection(Section):
     stop_file: Annotated[str, Field(min_length=1)] | None = None  # stops when it appears; relative to the run's folder
 
     @model_validator(mode="after")
-    def _one_length(self) -> RunSection:
+    def _has_a_length(self) -> RunSection:
         if self.restart and self.must_be_new:
             raise _fault("restart", "got true with run.must_be_new, which refuses what it would move; set one of them.")
-        if (self.max_iterations is None) == (self.max_epochs is None):
-            complaint = "both; set the other to null" if self.max_epochs is not None else "neither"
-            raise ValueError(f"expected one of max_iterations and max_epochs, got {complaint}")
+        if self.max_iterations is None and self.max_epochs is None:
+            raise ValueError("expected one of max_iterations and max_epochs, or both, got neither")
         return self
 
 

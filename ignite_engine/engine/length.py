@@ -16,11 +16,10 @@ class Length:
     @classmethod
     def of(cls, max_epochs: int | None, max_iters: int | None, per_epoch: int | None) -> Length:
         """From what ``run()`` is given, and the iterations of a pass over its data."""
-        if max_epochs is None and max_iters is None:
-            return cls(None, None, per_epoch)
-        if max_iters is not None:
-            return cls(max_iters, max_iters // per_epoch if per_epoch else None, per_epoch)
-        return cls(max_epochs * per_epoch if per_epoch and max_epochs else None, max_epochs, per_epoch)
+        by_epochs = max_epochs * per_epoch if per_epoch and max_epochs else None
+        if max_iters is None or (by_epochs is not None and by_epochs <= max_iters):
+            return cls(by_epochs, max_epochs, per_epoch)
+        return cls(max_iters, max_iters // per_epoch if per_epoch else max_epochs, per_epoch)
 
     def __str__(self) -> str:
         if self.iterations is None:

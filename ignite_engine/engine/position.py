@@ -84,11 +84,12 @@ def is_done(position: Position, plan: Plan) -> bool:
 
 
 def last_iteration(position: Position, plan: Plan) -> int | None:
-    """The iteration at which the run ends by ``max_iters`` or ``max_epochs``; None: that is not known."""
-    if plan.max_iters is not None or plan.max_epochs is None or plan.epoch_length is None:
+    """The iteration at which the run ends by ``max_iters`` or ``max_epochs``, at the latest; None: not known."""
+    if plan.max_epochs is None or plan.epoch_length is None:
         return plan.max_iters
     left = (plan.max_epochs - position.epochs) * plan.epoch_length - position.epoch_iteration
-    return position.iteration + max(left, 0)
+    by_epochs = position.iteration + max(left, 0)
+    return by_epochs if plan.max_iters is None else min(by_epochs, plan.max_iters)
 
 
 def regrouped(position: Position, plan: Plan, batches: int, batch: int, steps: int) -> Position:

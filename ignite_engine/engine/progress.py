@@ -162,12 +162,11 @@ class Progress:
     def length_as_built(self) -> int | None:
         """Iterations of the run had it not changed its accumulation itself; None: it did not, or that is not known."""
         source, state, steps = self.source, self.state, self.groupings.built.accumulation_steps
-        if not self.groupings.changed or self.epoch_is is not EpochIs.A_PASS:
-            return None
-        if state.max_iters is not None or state.max_epochs is None:
+        if not self.groupings.changed or self.epoch_is is not EpochIs.A_PASS or state.max_epochs is None:
             return None
         assert isinstance(source, DataSource) and source.batches is not None and steps is not None
-        return state.max_epochs * -(-source.batches // steps)
+        by_epochs = state.max_epochs * -(-source.batches // steps)
+        return by_epochs if state.max_iters is None else min(by_epochs, state.max_iters)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 

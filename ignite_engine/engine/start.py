@@ -43,11 +43,6 @@ class RunArguments:
     def __post_init__(self) -> None:
         if self.data is not None and not isinstance(self.data, Iterable):
             raise TypeError(f"Argument data should be iterable, got {type(self.data).__name__}.")
-        if self.max_epochs is not None and self.max_iters is not None:
-            raise ValueError(
-                "Arguments max_iters and max_epochs are mutually exclusive. "
-                "Please provide only max_epochs or max_iters."
-            )
         for name in ("max_epochs", "max_iters"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -217,7 +212,8 @@ def _check_against_state(arguments: RunArguments, state: TrainingState, *, stopp
     limits = (("max_iters", "max_epochs", "iteration"), ("max_epochs", "max_iters", "epoch"))
     for name, other, counter in limits:
         value, reached = getattr(arguments, name), getattr(state, counter)
-        if value is not None and getattr(state, other) is not None:
+        switches = getattr(state, name) is None and getattr(state, other) is not None
+        if value is not None and switches and getattr(arguments, other) is None:
             raise ValueError(
                 f"To switch from {other} to {name} mode during resume, "
                 f"you must first reset by setting 'engine.state.{other} = None' before calling run()."

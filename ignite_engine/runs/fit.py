@@ -124,7 +124,7 @@ def fit(
         val_set: of the same kinds, evaluated each epoch and at the end, as ``val``; or several by name.
         directory: of the run.
         restart: begin anew where the folder holds a run, which is moved aside, to ``<directory>.1``.
-        max_epochs: passes over the data; this or ``max_iters``.
+        max_epochs: passes over the data; this, ``max_iters``, or both: the run ends where the first is reached.
         max_iters: updates.
         batch_size: per rank; default 32.
         lr: default 0.001.

@@ -178,4 +178,5 @@ def total_updates(config: Config, samples: int, batch_size: int | None = None, *
 def _updates_of(config: Config, batches: int) -> int:
     """Of so many micro-batches in an epoch, on this rank or with ``update.global_micro_batches`` in all."""
     per_epoch = -(-batches // (config.update.global_micro_batches or config.update.accumulation_steps or 1))
-    return config.run.max_iterations or (config.run.max_epochs or 0) * per_epoch
+    limits = (config.run.max_iterations, None if config.run.max_epochs is None else config.run.max_epochs * per_epoch)
+    return min(limit for limit in limits if limit is not None)

@@ -83,7 +83,7 @@ class Run:
         directory: nothing has been written to it yet.
         schedules: learning rates by update, for each optimizer by its name.
         total: updates of a run that is not resumed with other groups, data or ranks; None: windows do not say.
-        length: ``max_epochs`` or ``max_iters``, as ``trainer.run`` takes it.
+        length: ``max_epochs``, ``max_iters`` or both, as ``trainer.run`` takes it.
         evaluations: makes one for each validation and test set; each writes ``trainer.state.metrics`` when called.
         startup: seconds of the phases of the start-up so far.
         config: the resolved config as plain values; after a resume with the settings of optimizers that are in force.
@@ -256,7 +256,9 @@ class Run:
                 logger.info("%s", line)
         if end is not None and state.iteration >= end:
             epoch_or_iteration = (
-                ("epoch", epochs, state.max_epochs) if state.max_iters is None else ("iteration", state.iteration, end)
+                ("epoch", epochs, state.max_epochs)
+                if state.max_iters is None or state.iteration < state.max_iters
+                else ("iteration", state.iteration, state.max_iters)
             )
             logger.info(
                 "The run is at its end (%s %d of %d): it is only evaluated. A larger limit trains it further, "

@@ -202,10 +202,10 @@ def test_wrong_override_is_one_line(tmp_path: Path, override: str, line: str) ->
     assert said.removeprefix("command line: ").startswith(line.removesuffix("...")) and len(said) < 240
 
 
-def test_two_lengths_of_a_run_are_refused(tmp_path: Path) -> None:
-    line = "DIR/run.yaml:2: run: expected one of max_iterations and max_epochs, got both; set the other to null."
+def test_run_without_a_length_is_refused(tmp_path: Path) -> None:
+    line = "DIR/run.yaml:2: run: expected one of max_iterations and max_epochs, or both, got neither."
 
-    assert complaint(tmp_path, "run.max_epochs=3") == line
+    assert complaint(tmp_path, "run.max_iterations=null") == line
     assert load_config(written(tmp_path), ["run.max_epochs=3", "run.max_iterations=null"]).run.max_epochs == 3
 
 

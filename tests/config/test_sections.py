@@ -25,10 +25,12 @@ def test_every_optimizer_without_a_closure_can_be_named() -> None:
     assert section.options == {"lr": 0.01, "betas": (0.5, 0.6), "fused": True}
 
 
-def test_run_has_one_length() -> None:
-    for values in ({}, {"max_epochs": 1, "max_iterations": 1}):
-        with pytest.raises(ValidationError, match="expected one of max_iterations and max_epochs"):
-            RunSection.model_validate(values)
+def test_run_has_a_length_in_epochs_or_iterations_or_both() -> None:
+    with pytest.raises(ValidationError, match="expected one of max_iterations and max_epochs, or both, got neither"):
+        RunSection.model_validate({})
+    both = RunSection.model_validate({"max_epochs": 1, "max_iterations": 2})
+
+    assert (both.max_epochs, both.max_iterations) == (1, 2)
 
 
 @pytest.mark.parametrize("warmup", [-1, 1.5, True, "some"])

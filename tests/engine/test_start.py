@@ -10,6 +10,7 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.engine.length import Length
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
@@ -50,6 +51,33 @@ def test_run_with_a_larger_limit_continues_as_if_it_had_been_given_at_first(limi
 
     assert starts == [Start.FRESH, Start.CONTINUED]
     assert batches == expected and position(trainer) == position(whole)
+
+
+@pytest.mark.parametrize(("limits", "end", "reason"), [((2, 4), 4, "max_iters"), ((2, 9), 6, "max_epochs")])
+def test_of_two_limits_the_first_that_is_reached_ends_the_run(limits: Any, end: int, reason: str) -> None:
+    trainer, batches, starts = noting()
+    trainer.add_event_handler(Events.STARTED, lambda: ends.append(trainer.last_iteration))
+    ends: list[int | None] = []
+    trainer.run(DATA, max_epochs=limits[0], max_iters=limits[1])
+
+    assert batches == (DATA * 3)[:end] and trainer.state.reason == reason and ends == [end]
+    assert Length.of(*limits, len(DATA)).iterations == end
+    trainer.run(DATA, max_epochs=3, max_iters=9)
+    assert batches == DATA * 3 and starts == [Start.FRESH, Start.CONTINUED]
+
+
+def test_run_with_two_limits_is_resumed_to_the_bits_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    whole = trainer_of()
+    whole.run(numbers_loader(shuffle=True), max_epochs=3, max_iters=8)
+    killed, resumed = trainer_of(), trainer_of()
+    Checkpoint(tmp_path).attach(killed, Events.ITERATION_COMPLETED(every=7))
+    killed.run(numbers_loader(shuffle=True), max_epochs=3, max_iters=7)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(resumed, Events.COMPLETED)
+    checkpoint.resume()
+    resumed.run(numbers_loader(shuffle=True), max_epochs=3, max_iters=8)
+
+    assert whole.state.iteration == 8 and torch.equal(weights(whole), weights(resumed))
 
 
 def test_continued_run_has_the_weights_of_one_run_with_dropout_and_handlers_that_draw() -> None:
@@ -237,7 +265,6 @@ def test_unclaimed_parts_are_an_error_and_wait_for_their_object(tmp_path: Path) 
         ({"max_epochs": 1.5}, "max_epochs is invalid.*whole number of at least 1, got 1.5"),
         ({"max_iters": 2.5}, "max_iters is invalid.*got 2.5"),
         ({"max_iters": 0}, "max_iters is invalid.*got 0"),
-        ({"max_epochs": 1, "max_iters": 1}, "mutually exclusive"),
         ({"epoch_length": 1.5}, "epoch_length must be a whole number of iterations, got 1.5"),
         ({"max_epochs": 3, "epoch_length": 2}, "epoch_length should be same as in the state"),
         ({"max_iters": 9}, "To switch from max_epochs to max_iters"),

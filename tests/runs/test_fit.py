@@ -186,8 +186,7 @@ def test_optimizer_may_be_made_already_and_handlers_have_events(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"max_epochs": None}, r"^fit\(\): run: expected one of max_iters and max_epochs, got neither\.$"),
-        ({"max_iters": 3}, r"^fit\(\): run: expected one of max_iters and max_epochs, got both; set the other to None"),
+        ({"max_epochs": None}, r"^fit\(\): run: expected one of max_iters and max_epochs, or both, got neither\.$"),
         ({"batch_size": 0}, r"^fit\(\): batch_size: got 0, expected at least 1\.$"),
         ({"lr": "fast"}, r"^fit\(\): lr: got 'fast', expected a number\.$"),
         (
@@ -311,6 +310,14 @@ def test_last_epoch_that_is_cut_short_is_evaluated_once_at_its_end(tmp_path: Pat
         manifest = run.checkpoint.store.checkpoints()[-1].manifest  # type: ignore[union-attr]
         assert manifest.iteration == 10 and "val/loss" in manifest.metrics
     assert seen == [0, 3, 6, 9, 10, 0, 10]
+
+
+@pytest.mark.parametrize(("max_epochs", "end"), [(2, 9), (1, 6)])
+def test_of_two_limits_the_first_ends_the_run_and_its_schedule(tmp_path: Path, max_epochs: int, end: int) -> None:
+    run = fitted(tmp_path, max_epochs=max_epochs, max_iters=9, schedule="linear")
+
+    assert run.trainer.state.iteration == run.total == end and f"total={end}" in repr(run.schedules["optimizer"])
+    assert run.history[-1]["iteration"] == end and "val/loss" in run.metrics
 
 
 def test_columns_may_be_arrays_and_must_be_of_one_length(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ MISTAKES: dict[str, Mistake] = {
     "epochs": (given(epochs=3), r"fit\(\) got epochs, which it does not take; did you mean 'max_epochs'\?"),
     "max_steps": (given(max_steps=3), r"fit\(\) got max_steps, which it does not take"),
     "train_loader": (given(train_loader=3), r"fit\(\) got train_loader, which it does not take"),
-    "no length": (given(max_epochs=...), r"fit\(\): run: expected one of max_iters and max_epochs, got neither"),
+    "no length": (given(max_epochs=...), r"fit\(\): run: expected one of max_iters and max_epochs, or both"),
     "optimizer's class": (
         given(optimizer=torch.optim.SGD),
         r"optimizer is the class SGD: give its name, 'SGD', or lambda",
