@@ -24,6 +24,8 @@ class WindowPlace:
     """Windows before the open one, or the one that comes next: its pass."""
     of_epoch: int = 0
     """Windows begun in this epoch."""
+    updates: int = 0
+    """Of the open window."""
     announced: bool = False
     """The open window has had its WINDOW_STARTED."""
     opened_with: Any = None
@@ -107,9 +109,12 @@ class WindowedSource:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the open window, or the next one, which is taken by the first ``next``."""
+        limit = self.data.max_updates
         if self.window is not None:
-            return iter(self.window)
-        return self._window_again() if self.first_group_pending else self._next_window()
+            groups = iter(self.window)
+        else:
+            groups = self._window_again() if self.first_group_pending else self._next_window()
+        return groups if limit is None else islice(groups, max(limit - self.at.updates, 0))
 
     def _next_window(self) -> Iterator[Any]:
         if self.reader.take():
@@ -142,8 +147,7 @@ class WindowedSource:
         """So many of the open window are trained on."""
         assert self.window is not None, "a group was fetched from it"
         self.window.consumed(batches)
-        if self.first_group_pending:
-            self.at = replace(self.at, opened_with=None)
+        self.at = replace(self.at, opened_with=None, updates=self.at.updates + 1)
 
     def next_pass(self) -> None:
         """The open window is trained on, or was empty."""
@@ -182,6 +186,7 @@ class WindowedSource:
         """The place in the stream, and that in the open window; of one that was not trained on how it was opened."""
         at, window = self.at, None if self.window is None or self.first_group_pending else self.window.state_dict()
         own: dict[str, Any] = {"begun": at.announced, "of_epoch": at.of_epoch, "number": at.number}
+        own |= {"updates": at.updates}
         own |= {"opened_with": at.opened_with} if self.first_group_pending else {}
         own |= {"fingerprint": self.reader.fingerprint} if window is not None and self.reader.fingerprint else {}
         return {"windows": self.reader.state_dict() | own, "window": window, "ranks": mesh.data_size()}
@@ -208,7 +213,11 @@ class WindowedSource:
         is_gone = any(agreement.gather_objects(own["name"] is not None and self.reader.name is None))
         opened_with = None if is_gone else own.get("opened_with")
         self.at = WindowPlace(
-            number=own["number"], of_epoch=own["of_epoch"], announced=own["begun"], opened_with=opened_with
+            number=own["number"],
+            of_epoch=own["of_epoch"],
+            updates=own["updates"],
+            announced=own["begun"],
+            opened_with=opened_with,
         )
         if self.first_group_pending:
             self.data.present, self.data.is_open = self.reader.name, True

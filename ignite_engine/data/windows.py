@@ -44,6 +44,7 @@ class Windows:
             batches, on several ranks of this rank's share. Nothing, or no batch, is an empty window, which is skipped.
         per_epoch: windows of an epoch; None: it lasts until the stream has no more.
         limit: windows of the whole run; None: no limit.
+        max_updates: of one window, the rest of which is left out; None: a window is trained on to its end.
         wait_s: how long to wait for a window that has not come yet, in seconds; then the stream is at its end.
             ``math.inf`` waits for ever. A stop request ends the wait.
         poll_s: seconds between two looks.
@@ -62,6 +63,7 @@ class Windows:
         *,
         per_epoch: int | None = None,
         limit: int | None = None,
+        max_updates: int | None = None,
         wait_s: float = 0.0,
         poll_s: float = 1.0,
         shared: bool = True,
@@ -69,10 +71,11 @@ class Windows:
         is_stream = isinstance(stream, (WindowStream, Iterable)) and not isinstance(stream, str | Windows)
         check_type("stream", stream, is_stream, "a sequence of windows, Files or another stream")
         check_type("open", open, callable(open), "a function that makes the loader of a window")
-        for name, value in (("per_epoch", per_epoch), ("limit", limit)):
-            check_type(name, value, value is None or is_whole(value), "a whole number of windows or None")
+        for name, value in (("per_epoch", per_epoch), ("limit", limit), ("max_updates", max_updates)):
+            unit = "update" if name == "max_updates" else "window"
+            check_type(name, value, value is None or is_whole(value), f"a whole number of {unit}s or None")
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 window, or None, got {value}.")
+                raise ValueError(f"{name} must be at least 1 {unit}, or None, got {value}.")
         for name, seconds in (("wait_s", wait_s), ("poll_s", poll_s)):
             check_type(name, seconds, is_number(seconds), "a number of seconds")
         check_type("shared", shared, isinstance(shared, bool), "True or False")
@@ -84,7 +87,7 @@ class Windows:
             self._one = None if isinstance(stream, Files) else _SharedPosition(stream)
         elif not is_sequence(stream) and iter(stream) is stream:
             self._one = _SharedPosition(ReplayedStream(stream))
-        self.per_epoch, self.limit = per_epoch, limit
+        self.per_epoch, self.limit, self.max_updates = per_epoch, limit, max_updates
         self.wait_s, self.poll_s = wait_s, poll_s
         self.present: Any = None
         """The name of the window that is trained on now; None between windows, and where this rank has none."""
@@ -116,7 +119,7 @@ class Windows:
     @property
     def settings(self) -> dict[str, Any]:
         """What is the same on every rank."""
-        return {f"Windows({name})": getattr(self, name) for name in ("per_epoch", "limit", "shared")}
+        return {f"Windows({name})": getattr(self, name) for name in ("per_epoch", "limit", "max_updates", "shared")}
 
     def opened_by(self, make: Callable[[Any], Any], *, limit: int | None = None) -> Windows:
         """The same windows, of whose datasets ``make`` makes loaders.
@@ -131,7 +134,7 @@ class Windows:
             is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, DataLoader)
             return make(data) if is_dataset else data
 
-        own = {name: getattr(self, name) for name in ("per_epoch", "wait_s", "poll_s", "shared")}
+        own = {name: getattr(self, name) for name in ("per_epoch", "max_updates", "wait_s", "poll_s", "shared")}
         made = Windows(self.stream, open_and_make, limit=limit or self.limit, **own)
         made._one = self._one
         return made

@@ -124,6 +124,24 @@ def test_limits_of_epochs_windows_and_iterations_mean_what_they_say(
     assert (state.iteration, state.epoch, state.windows, state.reason) == (iterations, epochs, windows, reason)
 
 
+def test_window_has_no_more_updates_than_its_limit_and_its_end_is_as_ever() -> None:
+    trainer = trainer_of(accumulation_steps=2)
+    told, seen = events_of(trainer, WINDOW_EVENTS), trained(trainer)
+    trainer.run(Windows([5, 12, 3], open_numbers, max_updates=2))
+
+    assert seen == [(1, 5), (1, 5), (2, 12), (2, 12), (3, 3)]
+    assert [name for name, _, _ in told].count("WINDOW_COMPLETED") == 3 and told[-1][0] == "EPOCH_COMPLETED"
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 5, 6])
+def test_limit_of_updates_counts_those_before_a_resume(tmp_path: Path, stop_at: int) -> None:
+    whole = samples_of(None, max_updates=3)
+    before = samples_of(tmp_path, Events.ITERATION_COMPLETED(once=stop_at), max_updates=3)
+
+    assert len(whole) == 2 * 4 * 3
+    assert before + samples_of(tmp_path, max_updates=3) == whole
+
+
 def test_empty_windows_at_the_end_of_a_sequence_are_no_end_of_the_run() -> None:
     state = trainer_of().run(Windows([2, 4, 0, 0], open_numbers, per_epoch=2), max_epochs=3)
     assert (state.windows, state.reason) == (6, "max_epochs")
@@ -645,6 +663,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         Windows("hours", open_numbers)
     with pytest.raises(ValueError, match=r"^limit must be at least 1 window, or None, got 0\."):
         Windows([1], open_numbers, limit=0)
+    with pytest.raises(ValueError, match=r"^max_updates must be at least 1 update, or None, got 0\."):
+        Windows([1], open_numbers, max_updates=0)
     with pytest.raises(RuntimeError, match=r"^No window is open"):
         Windows([1], open_numbers).again()
     with pytest.raises(TypeError, match=r"^Windows are iterated by Trainer\.run\(\) and Evaluation"):

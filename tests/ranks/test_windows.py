@@ -35,7 +35,7 @@ OPEN = {
 }
 
 
-def trains(rank: int, kind: str) -> dict[str, Any]:
+def trains(rank: int, kind: str, **options: Any) -> dict[str, Any]:
     """Which samples a rank with windows of its own trains on, in which window, and the events."""
     seen: list[Any] = []
     told: list[str] = []
@@ -47,7 +47,7 @@ def trains(rank: int, kind: str) -> dict[str, Any]:
     trainer = Trainer(update, accumulation_steps=2)
     for event in (TrainingEvents.WINDOW_STARTED, TrainingEvents.WINDOW_COMPLETED, Events.EPOCH_COMPLETED):
         trainer.add_event_handler(event, lambda _, event=event: told.append(event.name))
-    windows = Windows(OWN.get(rank, []), OPEN[kind], shared=False)
+    windows = Windows(OWN.get(rank, []), OPEN[kind], shared=False, **options)
     state = trainer.run(windows, max_epochs=2)
     return {"seen": seen, "told": told, "iteration": state.iteration, "windows": state.windows}
 
@@ -129,6 +129,7 @@ def _rank(rank: int, folder: str, world: int, number: int) -> None:
     report: dict[str, Any] = {}
     if number < 2:
         report |= {kind: trains(rank, kind) for kind in OPEN}
+        report["limited"] = trains(rank, "loader", max_updates=1)
         report["waiting"] = stopped_while_it_waits(folder, rank)
     if number == 0:
         report["killed"] = evaluated_and_killed(folder, rank)
@@ -163,6 +164,13 @@ def test_each_rank_trains_on_each_of_its_own_samples_once_in_windows_that_end_to
         assert own["seen"] == once + [(window + 3, sample) for window, sample in once], rank
         assert own["told"] == (["WINDOW_STARTED", "WINDOW_COMPLETED"] * 3 + ["EPOCH_COMPLETED"]) * 2
         assert (own["iteration"], own["windows"]) == (2 * (3 + 1 + 1), 6)
+
+
+def test_windows_of_a_limited_length_end_together(reports: dict[int, list[dict[str, Any]]]) -> None:
+    for rank, report in enumerate(reports[0]):
+        first = [sample for samples in OWN[rank] for sample in samples[:2]]
+        assert [sample for _, sample in report["limited"]["seen"]] == first * 2
+        assert (report["limited"]["iteration"], report["limited"]["windows"]) == (6, 6)
 
 
 def test_a_stop_is_heard_while_all_wait_for_a_window(reports: dict[int, list[dict[str, Any]]]) -> None:
