@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from copy import copy
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch.utils.data import DataLoader
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.streams import Files, Listed, ReplayedStream, WindowStream, is_sequence, text_of
+from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
+from ignite_engine.ranks import agreement
 
 __all__ = ["Files", "WindowStream", "Windows"]
 
@@ -151,6 +154,32 @@ class Windows:
                 "No window is open: use Windows.again from TrainingEvents.WINDOW_STARTED to WINDOW_COMPLETED."
             )
         return self.loader_of(self.present)
+
+    def whole(self) -> Iterator[Any]:
+        """The batches of all windows, one after the other, at most of ``limit`` windows: ``Evaluation(evaluator,
+        windows.whole)`` evaluates them as one set. It does not wait for windows that have not come; a collective.
+
+        Raises:
+            Exception: of the stream, on every rank.
+        """
+
+        def names_of_all() -> list[Any]:
+            stream, names = self.begun_by(self), list[Any]()
+            with suppress(StopIteration):
+                while len(names) != self.limit and (name := stream.next_window()) is not None:
+                    names.append(name)
+            return names
+
+        return self._batches_of(agreement.on_rank_0(names_of_all) if self.shared else agreement.together(names_of_all))
+
+    def _batches_of(self, names: Iterable[Any]) -> Iterator[Any]:
+        for name in names:
+            data = self.loader_of(name)
+            iterator = begin_pass(data)
+            try:
+                yield from iterator
+            finally:
+                end_workers(iterator, data)
 
     def loader_of(self, name: Any) -> Any:
         """The loader of a window; where it has no sample, or there is no window (None), an empty tuple."""

@@ -87,6 +87,17 @@ def stopped_while_it_waits(folder: str, rank: int) -> tuple[str, bool]:
     return state.status, time.monotonic() - began < 20
 
 
+def evaluated_as_one(rank: int) -> tuple[int, float]:
+    """Batches of this rank, and the mean over all windows of all ranks."""
+    evaluator = Engine(lambda engine, batch: batch.float().mean())
+    Average(lambda output: output).attach(evaluator, "mean")
+    trainer = Trainer(lambda engine, batch: None)
+    windows = Windows(OWN[rank], OPEN["batches"], shared=False)
+    Evaluation(evaluator, windows.whole).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run([0], max_epochs=1)
+    return evaluator.state.iteration, trainer.state.metrics["val/mean"]
+
+
 def evaluated_and_killed(folder: str, rank: int) -> dict[str, Any]:
     """Own windows, each evaluated before it is trained on, of which rank 1 has none in the end; killed there."""
     found: dict[str, Any] = {"evaluated": []}
@@ -132,6 +143,7 @@ def _rank(rank: int, folder: str, world: int, number: int) -> None:
         report["limited"] = trains(rank, "loader", max_updates=1)
         report["waiting"] = stopped_while_it_waits(folder, rank)
     if number == 0:
+        report["as one"] = evaluated_as_one(rank)
         report["killed"] = evaluated_and_killed(folder, rank)
         report["refused"] = refused(rank)
     for invariant in (False, True):
@@ -181,6 +193,12 @@ def test_a_stop_is_heard_while_all_wait_for_a_window(reports: dict[int, list[dic
 def test_a_rank_without_a_window_evaluates_and_resumes_with_its_peers(reports: dict[int, list[dict[str, Any]]]) -> None:
     for report in reports[0]:
         assert report["killed"] == {"evaluated": [1.5, 4.5], "ended": ("max_windows", 6, 2)}
+
+
+def test_all_windows_of_all_ranks_are_one_evaluation(reports: dict[int, list[dict[str, Any]]]) -> None:
+    samples = [sample for rank in (0, 1) for window in OWN[rank] for sample in window]
+    mean = pytest.approx(sum(samples) / len(samples))
+    assert [report["as one"] for report in reports[0]] == [(6, mean), (5, mean)]
 
 
 def test_settings_of_windows_that_differ_are_refused_on_both(reports: dict[int, list[dict[str, Any]]]) -> None:
