@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,10 @@ from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import StopRequested
 from ignite_engine.events import TrainingEvents
+from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
+
+logger = logging.getLogger(__name__)
 
 
 class End(Enum):
@@ -142,8 +146,8 @@ class Feed:
 
     def _stream_is_exhausted(self, windows: WindowedSource) -> None:
         """No window came in this epoch: the run is over, and the epoch is none."""
-        if not self._state.windows:
-            raise ValueError(f"No window with a batch came from {windows.data.stream!r}: give windows that have some.")
+        if not self._state.windows and agreement.rank() == 0:
+            logger.warning("No window with a batch came from %r: the run ends without an update.", windows.data.stream)
         self._state.epoch -= 1  # or what is logged from here on is of an epoch without an iteration
         self._state.reason, self._engine.should_terminate = "end of data", True
         raise RunEnds
