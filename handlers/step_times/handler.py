@@ -60,6 +60,8 @@ class StepTimes:
     - on several ranks ``time/slowest_rank``, ``time/slowest_rank_ms``: the step of the slowest without its reduction,
       and ``time/other_ranks_ms``, the median of that of the others.
 
+    With its first values a start writes ``time/startup_s``, the seconds until its first epoch, the most of all ranks.
+
     A part that takes no time in a run is not written. On an accelerator the times are the device's, by events in its
     stream that are read once they have completed: nothing waits for it. One collective at the event, none between. When
     the run ends, rank 0 logs why it was not faster, if something is wrong (``docs/performance.md``). No state is saved.
@@ -82,7 +84,7 @@ class StepTimes:
         self._written = dict.fromkeys((*STEP, *BETWEEN), 0.0)
         self._steps_written = self._caught_up = self._completed = 0
         self._ranks: list[dict[str, float]] = []
-        self._saves_in_background = False
+        self._saves_in_background = self._startup_written = False
         self._next_beat = 0.0
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
@@ -116,11 +118,13 @@ class StepTimes:
         steps, self._written = clock.steps - self._steps_written, dict(clock.seconds)
         self._steps_written = clock.steps
         quantiles = [clock.durations.quantile(share) for share in (0.5, 0.99)]
-        rows = agreement.gather_floats([float(steps), *quantiles, *spent])
+        rows = agreement.gather_floats([float(steps), *quantiles, clock.seconds["startup"], *spent])
         if not min(row[0] for row in rows):
             return
         metrics, ranks = trainer.state.metrics, len(rows)
-        per_iteration = [[seconds / row[0] for seconds in row[3:]] for row in rows]
+        if not self._startup_written:
+            metrics["time/startup_s"], self._startup_written = max(row[3] for row in rows), True
+        per_iteration = [[seconds / row[0] for seconds in row[4:]] for row in rows]
         own = [own_time(row[: len(STEP)]) for row in per_iteration]
         for index, part in enumerate(parts):
             if f"time/{part}_ms" in metrics or any(row[index] for row in per_iteration):
@@ -137,7 +141,7 @@ class StepTimes:
             self._ranks = self._ranks or [dict.fromkeys(STEP, 0.0) for _ in rows]
             for sums, row in zip(self._ranks, rows, strict=True):
                 for index, part in enumerate(STEP):
-                    sums[part] += row[3 + index]
+                    sums[part] += row[4 + index]
 
     @property
     def host_clock(self) -> HostClock | None:

@@ -132,12 +132,13 @@ def test_values_are_written_at_the_event_and_sum_to_the_time_of_an_iteration(tmp
     trainer = planted(slept, tmp_path)
     times = StepTimes()
     times.attach(trainer, Events.ITERATION_COMPLETED(every=6))
-    sums, at = dict[str, float](), list[int]()
+    sums, at, startup = dict[str, float](), list[int](), list[float | None]()
 
     def add() -> None:
         found = {name: value for name, value in trainer.state.metrics.fresh.items() if name.startswith("time/")}
         if found:
             at.append(trainer.state.iteration)
+            startup.append(found.pop("time/startup_s", None))
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + 6 * value
 
@@ -145,6 +146,7 @@ def test_values_are_written_at_the_event_and_sum_to_the_time_of_an_iteration(tmp
     trainer.run(loader(SlowData(slept), batch_size=2), max_epochs=4)
 
     assert at == [6, 12, 18, 24]
+    assert startup == [times._clock.seconds["startup"], None, None, None] and startup[0]
     written = times._written
     parts = ("data_wait", "copy", "forward", "backward", "optimizer")
     assert {name for name in sums if "step" not in name} == {
@@ -384,7 +386,7 @@ def _rank(rank: int, folder: str) -> None:
         "metrics": dict(trainer.state.metrics),
         "seconds": times._clock.seconds,
         "verdict": None if times.verdict is None else str(times.verdict),
-        "gathers": gathers.count(3 + len(STEP) + len(BETWEEN)),
+        "gathers": gathers.count(4 + len(STEP) + len(BETWEEN)),
         "hooks": len(first._post_accumulate_grad_hooks or ()),  # type: ignore[attr-defined]
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
