@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
     from ignite_engine.handlers.throughput import Throughput
     from ignite_engine.handlers.trackers import MLflowSink, WandBSink
+    from ignite_engine.handlers.training_metrics import TrainingMetrics
     from ignite_engine.handlers.weight_drift import WeightDrift
     from ignite_engine.schedules import (
         Schedule,
@@ -69,6 +70,7 @@ __all__ = [
     "Stopwatch",
     "TensorBoardSink",
     "Throughput",
+    "TrainingMetrics",
     "WallClockLimit",
     "WandBSink",
     "WeightDrift",
@@ -113,6 +115,7 @@ _MODULES = {
     "Stopwatch": "ignite_engine.handlers.meters",
     "TensorBoardSink": "ignite_engine.handlers.tensorboard_sink",
     "Throughput": "ignite_engine.handlers.throughput",
+    "TrainingMetrics": "ignite_engine.handlers.training_metrics",
     "WallClockLimit": "ignite_engine.handlers.limits",
     "WandBSink": "ignite_engine.handlers.trackers",
     "WeightDrift": "ignite_engine.handlers.weight_drift",

@@ -20,7 +20,9 @@ HANDLERS = ROOT / "handlers"
 TABLE = ROOT / "docs" / "architecture.md"
 TOP_FOLDERS = {".ci", "benchmarks", "configs", "docs", "examples", "handlers", "ignite_engine", "tests"}
 # Parts that several handlers share.
-SHARED_HANDLER_MODULES = {"history", "sinks", "columns", "media", "meters", "followed_metric", "host_memory"}
+SHARED_HANDLER_MODULES = {
+    *("history", "sinks", "columns", "media", "meters", "followed_metric", "host_memory", "metric_values"),
+}
 # Imported only inside the function that needs them.
 HEAVY = {"clearml", "tensorboard", "matplotlib", "pydantic"}
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from numbers import Real
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from ignite.engine import Engine, Events
 from ignite.engine.events import EventsList
 from torch import nn
@@ -23,7 +21,7 @@ from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
 from ignite_engine.handlers.evaluation.invariant import InvariantSums, dealing_of, unsummed
 from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress
-from ignite_engine.handlers.evaluation.tables import media_of
+from ignite_engine.handlers.metric_values import publish
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
@@ -199,22 +197,11 @@ class Evaluation:
                 self._windows.done()
             self._evaluated_at, self._unfinished_at = state.iteration, None
             self.values = {f"{self.label}/{key}": value for key, value in self.evaluator.state.metrics.items()}
-            self._publish(trainer)
+            publish(state, self.values)
             if self._changes and self._windows is None and state.windows > state.windows_completed:
                 state.metrics[f"{self.label}/window"] = float(state.windows)
             state.evaluations += 1
             trainer.fire_event(TrainingEvents.EVALUATION_COMPLETED)
-
-    def _publish(self, trainer: Trainer) -> None:
-        """Write each value: a number as a metric, what is more on rank 0 as a table or a picture."""
-        state, parts = trainer.state, [value for value in self.values.values() if isinstance(value, Mapping)]
-        for name, value in self.values.items():
-            number = number_of(value)
-            if number is not None:
-                state.metrics[name] = number
-            # Ignite writes a mapping and each of its parts
-            elif agreement.rank() == 0 and not any(value is part for whole in parts for part in whole.values()):
-                state.media.update(media_of(name, value))
 
     def _run(self, trainer: Trainer, data: Any) -> bool:
         """Whether it completed."""
@@ -282,10 +269,3 @@ class Evaluation:
     def _model(self, trainer: Trainer) -> Any:
         model = getattr(self.evaluator, "model", None) or getattr(trainer.update, "model", None)
         return unwrap(model) if isinstance(model, nn.Module) else None
-
-
-def number_of(value: Any) -> float | None:
-    """A metric's value as a number; None: it is several, or none."""
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 else None
-    return float(value) if isinstance(value, Real) else None

@@ -19,7 +19,7 @@ from ignite_engine import Phase, Trainer, rng
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import did_you_mean, one_line, shapes_of
 from ignite_engine.evaluator import eval_mode, whole_pass
-from ignite_engine.handlers.evaluation.handler import number_of
+from ignite_engine.handlers.metric_values import number_of
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import metrics_of_this_rank
 from ignite_engine.state import Start

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ignite.metrics import Accuracy, ClassificationReport, ConfusionMatrix, Precision, PrecisionRecallCurve, RocCurve
 
-from ignite_engine.handlers.evaluation.tables import SIDE, media_of
+from ignite_engine.handlers.metric_values import SIDE, media_of
 from tests.handlers.evaluation.test_sanity import trained
 from tests.runs.test_fit import QUIET
 

@@ -1,15 +1,18 @@
-"""How a metric that is not one number is shown: as a table, or as a picture."""
+"""How the value of a metric is published: a number as it is, what is more as a table or a picture."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 
 from ignite_engine.handlers.media import Histogram, Image
+from ignite_engine.ranks import agreement
+from ignite_engine.state import TrainingState
 from ignite_engine.text import in_columns, short
 
 ROWS, COLUMNS = 200, 20
@@ -18,6 +21,25 @@ SIDE = 240
 """Of a picture, in pixels."""
 
 Array = np.ndarray[Any, Any]
+
+
+def publish(state: TrainingState, values: Mapping[str, Any]) -> None:
+    """Write what metrics gave, by whole names: a number as a metric, what is more on rank 0 as a table or a picture."""
+    parts = [value for value in values.values() if isinstance(value, Mapping)]
+    for name, value in values.items():
+        number = number_of(value)
+        if number is not None:
+            state.metrics[name] = number
+        # Ignite writes a mapping and each of its parts
+        elif agreement.rank() == 0 and not any(value is part for whole in parts for part in whole.values()):
+            state.media.update(media_of(name, value))
+
+
+def number_of(value: Any) -> float | None:
+    """A metric's value as a number; None: it is several, or none."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else None
+    return float(value) if isinstance(value, Real) else None
 
 
 def media_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
