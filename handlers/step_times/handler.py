@@ -22,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Update, Updates, devices
+from ignite_engine.handlers.host_memory import Limits, memory_groups
 from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP, DeviceClock, HostClock, StepClock, own_time
+from ignite_engine.handlers.step_times.memory_growth import MemoryGrowth
 from ignite_engine.ranks import agreement
 from ignite_engine.report.goodput import Figures, Ledger, LedgerFile, Verdict, read_ledger, verdict
 from ignite_engine.run_directory import RunDirectory
@@ -86,6 +88,7 @@ class StepTimes:
         self._ranks: list[dict[str, float]] = []
         self._saves_in_background = self._startup_written = False
         self._next_beat = 0.0
+        self._growth = MemoryGrowth()
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
         """Write at ``event``."""
@@ -286,6 +289,8 @@ class StepTimes:
             crowded_s=_crowded_s() - before.crowded_s,
             swapped_mib=_swapped_mib(),
             retries=self._retries() - before.retries,
+            growth=self._growth.found(),
+            headroom_mib=Limits(memory_groups()).tightest().headroom_mib,
             caught_up=self._caught_up / max(clock.steps, 1),
             wasted_s=0.0 if ledger is None else ledger.seconds["wasted"],
             wall_s=0.0 if ledger is None else ledger.wall_s,
@@ -337,6 +342,8 @@ class StepTimes:
         self._clock.mark(self._rest)
         if self._rest == "startup":
             self._mark_around_others(trainer)
+        else:
+            self._growth.pass_ended()
         self._rest, self._waiting = "handlers", True  # a pass is opened next, with its workers
 
     def _wait_starts(self) -> None:
@@ -381,6 +388,8 @@ class StepTimes:
         clock = self._clock
         clock.end_step("handlers" if self._says_parts else "update")
         self._completed += 1
+        if self._completed >= self._growth.due:
+            self._growth.sample(self._completed)
         if clock.caught_up():
             self._caught_up += 1
         if perf_counter() > self._next_beat:
@@ -402,11 +411,11 @@ class StepTimes:
         state = trainer.state
         saved = state.checkpoints != self._checkpoints  # it is counted when a save begins
         self._clock.mark("checkpoint" if saved or state.background_done or state.last else self._rest)
-        self._saves_in_background |= state.background_done
         if saved and self._file is not None:
             self._beat()
             self._file.next_line()
         self._saved = saved and trainer.listeners(TrainingEvents.OPTIMIZER_STEP_STARTED) > self._before_step
+        self._saves_in_background |= self._saved
         if self._saved and not trainer.has_event_handler(self._step_may_start, TrainingEvents.OPTIMIZER_STEP_STARTED):
             self._mark_before_the_step(trainer)  # the state is copied in the background, until the next step at most
 

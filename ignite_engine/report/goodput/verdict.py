@@ -45,10 +45,27 @@ CROWDED = 0.25
 """Share of the time in which the training thread was ready to run and had no core."""
 ONE_STEP = 0.2
 """Share of the time of one step, after the first two, which compile and warm up."""
+LEAK_MIB, LEAK = 48.0, 0.1
+"""Growth of a process, and as a share of what it holds: less may be its allocator's."""
+SOON = 10.0
+"""Memory that is full after so many times the run's iterations is a cause whatever its share."""
 TINY_MS = 0.5
 """A step on a CPU: below it calling operations and fetching single samples takes most of the time."""
 CAUGHT_UP = 0.8
 """Share of steps at whose end the device had nothing left to do: the host is slower than it."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Memory of the training process that has grown steadily."""
+
+    steps: int
+    """In which it has grown."""
+    grown_mib: float
+    held_mib: float
+    """In the end."""
+    in_first_pass: bool = False
+    """It was seen in the first pass over the data only, in which a data set may fill a cache."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,8 @@ class Figures:
         stalled_s: the kernel's pressure-stall time of memory.
         swapped_mib: of this process, now.
         retries: of the device's allocator.
+        growth: of this process's memory; None: it has not grown steadily.
+        headroom_mib: what may be taken yet of the machine's memory, or of a control group's.
         caught_up: share of steps at whose end the device had nothing left to do.
         wasted, wall_s: of all starts of the run: what was lost to kills, and its whole time.
     """
@@ -102,6 +121,8 @@ class Figures:
     stalled_s: float = 0.0
     swapped_mib: float = 0.0
     retries: int = 0
+    growth: Growth | None = None
+    headroom_mib: float = math.inf
     caught_up: float = 0.0
     wasted_s: float = 0.0
     wall_s: float = 0.0
@@ -180,6 +201,26 @@ def _lack_of_memory(figures: Figures) -> Verdict | None:
         remedy = "use a smaller batch with update.accumulation_steps, or PYTORCH_ALLOC_CONF=expandable_segments:True"
         return Verdict("the device's memory", evidence, remedy, math.inf)
     return None
+
+
+def _leak(figures: Figures) -> Verdict | None:
+    growth = figures.growth
+    if growth is None or growth.grown_mib < LEAK_MIB:
+        return None
+    rate = growth.grown_mib / growth.steps
+    left = figures.headroom_mib / rate
+    is_soon = left < SOON * figures.steps
+    if not is_soon and (growth.in_first_pass or growth.grown_mib < LEAK * growth.held_mib):
+        return None
+    full = f", and the {figures.headroom_mib:,.0f} MiB that are left are full in {left:,.0f} iterations"
+    return Verdict(
+        "a memory leak",
+        f"this process grew steadily, {1000 * rate:,.3g} MiB in 1,000 iterations, to {growth.held_mib:,.0f} MiB"
+        f"{full if math.isfinite(left) else ''}",
+        "look for what is kept from each iteration: losses or outputs in a list (keep loss.item(), or loss.detach() "
+        "where it is to stay a tensor), a graph that is never freed, a cache without a limit",
+        math.inf if is_soon else 0.0,
+    )
 
 
 def _crowded(figures: Figures) -> Verdict | None:
@@ -341,6 +382,7 @@ PART_NAMES = {
 _RULES: tuple[Callable[[Figures], Verdict | None], ...] = (
     _threads,
     _lack_of_memory,
+    _leak,
     _crowded,
     _slow_rank,
     _data,

@@ -339,6 +339,15 @@ def test_copy_of_a_background_save_is_saving(tmp_path: Path) -> None:
     assert times._figures(trainer).background, "the verdict is told"
 
 
+def test_other_work_in_the_background_is_no_save_there(tmp_path: Path) -> None:
+    trainer, times = trainer_of(), StepTimes()
+    Checkpoint(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    times.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.report_background_done())
+    trainer.run(numbers_loader(24, 2), max_epochs=1)
+    assert not times._figures(trainer).background, "the verdict advises it"
+
+
 def test_two_ranks_name_the_slower_one_and_split_off_the_reduction(tmp_path: Path) -> None:
     on_ranks(2, _rank, tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

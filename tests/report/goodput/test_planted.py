@@ -79,14 +79,21 @@ def trained(
     sinks: tuple[Any, ...] = (),
     log_every: int = 10,
     accumulation_steps: int | None = None,
+    leak_mib: int = 0,
+    leaks: str = "always",
     iterations: int = ITERATIONS,
 ) -> StepTimes:
     """A run with a step of 10 ms and what is asked for beside it."""
-    model = linear()
+    model, kept = linear(), list[Tensor]()
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         if step_s:
             time.sleep(step_s)
+        epochs = {"always": (1, 2, 3, 4), "in the first epoch": (1,), "for a moment": (1, 2, 3, 4)}[leaks]
+        if leak_mib and trainer.state.epoch in epochs:
+            kept.append(torch.ones(leak_mib, 2**18))
+        if leaks == "for a moment" and len(kept) > 9:
+            kept.clear()
         return mse(model, batch)
 
     def predict(model: nn.Module, batch: Any) -> Any:
@@ -109,7 +116,8 @@ def trained(
     MetricLogger(folder, console=False, sinks=sinks).attach(trainer, Events.ITERATION_COMPLETED(every=log_every))
     times = StepTimes(folder)
     times.attach(trainer, Events.ITERATION_COMPLETED(every=log_every))
-    batches = loader(Samples(4 * iterations, sample_s), batch_size=4, num_workers=workers)
+    epochs = 4 if leak_mib else 1
+    batches = loader(Samples(4 * iterations // epochs, sample_s), batch_size=4, num_workers=workers)
     trainer.run(batches, max_iters=iterations)
     return times
 
@@ -122,6 +130,7 @@ def trained(
         ({"evaluate_every": 1, "predict_s": 0.01}, "evaluation"),
         ({"handler_s": 0.01}, "handlers"),
         ({"sinks": (SlowSink(),), "log_every": 1}, "logging"),
+        ({"leak_mib": 2, "iterations": 60}, "a memory leak"),
         ({"step_s": 0.0, "evaluate_every": None, "iterations": 1500}, "tiny batches"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -151,8 +160,13 @@ def test_too_many_threads_are_named(tmp_path: Path) -> None:
         {"evaluate_every": None},
         {"workers": 1, "sample_s": 0.0005, "step_s": 0.03},
         {"evaluate_every": 40, "log_every": 1},
+        {"leak_mib": 4, "leaks": "in the first epoch", "iterations": 60},
+        {"leak_mib": 4, "leaks": "for a moment", "iterations": 60},
     ],
-    ids=["saving in the background", "accumulating", "training only", "workers", "logging each step"],
+    ids=[
+        *("saving in the background", "accumulating", "training only", "workers", "logging each step"),
+        *("cache that fills", "garbage"),
+    ],
 )
 def test_healthy_run_is_silent(tmp_path: Path, plant: dict[str, Any]) -> None:
     times = trained(tmp_path, **plant)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ignite_engine.report.goodput import Figures, verdict
+from ignite_engine.report.goodput import Figures, Growth, verdict
 
 HEALTHY = {"data_wait": 5.0, "copy": 0.5, "forward": 35.0, "backward": 45.0, "optimizer": 8.0, "evaluation": 4.0}
 HEALTHY |= {"checkpoint": 1.0, "handlers": 1.0, "logging": 0.5}
@@ -54,6 +54,17 @@ def ranks(*forward: float) -> list[dict[str, float]]:
         (figures(stalled_s=20.0), "memory", "20 % of the time"),
         (figures(swapped_mib=900.0), "memory", "900 MiB"),
         (figures(retries=200, device="cuda"), "the device's memory", "200 times in 1,000"),
+        (
+            figures(growth=Growth(500, 200.0, 900.0), headroom_mib=3000.0),
+            "a memory leak",
+            "grew steadily, 400 MiB in 1,000 iterations, to 900 MiB, and the 3,000 MiB that are left are full in 7,500 "
+            "iterations; look for what is kept",
+        ),
+        (
+            figures({"data_wait": 50.0}, growth=Growth(500, 100.0, 9000.0, in_first_pass=True), headroom_mib=900.0),
+            "a memory leak",
+            "full in 4,500 iterations",
+        ),
         (figures(caught_up=0.95, device="cuda"), "the host", "larger batch"),
         (figures({"data_wait": 50.0}, steps=1_000_000, p50_ms=0.12), "tiny batches", "data.batch_size"),
         (figures(wasted_s=400.0, wall_s=1000.0), "saving too seldom", "40 %"),
@@ -81,6 +92,9 @@ def test_cause_evidence_and_remedy(given: Figures, cause: str, said: str) -> Non
         figures(crowded_s=10.0, longest_step_s=5.0),
         figures(ranks=ranks(35.0, 36.0)),
         figures(device="cuda", caught_up=0.3, threads=64),
+        figures(growth=Growth(500, 40.0, 300.0), headroom_mib=100.0),
+        figures(growth=Growth(500, 100.0, 9000.0), headroom_mib=90_000.0),
+        figures(growth=Growth(500, 500.0, 900.0, in_first_pass=True), headroom_mib=90_000.0),
         figures(wasted_s=50.0, wall_s=1000.0),
         figures({"data_wait": 50.0}, steps=10),
         Figures(1000, {"data_wait": 3.0, "forward": 1.0}),
@@ -99,6 +113,9 @@ def test_workers_and_saves_in_the_background_are_not_advised_where_they_are_ther
 
 
 def test_what_costs_most_is_named() -> None:
+    leak = Growth(500, 200.0, 900.0)
+    found = verdict(figures({"data_wait": 60.0}, growth=leak, headroom_mib=90_000.0))
+    assert found is not None and found.cause == "data"
     found = verdict(figures({"data_wait": 60.0, "checkpoint": 40.0}))
     assert found is not None and found.cause == "data"
     found = verdict(figures({"data_wait": 60.0, "checkpoint": 90.0}))
