@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ignite_engine.data import Windows
 from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.run_directory import config_differences
+from ignite_engine.runs.first_rates import doubtful_rates
 from ignite_engine.runs.loaders import is_loader
 from ignite_engine.schedules import Schedule
 from ignite_engine.task import Task, TaskError, build_task, find_task
@@ -265,8 +266,13 @@ def make_schedules(
     return made
 
 
-def steps_per_epoch(task: Task, scheduler: Any) -> bool:
-    """Whether a scheduler of the task's own steps once per epoch, and not with the optimizer."""
+def steps_per_epoch(task: Task, scheduler: Any, updates: int | None = None, epochs: int | None = None) -> bool:
+    """Whether a scheduler of the task's own steps once per epoch, and not with the optimizer.
+
+    Args:
+        updates: of the run; None: unknown.
+        epochs: of the run; None: unknown.
+    """
     if task.schedule_per != "usual" or not isinstance(scheduler, LRScheduler):
         return task.schedule_per == "epoch"
     # those of transformers are LambdaLR with functions of its own, of updates
@@ -274,9 +280,23 @@ def steps_per_epoch(task: Task, scheduler: Any) -> bool:
     of_updates = any(getattr(function, "__module__", "").startswith("transformers.") for function in functions)
     per_epoch = not (of_updates or isinstance(scheduler, OneCycleLR | CyclicLR))
     if agreement.rank() == 0:
-        when, other = ("once per epoch", "step") if per_epoch else ("with the optimizer", "epoch")
-        logger.info("%s steps %s; schedule_per=%r changes that.", type(scheduler).__name__, when, other)
+        kind = type(scheduler).__name__
+        if per_epoch and (rates := doubtful_rates(scheduler, updates, epochs)):
+            logger.warning(
+                "%s steps once per epoch, so the learning rate is %s. If it counts updates, give schedule_per='step'; "
+                "schedule_per='epoch' keeps it and leaves this line out.",
+                *(kind, _in_epochs(rates)),
+            )
+        else:
+            when, other = ("once per epoch", "step") if per_epoch else ("with the optimizer", "epoch")
+            logger.info("%s steps %s; schedule_per=%r changes that.", kind, when, other)
     return per_epoch
+
+
+def _in_epochs(rates: Sequence[float]) -> str:
+    shown = [f"{rate:g}" for rate in rates]
+    epochs = "epoch 1" if len(shown) == 1 else f"epochs 1 to {len(shown)}"
+    return f"{shown[0] if len(set(shown)) == 1 else ', '.join(shown)} in {epochs}"
 
 
 def settings_of(

@@ -175,8 +175,23 @@ def total_updates(config: Config, samples: int, batch_size: int | None = None, *
     return _updates_of(config, batches)
 
 
+def epochs_of(config: Config, train_loader: Any) -> int | None:
+    """Epochs of the whole run, that which ``run.max_iterations`` ends included; None: its data does not say."""
+    if config.run.max_iterations is None:
+        return config.run.max_epochs
+    batches = None if isinstance(train_loader, Windows) else length_of(train_loader)
+    if not batches:
+        return config.run.max_epochs
+    epochs = -(-config.run.max_iterations // _per_epoch(config, batches))
+    return epochs if config.run.max_epochs is None else min(epochs, config.run.max_epochs)
+
+
 def _updates_of(config: Config, batches: int) -> int:
     """Of so many micro-batches in an epoch, on this rank or with ``update.global_micro_batches`` in all."""
-    per_epoch = -(-batches // (config.update.global_micro_batches or config.update.accumulation_steps or 1))
-    limits = (config.run.max_iterations, None if config.run.max_epochs is None else config.run.max_epochs * per_epoch)
+    epochs = config.run.max_epochs
+    limits = (config.run.max_iterations, None if epochs is None else epochs * _per_epoch(config, batches))
     return min(limit for limit in limits if limit is not None)
+
+
+def _per_epoch(config: Config, batches: int) -> int:
+    return -(-batches // (config.update.global_micro_batches or config.update.accumulation_steps or 1))
