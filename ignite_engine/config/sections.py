@@ -130,7 +130,11 @@ class OptimizerSection(Section):
     def _the_optimizer_takes_the_options(self) -> OptimizerSection:
         types = optimizer_types()
         if self.name.lower() == "lbfgs":
-            raise _fault("name", "got 'LBFGS', which needs a closure; expected an optimizer that steps without one.")
+            raise _fault(
+                "name",
+                "got 'LBFGS', which needs a closure; expected an optimizer that steps without one, or for LBFGS: give "
+                "Trainer an update of your own, as examples/lbfgs.py does.",
+            )
         if self.name.lower() not in types:
             near = did_you_mean(self.name, [kind.__name__ for kind in types.values()])
             raise _fault("name", f"got {self.name!r}, expected an optimizer of torch.optim or RowwiseAdagrad{near}")

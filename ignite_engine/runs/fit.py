@@ -31,6 +31,7 @@ from ignite_engine.runs.refusals import readable
 from ignite_engine.runs.run import Run
 from ignite_engine.step.losses import LossFn
 from ignite_engine.task import IN_PYTHON, Task, problem_of_metrics
+from ignite_engine.update import Update, Updates
 
 Data = Dataset[Any] | Windows | Sequence[Any] | Iterable[Any]
 """Map-style data, a list of samples, a tuple of tensors or arrays of equal length, a loader, a stream, or windows."""
@@ -167,6 +168,11 @@ def fit(
     Under torchrun or SLURM every process calls it and they train together; in a ``Parallel`` it is called by each rank.
     """
     check_type("model", model, isinstance(model, nn.Module), "a module")
+    if isinstance(loss_fn, Update | Updates):
+        raise TypeError(
+            f"loss_fn is an {type(loss_fn).__name__}, and fit() makes its own Update of a loss function: give yours to "
+            "Trainer, as examples/gan.py does."
+        )
     if metrics is not None and (problem := problem_of_metrics(metrics)) is not None:
         raise ConfigError(f"fit() got {problem}")
     task = Task(

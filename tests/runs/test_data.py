@@ -22,18 +22,20 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_engine import Trainer, fit
+from ignite_engine import Trainer, Update, Updates, fit
 from ignite_engine.config import ConfigError
 from ignite_engine.data import sampler as samplers
 from tests.builders import on_two_ranks
 from tests.runs.test_fit import QUIET, TRAIN, VAL, loss_fn, net, signals_come_back
 
 SAMPLES = TensorDataset(*TRAIN)
+UPDATE = Update(MODEL := net(), torch.optim.SGD(MODEL.parameters(), lr=0.1), loss_fn)
 signals = signals_come_back
 
 
 def run_of(directory: Path, train_set: Any, val_set: Any = VAL, **arguments: Any) -> Any:
-    return fit(net(), loss_fn, train_set, val_set, directory=directory, **{"max_epochs": 3, **QUIET, **arguments})
+    arguments = {"loss_fn": loss_fn, "max_epochs": 3, **QUIET, **arguments}
+    return fit(net(), train_set=train_set, val_set=val_set, directory=directory, **arguments)
 
 
 class Stream(IterableDataset[Any]):
@@ -225,6 +227,11 @@ def test_sampler_with_a_memory_of_its_own_is_named_as_not_exact(tmp_path: Path) 
             {"train_set": DataLoader(SAMPLES), "batch_size": 4},
             TypeError,
             "got batch_size=4 with a DataLoader as train_set",
+        ),
+        (
+            {"train_set": TRAIN, "loss_fn": Updates({"one": UPDATE})},
+            TypeError,
+            r"^loss_fn is an Updates, and fit\(\) makes its own Update .*: give yours to Trainer, as examples/gan\.py",
         ),
         ({"train_set": TRAIN, "sampler": iter([1])}, TypeError, "sampler must have a length and yield indices, got a"),
         (
