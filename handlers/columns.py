@@ -50,9 +50,9 @@ class Columns:
         chosen = self.chosen()
         if self.keys is not None:
             return chosen
-        first = [key for key in chosen if not _is_result(key)]
+        # a part, as generator/loss/real, gives way to its total and to what is measured besides
         kept: set[str] = set()
-        for key in [*first, *(key for key in chosen if key not in first)]:
+        for key in sorted(chosen, key=lambda key: (_is_result(key), key.rpartition("/")[0] in chosen)):
             room -= gap + width_of(key)
             if room >= 0:
                 kept.add(key)

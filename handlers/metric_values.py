@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ignite_engine.handlers import glyphs
 from ignite_engine.handlers.media import Histogram, Image
 from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
@@ -107,11 +108,48 @@ def _array(value: Any) -> Any:
 
 
 def _heat_map(matrix: Array) -> Array:
-    """Each row by its sum, dark where much is; shape ``(height, width)``, from 0 to 1."""
+    """Each row by its sum, dark where much is; numbers where they have room; shape ``(height, width)``, from 0 to 1.
+
+    Rows are numbered and called ``true``, columns ``predicted``.
+    """
     sums = np.abs(matrix).sum(axis=1, keepdims=True)
     shares = np.abs(matrix) / np.where(sums > 0, sums, 1)
     cell = max(1, SIDE // max(matrix.shape))
-    return np.asarray(1.0 - np.kron(shares, np.ones((cell, cell))))
+    cells = 1.0 - np.kron(shares, np.ones((cell, cell)))
+    texts = [[glyphs.brief(float(value)) if np.isfinite(value) else "-" for value in row] for row in matrix]
+    longest = max(len(text) for row in texts for text in row)
+    for size in (3, 2, 1):
+        if glyphs.width_of("0" * longest, size) <= cell - 4 and glyphs.HEIGHT * size <= cell - 4:
+            for row, texts_of_row in enumerate(texts):
+                for column, text in enumerate(texts_of_row):
+                    shade = 1.0 if shares[row, column] > 0.5 else 0.0
+                    glyphs.write(cells, text, (row * cell + cell // 2, column * cell + cell // 2), size, shade)
+            break
+    return _with_axes(cells, matrix.shape, cell)
+
+
+def _with_axes(cells: Array, shape: Sequence[int], cell: int) -> Array:
+    """The cells with the numbers and the names of rows and columns above them and on their left."""
+    size, names = 2, ("true", "predicted")
+    left, top = glyphs.width_of(names[0], size) + 8, 2 * (glyphs.HEIGHT * size + 6)
+    width = max(cells.shape[1], glyphs.width_of(names[1], size))
+    picture = np.ones((top + cells.shape[0], left + width))
+    picture[top:, left : left + cells.shape[1]] = cells
+    picture[top - 1, left - 1 : left + cells.shape[1]] = picture[top - 1 :, left - 1] = 0.5
+    glyphs.write(picture, names[1], (glyphs.HEIGHT * size // 2 + 2, left + width // 2), size, 0.0)
+    glyphs.write(picture, names[0], (top // 2 + top // 4, left // 2), size, 0.0)
+    for count, is_row in zip(shape, (True, False), strict=True):
+        apart = (glyphs.HEIGHT if is_row else glyphs.width_of(str(count - 1))) * size + 6
+        every = max(1, -(-apart // cell))
+        for number in range(0, count, every):
+            at = number * cell + cell // 2
+            half = (glyphs.HEIGHT if is_row else glyphs.width_of(str(number))) * size // 2 + 1
+            if half <= at < count * cell - half:
+                centre = (
+                    (top + at, left - 4 - glyphs.width_of(str(number), size) // 2) if is_row else (top - 8, left + at)
+                )
+                glyphs.write(picture, str(number), centre, size, 0.0)
+    return picture
 
 
 def _curve(first: Array, second: Array, thresholds: Array | None = None) -> Array:

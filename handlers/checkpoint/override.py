@@ -84,6 +84,8 @@ class Override:
         self._made: list[Any] = []
         """What each change has made of its option."""
         self._rebased: list[Any] = []
+        self._unsaid = ""
+        """The changes in words, until a run trains with them."""
 
     def announce(self, trainer: Trainer) -> None:
         """Before a resume: refuse unknown names; the optimizers are not to warn of what is replaced.
@@ -112,7 +114,7 @@ class Override:
             StateMismatch: a value does not fit; nothing was changed.
         """
         self._has_begun, self._given_in_vain = True, None
-        self._changes, self._rebased = [], []
+        self._changes, self._rebased, self._unsaid = [], [], ""
         if not self.values:
             self.given_before = {}
             return
@@ -140,14 +142,16 @@ class Override:
         ]
         for change, base in zip(self._changes, bases, strict=True):
             words.setdefault(change.key, self._words(trainer, change, base, optimizers[change.setting.part]))
-        if words and agreement.rank() == 0:
-            said = ", ".join(words[key] for key in self.values if key in words)
-            logger.warning("Changed from iteration %d on: %s.", trainer.state.iteration + 1, said)
+        self._unsaid = ", ".join(words[key] for key in self.values if key in words)
 
     def start(self, trainer: Trainer) -> None:
         """A run starts: schedules that were attached after the resume follow."""
         if not self._has_begun:
             self.begin_fresh(trainer)
+        end = trainer.last_iteration
+        if self._unsaid and (end is None or trainer.state.iteration < end) and agreement.rank() == 0:
+            logger.warning("Changed from iteration %d on: %s.", trainer.state.iteration + 1, self._unsaid)
+        self._unsaid = ""
         if self._given_in_vain is not None:  # what was loaded from another run may have brought its own
             self.given_before, self._given_in_vain = self._given_in_vain, None
         for part, optimizer in _optimizers_of(trainer).items() if self._changes else ():

@@ -26,7 +26,7 @@ from ignite_engine.handlers.host_memory import Limits, memory_groups
 from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP, DeviceClock, HostClock, StepClock, own_time
 from ignite_engine.handlers.step_times.memory_growth import MemoryGrowth
 from ignite_engine.ranks import agreement
-from ignite_engine.report.goodput import Figures, Ledger, LedgerFile, Verdict, read_ledger, verdict
+from ignite_engine.report.goodput import Figures, Ledger, LedgerFile, Verdict, no_cause, read_ledger, verdict
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.state import Start
 from ignite_engine.text import in_notebook
@@ -66,7 +66,8 @@ class StepTimes:
 
     A part that takes no time in a run is not written. On an accelerator the times are the device's, by events in its
     stream that are read once they have completed: nothing waits for it. One collective at the event, none between. When
-    the run ends, rank 0 logs why it was not faster, if something is wrong (``docs/performance.md``). No state is saved.
+    the run ends, rank 0 logs why it was not faster, or that nothing slowed it (``docs/performance.md``). No state is
+    saved.
     """
 
     def __init__(self, directory: str | Path | None = None, *, since: float | None = None) -> None:
@@ -243,9 +244,12 @@ class StepTimes:
             return
         if agreement.rank() == 0 and status in ("completed", "interrupted"):
             self._clock.read()
-            self.verdict = verdict(self._figures(trainer))
+            figures = self._figures(trainer)
+            self.verdict = verdict(figures)
             if self.verdict is not None:
                 logger.warning("%s", self.verdict)
+            elif (said := no_cause(figures)) is not None:
+                logger.info("%s", said)
         self._beat(status=status, verdict=None if self.verdict is None else str(self.verdict))
         self._close()
 

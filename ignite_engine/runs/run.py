@@ -360,7 +360,12 @@ class Run:
         if agreement.rank() != 0:
             return
         self._differences = self.directory.differences(self.config)
+        # what a resume changes on purpose is said there
+        changed = set(self.config["checkpoint"].get("override") or ())
         for line in self._differences:
+            key = line.partition(": ")[0]
+            if key in changed or key.startswith("checkpoint.override"):
+                continue
             logger.info("Config differs from the run's last start: %s", line)
         if self._changed_code:
             logger.info("Other code than at the run's last start: %s.", ", ".join(self._changed_code))

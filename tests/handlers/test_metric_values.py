@@ -11,6 +11,7 @@ import pytest
 import torch
 from ignite.metrics import Accuracy, ClassificationReport, ConfusionMatrix, Precision, PrecisionRecallCurve, RocCurve
 
+from ignite_engine.handlers.glyphs import brief, drawn
 from ignite_engine.handlers.metric_values import SIDE, media_of
 from tests.handlers.evaluation.test_sanity import trained
 from tests.runs.test_fit import QUIET
@@ -69,8 +70,41 @@ def test_curves_and_matrices_are_drawn_where_they_are() -> None:
     assert dark[0, 0] and dark[-1, -1] and not dark[-1, 0]  # precision falls as recall grows
     (_, picture), (name, table) = media_of("matrix", torch.tensor([[3, 1], [0, 4]]))
     assert name == "matrix/table" and table.splitlines()[1].split() == ["0", "3", "1"]
-    corners = [picture.pixels[row, column, 0] for row in (0, -1) for column in (0, -1)]
+    cells = picture.pixels[-SIDE:, -SIDE:, 0]
+    corners = [cells[row, column] for row in (0, -1) for column in (0, -1)]
     assert corners == [64, 191, 255, 0]
+
+
+def test_matrix_has_its_numbers_and_the_names_of_its_axes() -> None:
+    (_, picture), _ = media_of("matrix", torch.tensor([[3, 1200], [0, 41_000]]))
+    pixels, side = picture.pixels[:, :, 0], SIDE // 2
+
+    def is_drawn(text: str, part: Any, size: int, dark: bool = True) -> bool:
+        letters = drawn(text, size)
+        rows, columns = letters.shape
+        shade = 0 if dark else 255
+        return any(
+            bool((part[top : top + rows, left : left + columns][letters] == shade).all())
+            and not bool((part[top : top + rows, left : left + columns][~letters] == shade).any())
+            for top in range(part.shape[0] - rows + 1)
+            for left in range(part.shape[1] - columns + 1)
+        )
+
+    axes, cells = pixels[:-SIDE], pixels[-SIDE:, -SIDE:]
+    assert is_drawn("predicted", axes, 2) and is_drawn("true", axes, 2)
+    assert is_drawn("0", axes, 2) and is_drawn("1", axes, 2)
+    assert is_drawn("3", cells[:side, :side], 3) and is_drawn("41k", cells[side:, side:], 3, dark=False)
+    assert is_drawn("1200", cells[:side, side:], 3, dark=False) and not is_drawn("1200", cells[side:], 3)
+    wide = [picture for _, picture in media_of("many", torch.eye(300)) if hasattr(picture, "pixels")]
+    assert (wide[0].pixels[-300:, -300:, 0] == 255 - 255 * torch.eye(300).numpy()).all()  # no room for numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (9999, "9999"), (10_000, "10k"), (2.5e6, "2M"), (0.25, ".25"), (-0.5, "-.50"), (12.3, "12"), (1.0, "1")],
+)
+def test_numbers_are_brief(value: float, text: str) -> None:
+    assert brief(value) == text
 
 
 @pytest.mark.parametrize("value", [None, object(), torch.empty(0), torch.ones(2, 2, 2), ["a"], [[1], [2, 3]]])

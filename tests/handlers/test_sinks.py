@@ -227,6 +227,13 @@ def test_console_fits_its_columns_into_80_characters_and_keeps_those_that_matter
     assert {len(line) for line in lines} == {75}  # a further column has 14
 
 
+def test_console_leaves_out_parts_of_a_total_before_the_total_and_keeps_the_order() -> None:
+    parts = [f"discriminator/loss/{name}" for name in ("real", "fake", "penalty")]
+    lines = printed(dict.fromkeys(["discriminator/loss", *parts, "generator/loss", "lr"], 1.0))
+
+    assert lines[0].split() == ["iter", "epoch", "discriminator/loss", "generator/loss", "lr"]
+
+
 def test_console_is_as_wide_as_its_terminal() -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))

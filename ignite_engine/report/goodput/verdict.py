@@ -54,6 +54,9 @@ TINY_MS = 0.5
 CAUGHT_UP = 0.8
 """Share of steps at whose end the device had nothing left to do: the host is slower than it."""
 
+NAMED = 0.05
+"""Share of the time that is named where nothing is wrong."""
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -161,11 +164,28 @@ class Verdict:
 
 def verdict(figures: Figures) -> Verdict | None:
     """The cause that has cost most; None: nothing is wrong, or too little was measured."""
-    if figures.steps < FEWEST_STEPS or figures.total_s < SHORTEST_S:
+    if not _is_judged(figures):
         return None
     verdicts = [verdict for rule in _RULES if (verdict := rule(figures)) is not None]
     # what slows everything else cannot be told as a share, and is the cause of the other shares
     return max(verdicts, key=lambda verdict: verdict.share, default=None)
+
+
+def no_cause(figures: Figures) -> str | None:
+    """What is said of a run without a :func:`verdict`: where its time went; None: too little was measured."""
+    if not _is_judged(figures):
+        return None
+    parts = {
+        "training": figures.share("copy", "forward", "backward", "reduction", "optimizer", "update"),
+        **{PART_NAMES[part]: figures.share(part) for part in ("data_wait", "evaluation", "checkpoint")},
+        "logging and handlers": figures.share("logging", "handlers"),
+    }
+    named = [f"{name} {_percent(share)}" for name, share in parts.items() if share >= NAMED]
+    return f"Nothing stands out that slowed the run: of its time {', '.join(named)}."
+
+
+def _is_judged(figures: Figures) -> bool:
+    return figures.steps >= FEWEST_STEPS and figures.total_s >= SHORTEST_S
 
 
 def _threads(figures: Figures) -> Verdict | None:

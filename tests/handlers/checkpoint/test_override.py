@@ -253,14 +253,14 @@ def test_each_option_of_each_group_by_name_or_number(tmp_path: Path, caplog: pyt
     caplog.clear()
     values = {"optimizer.first.lr": 0.5, "optimizer.weight_decay": 0.0, "optimizer.1.momentum": 0.5}
     run = Run(tmp_path, override=values)
+    options = [[group[name] for name in ("lr", "weight_decay", "momentum")] for group in run.optimizer.param_groups]
+    assert options == [[0.5, 0.0, 0.9], [0.1, 0.0, 0.5]]
+    run.train(1)
     (line,) = [message for message in caplog.messages if message.startswith("Changed")]
     assert line == (
         "Changed from iteration 4 on: optimizer.first.lr 0.1 -> 0.5, optimizer.weight_decay 0.01 -> 0.0, "
         "optimizer.1.momentum 0.9 -> 0.5."
     )
-    options = [[group[name] for name in ("lr", "weight_decay", "momentum")] for group in run.optimizer.param_groups]
-    assert options == [[0.5, 0.0, 0.9], [0.1, 0.0, 0.5]]
-    run.train(1)
     groups = Run(tmp_path).optimizer.param_groups
     assert [[group[name] for name in ("lr", "weight_decay", "momentum")] for group in groups] == options
 
@@ -287,6 +287,19 @@ def test_one_line_says_the_value_of_the_checkpoint_and_the_new_one(
     caplog.clear()
     Run(tmp_path, OURS["linear"], lr=NEW)
     assert not [message for message in caplog.messages if "lr" in message]
+
+
+def test_nothing_is_said_to_be_changed_where_nothing_is_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = Run(tmp_path)
+    ended.trainer.run(loader(Numbers(8), 2), max_iters=2)
+    again = Run(tmp_path, override={"optimizer.lr": NEW})
+    again.trainer.run(loader(Numbers(8), 2), max_iters=2)
+    assert "Changed from" not in caplog.text
+    longer = Run(tmp_path, override={"optimizer.lr": NEW})
+    longer.trainer.run(loader(Numbers(8), 2), max_iters=3)
+    assert "Changed from iteration 3 on: optimizer.lr" in caplog.text and longer.used == {3: [NEW, NEW]}
 
 
 def test_a_fresh_run_is_not_changed_nor_when_the_same_command_resumes_it(

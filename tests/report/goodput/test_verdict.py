@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ignite_engine.report.goodput import Figures, Growth, verdict
+from ignite_engine.report.goodput import Figures, Growth, no_cause, verdict
 
 HEALTHY = {"data_wait": 5.0, "copy": 0.5, "forward": 35.0, "backward": 45.0, "optimizer": 8.0, "evaluation": 4.0}
 HEALTHY |= {"checkpoint": 1.0, "handlers": 1.0, "logging": 0.5}
@@ -15,6 +15,14 @@ HEALTHY |= {"checkpoint": 1.0, "handlers": 1.0, "logging": 0.5}
 def figures(seconds: dict[str, float] | None = None, **values: Any) -> Figures:
     own: dict[str, Any] = {"steps": 1000, "cores": 8, "threads": 8, "workers": 2, "evaluations": 5, "saves": 5}
     return Figures(seconds=HEALTHY | (seconds or {}), **(own | values))
+
+
+def test_a_run_without_a_cause_is_one_line_that_says_where_its_time_went() -> None:
+    assert verdict(figures()) is None
+    assert no_cause(figures()) == (
+        "Nothing stands out that slowed the run: of its time training 88 %, waiting for data 5 %."
+    )
+    assert no_cause(figures(steps=19)) is None and no_cause(figures({key: 0.001 for key in HEALTHY})) is None
 
 
 def ranks(*forward: float) -> list[dict[str, float]]:
