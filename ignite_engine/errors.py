@@ -6,6 +6,7 @@ import difflib
 import errno
 import shutil
 import signal as signals
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,9 @@ def change_on_resume(part: str, changed: Mapping[tuple[str, str], Any], groups: 
         in_all = [new for (_, name), new in changed.items() if name == option] == [value] * groups
         name = option if in_all or groups == 1 else f"{group}.{option}"
         values[f"{dotted_part(part)}.{name}"] = list(value) if isinstance(value, tuple) else value
-    return f"Checkpoint(..., override={values}), checkpoint.override in a config, or resume=... to fit()"
+    # one who has never imported fit has no call of it to change
+    of_fit = ", or resume=... to fit()" if "ignite_engine.runs.fit" in sys.modules else ""
+    return f"Checkpoint(..., override={values}), {'' if of_fit else 'or '}checkpoint.override in a config{of_fit}"
 
 
 def dotted_part(part: str) -> str:

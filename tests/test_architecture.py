@@ -21,7 +21,7 @@ TABLE = ROOT / "docs" / "architecture.md"
 TOP_FOLDERS = {".ci", "benchmarks", "configs", "docs", "examples", "handlers", "ignite_engine", "tests"}
 # Parts that several handlers share.
 SHARED_HANDLER_MODULES = {
-    *("history", "sinks", "columns", "media", "meters", "followed_metric", "host_memory", "metric_values"),
+    *("history", "sinks", "columns", "media", "meters", "followed_metric", "host_memory", "metric_values", "glyphs"),
 }
 # Imported only inside the function that needs them.
 HEAVY = {"clearml", "tensorboard", "matplotlib", "pydantic"}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ignite_engine.errors import did_you_mean, shapes_of, shortened
+from ignite_engine.errors import change_on_resume, did_you_mean, shapes_of, shortened
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,13 @@ def test_many_names_are_shortened() -> None:
 )
 def test_shapes_of_nested_values_are_one_short_line(value: Any, text: str) -> None:
     assert shapes_of(value) == text
+
+
+def test_remedy_of_fit_is_for_programs_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("optimizer", {("", "lr"): 0.1}, 1)
+    monkeypatch.setitem(sys.modules, "ignite_engine.runs.fit", types.ModuleType("fit"))
+    assert change_on_resume(*given).endswith(", checkpoint.override in a config, or resume=... to fit()")
+    monkeypatch.delitem(sys.modules, "ignite_engine.runs.fit")
+    assert change_on_resume(*given) == (
+        "Checkpoint(..., override={'optimizer.lr': 0.1}), or checkpoint.override in a config"
+    )

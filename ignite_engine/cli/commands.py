@@ -63,6 +63,7 @@ def describe(options: argparse.Namespace) -> None:
 def verify_resume(options: argparse.Namespace) -> None:
     """Kill a run, resume it, and compare it with one that was not killed."""
     if options.phase is None:
+        resume_verification.check_is_config(options.config)
         resume_verification.verify(options, load_config(options.config, options.overrides))
     else:
         _on_ranks(options, resume_verification.run_phase)

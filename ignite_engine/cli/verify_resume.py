@@ -19,6 +19,7 @@ from ignite_engine.config import Config, ConfigError
 from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.runs import recipe
+from ignite_engine.task import IN_PYTHON
 from ignite_engine.verify.compare import Comparison, compare, table
 from ignite_engine.verify.recorder import BoundaryRecord, proof_of, read_records, watch
 
@@ -47,6 +48,22 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
     )
     for name in ("--phase", "--folder"):  # for the processes that this command starts
         command.add_argument(name, help=argparse.SUPPRESS)
+
+
+def check_is_config(path: Path) -> None:
+    """Refuse a script, and the config of a run that one has made: nothing here can call it with other folders.
+
+    Raises:
+        ConfigError: one line that says how it is verified by hand.
+    """
+    is_script = path.suffix == ".py"
+    if is_script or (path.is_file() and f"task: {IN_PYTHON}\n" in path.read_text(encoding="utf-8", errors="replace")):
+        kind = "a script" if is_script else "of a run of fit()"
+        raise ConfigError(
+            f"{path}: verify-resume starts a config, and this is {kind}. Run the script to its end in one directory; "
+            "in another kill it (kill -9) and run it again; then compare: python -m ignite_engine checkpoints diff "
+            "ONE/last OTHER/last, where only run.directory and run.name may differ."
+        )
 
 
 def verify(options: argparse.Namespace, config: Config) -> None:

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ignite.engine import Events
 
 import ignite_engine
+from ignite_engine import Trainer
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.cli import main
 from tests.faults.commands import Command, fork_the_runs_of_verify_resume
+from tests.runs.test_fit import fitted
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -126,6 +129,10 @@ WRONG = [
         ["evaluate", "my_config.yaml", "--checkpoint", "best", "checkpoint.best=null"],
         "checkpoint.best: got nothing, so no checkpoint is the best; name a metric, such as val/loss.",
     ),
+    (
+        ["verify-resume", "my_task.py"],
+        "my_task.py: verify-resume starts a config, and this is a script. Run the script .* checkpoints diff ONE/last ",
+    ),
     (["report", "nowhere"], "nowhere is not a directory: give that of a run"),
     (["report", "."], ". is not the directory of a run: it has neither metrics.jsonl nor summary.json; give"),
     (["report", "a", "b"], "got 'b', which report does not take; it takes directories and --output"),
@@ -165,6 +172,27 @@ def test_user_error_is_one_line_and_code_2(
 
 def _matches(pattern: str, text: str) -> bool:
     return re.search(pattern.replace("'?", r"'\?"), text) is not None
+
+
+def test_resume_of_a_script_is_verified_by_two_runs_and_their_difference(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(trainer: Trainer) -> None:
+        trainer.request_stop("test")
+
+    fitted(folder / "one")
+    fitted(folder / "other", handlers=[(stop, Events.ITERATION_COMPLETED(once=8))])
+    fitted(folder / "other")
+    code = main(["verify-resume", str(folder / "one" / "config.yaml")])
+    said = capsys.readouterr().err
+    assert code == 2 and "this is of a run of fit(). Run the script" in said and said.count("\n") == 1
+
+    assert main(["checkpoints", "diff", str(folder / "one" / "last"), str(folder / "other" / "last")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if "config:" in line] == ["run.directory:", "run.name:"]
+    parts = [line for line in lines[2:-1] if "config:" not in line]
+    # it was stopped, not killed, and has saved once more
+    assert [line.split(";")[1] for line in parts if not line.endswith(" equal")] == [" 1 changed: checkpoints 3 -> 4"]
 
 
 def test_traceback_of_the_task_on_request(folder: Path) -> None:
