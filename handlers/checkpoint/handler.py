@@ -71,6 +71,7 @@ class Checkpoint:
         self.name, self.options = name, SaveOptions(**options)
         self._must_be_new = must_be_new
         self._override = Override(override)
+        self._ignored: tuple[Sequence[str], int] = ((), 0)
         self._saver = Saver(directory, self.options)
         best = self.options.best
         self._followed = (
@@ -273,6 +274,7 @@ class Checkpoint:
         if found is None:
             self._override.begin_fresh(self._trainer)
             return None
+        self._ignored = (list(ignore), found.manifest.sequence)
         self._saver.resumed(self._trainer, found, began)
         self._measured = (found.iteration, found.manifest.metrics)  # of this boundary, if it is saved again
         # a script that sets up no logging shows warnings alone
@@ -300,7 +302,9 @@ class Checkpoint:
         if saver.busy:
             saver.finish(trainer)
         began = time.perf_counter()
-        found = loading.resume(trainer.registry, self.store, healthy_only=True)
+        # what a resume has left out is in the checkpoints that were saved since
+        names, newest = self._ignored
+        found = loading.resume(trainer.registry, self.store, ignore=names, ignored_up_to=newest, healthy_only=True)
         if found is None:
             return None
         saver.resumed(trainer, found, began)

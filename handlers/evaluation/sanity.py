@@ -14,6 +14,7 @@ import torch
 from ignite.engine import Engine, Events
 from ignite.metrics import Metric
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ignite_engine import Phase, Trainer, rng
 from ignite_engine.data.workers import begin_pass, end_workers
@@ -25,6 +26,8 @@ from ignite_engine.ranks.mesh import metrics_of_this_rank
 from ignite_engine.state import Start
 from ignite_engine.states.generators import undrawn
 from ignite_engine.states.metrics import metrics_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class SanityCheck:
             return
         measured: dict[str, Any] = {}
         knows_all, update = True, trainer.update
-        for name, trial in self.trials.items():
+        trials = self._read_again(trainer)
+        for name, trial in trials.items():
             drawn, read = undrawn(trainer.registry.objects), whole_pass(trial.data)
             buffers = _buffers_of(getattr(update, "model", None), getattr(update, "loss_fn", None))
             with rng.isolated(), drawn, read, buffers, warnings.catch_warnings(action="ignore"):
@@ -93,7 +97,21 @@ class SanityCheck:
         numbers = {name: number for name, value in measured.items() if (number := number_of(value)) is not None}
         self.announce(numbers)
         for setting, metric in self.followed.items():
-            self._check_followed(setting, metric, measured)
+            self._check_followed(setting, metric, measured, trials)
+
+    def _read_again(self, trainer: Trainer) -> dict[str, Trial]:
+        """The trials of sets that can be read from their beginning again, on all ranks; the others get a line."""
+        if not self.trials:
+            return {}
+        with rng.isolated(), undrawn(trainer.registry.objects):
+            once = [float(_is_read_once(trial.data)) for trial in self.trials.values()]
+        kept = {}
+        for (name, trial), column in zip(self.trials.items(), zip(*agreement.gather_floats(once)), strict=True):
+            if not any(column):
+                kept[name] = trial
+            elif agreement.rank() == 0:
+                logger.info("%r is not tried before training: what is read of it is gone for its evaluations.", name)
+        return kept
 
     def _values(self, name: str, trial: Trial) -> Mapping[str, Any] | None:
         """What the evaluator measures; None: the set has no batch, or too few for a metric.
@@ -138,7 +156,9 @@ class SanityCheck:
         # of a metric of the user's own the place in it matters
         raise complaint from (None if type(metric).__module__.startswith("ignite.") else error)
 
-    def _check_followed(self, setting: str, metric: str, measured: Mapping[str, Any]) -> None:
+    def _check_followed(
+        self, setting: str, metric: str, measured: Mapping[str, Any], tried: Mapping[str, Trial]
+    ) -> None:
         group = metric.partition("/")[0]
         if metric in measured:
             value = measured[metric]
@@ -148,11 +168,21 @@ class SanityCheck:
                     f"got {metric!r}, which is {_kind_of(value)}, expected a metric that is one number: give "
                     "the metric an average, or follow another one.",
                 )
-        elif group in self.trials and not self.others_write:
+        elif group in tried and not self.others_write:
             numbers = [key for key, value in measured.items() if number_of(value) is not None]
             raise self.error(
                 setting, f"got {metric!r}, expected a metric of this run{did_you_mean(metric, ['loss', *numbers])}"
             )
+
+
+def _is_read_once(data: Any) -> bool:
+    """Whether each pass goes on where the last one stopped: the data, or its stream of samples, gives one iterator."""
+    parts = [data, getattr(data, "dataset", None)]
+    if any(hasattr(part, "__next__") for part in parts):
+        return True
+    # the iterator of a DataLoader starts workers
+    asked = [part for part in parts if isinstance(part, IterableDataset) or not isinstance(part, DataLoader | Dataset)]
+    return any(hasattr(part, "__iter__") and iter(part) is iter(part) for part in asked)
 
 
 def _kind_of(value: Any) -> str:

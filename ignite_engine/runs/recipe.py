@@ -209,7 +209,7 @@ def _evaluator(config: Config, task: Task, model: nn.Module) -> Engine:
 
 
 def _sanity_check(config: Config, task: Task, model: nn.Module, logger: handlers.MetricLogger) -> SanityCheck:
-    """Of each validation set that can be read from its beginning at any time."""
+    """Of each validation set that is no stream of windows."""
     section, batches = config.evaluation, config.evaluation.sanity_batches
     # of the run's workers one is enough; what a dataset opens, it opens there
     data = config.data.model_copy(
@@ -228,7 +228,7 @@ def _sanity_check(config: Config, task: Task, model: nn.Module, logger: handlers
             section.limit,
         )
         for name, dataset in task.val_sets.items()
-        if not isinstance(dataset, Windows) and not _is_read_once(dataset)
+        if not isinstance(dataset, Windows)
     }
     followed = {key: metric for key, metric in followed_metrics(config).items() if metric is not None}
 
@@ -239,11 +239,6 @@ def _sanity_check(config: Config, task: Task, model: nn.Module, logger: handlers
 
     others = bool(task.handlers)
     return SanityCheck(trials, followed=followed, others_write=others, error=config.error, announce=announce)
-
-
-def _is_read_once(data: Any) -> bool:
-    """Whether what is read of it is gone."""
-    return any(hasattr(part, "__next__") for part in (data, getattr(data, "dataset", None)))
 
 
 def _progressive(config: Config, task: Task, run: Run) -> handlers.Evaluation:

@@ -37,6 +37,7 @@ def resume(
     store: CheckpointStore,
     *,
     ignore: Iterable[str] = (),
+    ignored_up_to: int | None = None,
     strict: bool = False,
     healthy_only: bool = False,
 ) -> CheckpointInfo | None:
@@ -44,6 +45,7 @@ def resume(
 
     Args:
         ignore: names of parts that are left out.
+        ignored_up_to: leave them out of checkpoints up to this sequence number only; None: of any.
         healthy_only: skip those whose weights are not finite.
         strict: refuse one that would not go on bit for bit.
 
@@ -84,6 +86,8 @@ def resume(
         registry.resumed_otherwise.append(f"{_RESUMED}{path.name} otherwise than saved ({'; '.join(reasons)})")
     if reasons and rank == 0:
         logger.warning("%s may go on with other bits: %s.", path.name, "; ".join(reasons))
+    if ignored_up_to is not None and manifest.sequence > ignored_up_to:
+        ignore = ()
     adapt = _adapter(registry, manifest.left_out, bool(sharding or manifest.environment.get(_SHARDING)))
     # pieces are read now, from files that one rank may not be able to read
     agreement.agreed(lambda: _load_all(registry, loaded, ignore, adapt))

@@ -10,6 +10,7 @@ from typing import Any
 import ignite_engine
 from ignite_engine import handlers
 
+SHOWN_BY_A_CALL = ("SaveEvery", "StopFile", "WallClockLimit")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -46,7 +47,7 @@ def test_signatures_of_handlers_are_those_of_the_code() -> None:
     checked = []
     for name, written in re.findall(r"^#+ (\w+)\n`\1\(([^`]*)\)`", page, flags=re.MULTILINE):
         obj = getattr(handlers, name)
-        if "options" not in inspect.signature(obj).parameters:  # they are passed on
+        if name not in SHOWN_BY_A_CALL and "options" not in inspect.signature(obj).parameters:  # they are passed on
             expected = signature_of(obj)
             assert re.sub(r', name="\w+"', "", " ".join(written.split())) == expected, (
                 f"write `{name}({expected})` in docs/handlers.md"

@@ -105,6 +105,27 @@ def test_the_rest_is_trained_as_if_the_iteration_had_never_been_there(
     assert newest.manifest.healthy and newest.iteration == 12
 
 
+def test_what_a_resume_has_left_out_is_left_out_of_the_checkpoint_that_it_goes_back_to(tmp_path: Path) -> None:
+    """And taken from those that were saved since."""
+    before, _ = trainer_of(tmp_path)
+    before.run(loader(Spoiled(()), 2), max_iters=2)
+
+    model = linear(dropout=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    trainer = Trainer(Update(model, optimizer, mse, non_finite="rollback"), 2)
+    schedule = warmup_linear(optimizer, warmup=2, total=20)
+    LRSchedule(schedule).attach(trainer)
+    checkpoint = Checkpoint(tmp_path / "checkpoints", keep_last=20)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    steps: list[int] = []
+    trainer.add_event_handler(Events.STARTED, lambda: steps.append(schedule.steps))
+    checkpoint.resume(ignore=["ema", "lr_schedule", "metric_logger", "metric_logger/jsonl", "metric_logger/media"])
+    state = trainer.run(loader(Spoiled(), 2), max_epochs=2)
+
+    assert (state.status, state.iteration, state.optimizer_steps) == ("completed", 12, 10)
+    assert steps == [0, 0, 5] and schedule.steps == 8  # the third start is that from iteration 8
+
+
 def test_what_was_trained_since_the_checkpoint_is_trained_again(tmp_path: Path) -> None:
     trainer, _ = trainer_of(tmp_path)
     begun: list[int] = []

@@ -265,12 +265,39 @@ class ReadOnce(IterableDataset[Any]):
         return next(self.samples)
 
 
-def test_stream_that_can_be_read_once_is_left_to_its_evaluation(tmp_path: Path) -> None:
+class Stored(IterableDataset[Any]):
+    """Each pass goes on with the same iterator."""
+
+    def __init__(self) -> None:
+        self.samples = iter(TensorDataset(*VAL))
+
+    def __iter__(self) -> Any:
+        return self.samples
+
+
+class StoredBatches:
+    """A loader of batches that is not torch's."""
+
+    batch_size = 4
+
+    def __init__(self) -> None:
+        self.batches = iter(DataLoader(TensorDataset(*VAL), 4))
+
+    def __iter__(self) -> Any:
+        return self.batches
+
+
+@pytest.mark.parametrize("kind", [ReadOnce, Stored, StoredBatches, lambda: DataLoader(Stored(), 4)])
+def test_stream_that_can_be_read_once_is_left_to_its_evaluation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
     values = [
         trained(tmp_path / name, val_set=val_set, evaluation={"every": None}).metrics["val/loss"]
-        for name, val_set in {"once": ReadOnce(), "set": VAL}.items()
+        for name, val_set in {"once": kind(), "set": VAL}.items()
     ]
     assert values[0] == pytest.approx(values[1], rel=1e-6)
+    lines = [line for line in caplog.messages if "is not tried before training" in line]
+    assert lines == ["'val' is not tried before training: what is read of it is gone for its evaluations."]
 
 
 def needs_each_class(predictions: Tensor, targets: Tensor) -> float:
