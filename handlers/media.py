@@ -115,6 +115,9 @@ class MediaFiles:
     def state_dict(self) -> dict[str, Any]:
         return self._index.state_dict()
 
+    def flush_to_disk(self) -> None:
+        self._index.flush_to_disk()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._index.load_state_dict(state)
 

@@ -124,6 +124,7 @@ class SinkState:
     def __init__(self, guarded: GuardedSink) -> None:
         sink: Any = guarded.sink
         self._save, self._load = guarded.guard(sink.state_dict), guarded.guard(sink.load_state_dict)
+        self.flush_to_disk = guarded.guard(getattr(sink, "flush_to_disk", lambda: None))
 
     def state_dict(self) -> Any:
         return self._save()
@@ -319,8 +320,7 @@ class JSONLSink:
         file.write(self._encoded())
 
     def state_dict(self) -> dict[str, Any]:
-        """The newest line and its offset in bytes; all lines before it are on disk."""
-        self._file.sync()
+        """The newest line and its offset in bytes."""
         return {"start": self._file.start, "line": dict(self._line)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -334,6 +334,10 @@ class JSONLSink:
             self._file.write(self._encoded())
         elif self.path.exists():
             self._file.open().truncate(self._file.start)
+
+    def flush_to_disk(self) -> None:
+        """Before a checkpoint is saved: all lines before the newest are durable."""
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()
@@ -379,8 +383,7 @@ class CSVSink:
         file.write(_csv_line(self._row.get(name, "") for name in self._columns))
 
     def state_dict(self) -> dict[str, Any]:
-        """The newest row; all rows before it are on disk."""
-        self._file.sync()
+        """The newest row."""
         return {"row": dict(self._row)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -389,6 +392,10 @@ class CSVSink:
             self.write(row["iteration"], row)  # the first row that is written removes those from its iteration on
         elif idist.get_rank() == 0 and self.path.exists():
             self._drop_from(0)
+
+    def flush_to_disk(self) -> None:
+        """As that of :class:`JSONLSink`."""
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()

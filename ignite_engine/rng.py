@@ -52,7 +52,7 @@ def capture() -> dict[str, Any]:
     numpy: Any = np.random.get_state()
     name, keys, position, has_gauss, cached = numpy
     state: dict[str, Any] = {
-        "python": (version, torch.tensor(internal, dtype=torch.int64), gauss),
+        "python": (version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
     }

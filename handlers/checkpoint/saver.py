@@ -248,6 +248,7 @@ class Saver:
 
         For the background they are copies.
         """
+        trainer.registry.flush_to_disk()
         kinds = trainer.registry.kinds
         shared: Mapping[str, Any]
         local: Mapping[str, Any]

@@ -140,6 +140,12 @@ class Registry:
         local = {name: obj.state_dict() for name, obj in self.objects.items() if name not in self.shared}
         return shared, local
 
+    def flush_to_disk(self) -> None:
+        """Let what writes files of its own, as sinks do, make durable what its state relies on."""
+        for obj in self.objects.values():
+            if callable(flush := getattr(obj, "flush_to_disk", None)):
+                flush()
+
     def load(
         self,
         states: Mapping[str, Any],
