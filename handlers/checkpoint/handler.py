@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ignite.engine import Events
 
@@ -36,6 +36,9 @@ from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
 from ignite_engine.states import loading
 
+if TYPE_CHECKING:
+    from ignite_engine.handlers.checkpoint.memory import MemoryCopies
+
 logger = logging.getLogger(__name__)
 
 
@@ -51,7 +54,7 @@ class Checkpoint:
             they are with the new base; moments stay. The same value in the next start changes nothing more.
         options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`: ``keep_last``, ``best``,
             ``keep_best``, ``mode``, ``keep_every``, ``config``, ``labels``, ``exclude``, ``keep_fn``, ``delta_rows``,
-            ``background``, ``when_busy``, ``writers``, ``on_exception``, ``strict``.
+            ``background``, ``when_busy``, ``writers``, ``on_exception``, ``strict``, ``memory``.
 
     A save that fails fires ``CHECKPOINT_FAILED`` and training continues; the one at the end of the run raises. In the
     background both events come at the first step boundary after the save has ended, the same one on all ranks.
@@ -73,6 +76,11 @@ class Checkpoint:
         self._override = Override(override)
         self._ignored: tuple[Sequence[str], int] = ((), 0)
         self._saver = Saver(directory, self.options)
+        self._memory: MemoryCopies | None = None
+        if self.options.memory is not None:
+            from ignite_engine.handlers.checkpoint.memory import MemoryCopies
+
+            self._memory = MemoryCopies(self._saver.store.directory, self.options.memory, self.options.config)
         best = self.options.best
         self._followed = (
             None if best is None else FollowedMetric(best, f"{type(self).__name__}(best={best!r})", self.options.mode)
@@ -107,6 +115,8 @@ class Checkpoint:
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._measure)
         trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, self._note_evaluation)
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._save_if_due)
+        if self._memory is not None:
+            trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._copy_into_memory)
         if self._followed is not None:
             trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
 
@@ -253,7 +263,8 @@ class Checkpoint:
             ignore: names of parts that are left out: they start fresh, or no longer exist.
 
         Returns:
-            The checkpoint, the same on all ranks; None if there is none: the run starts fresh.
+            The checkpoint, the same on all ranks; of a copy in memory (``memory``), which is taken where it is newer,
+            the file that names it. None if there is none: the run starts fresh.
 
         Raises:
             CheckpointError: it is valid but a rank cannot read it, or it is not to be there (``must_be_new``); raised
@@ -267,21 +278,33 @@ class Checkpoint:
             raise RuntimeError("Checkpoint.resume() needs a trainer: call attach(trainer, event) before.")
         if isinstance(ignore, str):
             raise ValueError(f"ignore is a list, got {ignore!r}: write [{ignore!r}].")
+        began = time.perf_counter()
+        store: loading.Checkpoints = self.store if self._memory is None else self._memory.in_front_of(self.store)
         self._refuse_old()
-        store, began = self.store, time.perf_counter()
         self._override.announce(self._trainer)
         found = loading.resume(self._trainer.registry, store, ignore=ignore, strict=self.options.strict)
+        from_memory = self._memory is not None and self._memory.take_resumed(found)
         if found is None:
             self._override.begin_fresh(self._trainer)
             return None
         self._ignored = (list(ignore), found.manifest.sequence)
-        self._saver.resumed(self._trainer, found, began)
+        self._saver.resumed(self._trainer, found, began, on_disk=not from_memory)
         self._measured = (found.iteration, found.manifest.metrics)  # of this boundary, if it is saved again
         # a script that sets up no logging shows warnings alone
         level, iteration = logging.WARNING if agreement.rank() == 0 else logging.INFO, self._trainer.state.iteration
-        logger.log(level, "Resumed from %s at iteration %d: %s.", found.path, iteration, self.times.loaded)
+        where: Path | str = found.path
+        if from_memory:
+            where, on_disk = "memory", agreement.on_rank_0(lambda: [saved.iteration for saved in self._of_this_run()])
+            if self._best is not None and self.options.background:
+                self._best = agreement.on_rank_0(self._best_on_disk)  # of a save that was under way nothing is left
+        disk = f" (disk has {on_disk[-1] if on_disk else 'none'})" if from_memory else ""
+        logger.log(level, "Resumed from %s at iteration %d%s: %s.", where, iteration, disk, self.times.loaded)
         self._override.apply(self._trainer)
         return found.path
+
+    def _best_on_disk(self) -> float | None:
+        best = self.best
+        return None if best is None else best.value
 
     def _refuse_old(self) -> None:
         if self._must_be_new:
@@ -289,9 +312,12 @@ class Checkpoint:
             self._must_be_new = False  # from here on the checkpoints are its own
 
     def _check_new(self) -> None:
-        if agreement.rank() == 0 and (others := self.store.checkpoints()):
+        held = [checkpoint.path.name for checkpoint in self.store.checkpoints()] if agreement.rank() == 0 else []
+        if self._memory is not None and self._memory.has_copy:
+            held.append("the name of a copy in memory")
+        if held:
             raise CheckpointError(
-                f"{self.store.directory} holds {others[-1].path.name}, but must_be_new was given: give another "
+                f"{self.store.directory} holds {held[-1]}, but must_be_new was given: give another "
                 "directory, or leave must_be_new out to resume."
             )
 
@@ -307,6 +333,8 @@ class Checkpoint:
         found = loading.resume(trainer.registry, self.store, ignore=names, ignored_up_to=newest, healthy_only=True)
         if found is None:
             return None
+        if self._memory is not None:
+            self._memory.forget()
         saver.resumed(trainer, found, began)
         self._override.apply(trainer)
         return found.path
@@ -385,6 +413,8 @@ class Checkpoint:
         if apart is not None and apart.compares and not trainer.has_event_handler(self._require_exact, completed):
             trainer.add_event_handler(completed(event_filter=apart.is_compared), self._require_exact)
         self._saver.start(trainer)
+        if self._memory is not None:
+            self._memory.begin(trainer, self._saver.store)
         trainer.call_at_end(self._end)
 
     def _require_exact(self, trainer: Trainer) -> None:
@@ -448,6 +478,10 @@ class Checkpoint:
         background = self.options.background and not state.last
         saver.save(trainer, background=background, metrics=self._metrics_of(trainer))
 
+    def _copy_into_memory(self, trainer: Trainer) -> None:
+        assert self._memory is not None
+        self._memory.copy(trainer, self._saver, self._metrics_of(trainer))
+
     def _save_what_came_late(self, trainer: Trainer) -> None:
         """What a handler has asked for after the last step boundary was saved."""
         here = [None] if self._must and not self._saver.has_saved(trainer) else []
@@ -467,6 +501,8 @@ class Checkpoint:
                 logger.warning("Best %s.", best)
         finally:
             self._elsewhere.clear()
+            if self._memory is not None:
+                self._memory.end()
             self._saver.release()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import sys
 import threading
@@ -30,6 +31,7 @@ from ignite_engine.checkpointing import (
 from ignite_engine.checkpointing.background import ChangedWhileCopied
 from ignite_engine.checkpointing.changed_rows import ChangedRows
 from ignite_engine.checkpointing.contents import Extracted, extracted, tensors_to_save
+from ignite_engine.checkpointing.layout import MEMORY_TOKEN
 from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.checkpointing.memories import has_memory
 from ignite_engine.checkpointing.save_filter import check_patterns
@@ -93,11 +95,16 @@ class Saver:
         """Whether the step boundary at which the run is was saved, or is being saved."""
         return self._saved_at == _boundary_of(trainer)
 
-    def resumed(self, trainer: Trainer, checkpoint: CheckpointInfo, began: float) -> None:
-        """The run was resumed from a checkpoint, which was begun at ``began`` (of ``time.perf_counter``)."""
+    def resumed(self, trainer: Trainer, checkpoint: CheckpointInfo, began: float, *, on_disk: bool = True) -> None:
+        """The run was resumed from a checkpoint, which was begun at ``began`` (of ``time.perf_counter``).
+
+        Args:
+            on_disk: False: from a copy in memory, so that this step boundary was not saved.
+        """
         manifest = checkpoint.manifest
         self.times.loaded = Transfer.of(manifest, time.perf_counter() - began)
-        self._saved_at, self.parent = _boundary_of(trainer), checkpoint.path.name
+        self._saved_at = _boundary_of(trainer) if on_disk else None
+        self.parent = checkpoint.path.name if on_disk else manifest.parent
         self.run_id, self.has_run = manifest.run_id, True
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -136,6 +143,9 @@ class Saver:
         """Keep other processes from saving there until the end of the run; log what a fresh run replaces."""
         directory = self.store.directory
         self._hold(self._lock)
+        if self.options.memory is None:  # copies in memory from an earlier start will be stale
+            with contextlib.suppress(OSError):
+                os.unlink(directory / MEMORY_TOKEN)
         if trainer.state.start is Start.FRESH and (others := self.store.checkpoints()):
             logger.warning(
                 "%s holds %d checkpoints of an earlier run, which are deleted as this one saves its own; to continue "
@@ -249,19 +259,8 @@ class Saver:
         For the background they are copies.
         """
         trainer.registry.flush_to_disk()
+        shared, local, facts = self.parts(trainer)
         kinds = trainer.registry.kinds
-        shared: Mapping[str, Any]
-        local: Mapping[str, Any]
-        (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
-        facts: Facts = {
-            **self.options.facts,
-            "reproducibility": trainer.reproducibility(self.filter),
-            "left_out": left_out | own,
-            "kinds": dict(kinds),
-            "parent": self.parent,
-            "run_id": self.run_id,
-            "evaluated_with": trainer.registry.evaluated_with(),
-        }
         if not (background or self.options.delta_rows):
             return shared, local, Extracted(), facts  # the store takes it out
         take_tables = partial(
@@ -273,6 +272,21 @@ class Saver:
                 shared, local, partial(self._snapshot.take, late=self._is_late(trainer))
             )
         return shared, local, taken, facts
+
+    def parts(self, trainer: Trainer) -> tuple[Mapping[str, Any], Mapping[str, Any], Facts]:
+        """What a checkpoint of this step boundary holds: shared parts, this rank's own, and the manifest's facts."""
+        kinds = trainer.registry.kinds
+        (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
+        facts: Facts = {
+            **self.options.facts,
+            "reproducibility": trainer.reproducibility(self.filter),
+            "left_out": left_out | own,
+            "kinds": dict(kinds),
+            "parent": self.parent,
+            "run_id": self.run_id,
+            "evaluated_with": trainer.registry.evaluated_with(),
+        }
+        return shared, local, facts
 
     def _is_late(self, trainer: Trainer) -> Callable[[Tensor], bool]:
         """Whether a tensor is copied beside the next forward and backward: only optimizers' states are.

@@ -335,6 +335,7 @@ class CheckpointSection(Section):
     writers: Count | None = None  # files that a rank hashes and writes at once; default: 1
     on_exception: bool = False  # also when the update or a handler raises; one process only
     strict: bool = False  # refuse to start, or to resume, what cannot be resumed bit for bit
+    memory: Count | Literal["auto"] | None = None  # iterations between copies in shared memory
     labels: list[str] | None = None  # labels of every checkpoint
     delta_rows: list[str] | None = None  # tables whose changed rows alone are saved, such as embedding.*
     exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*

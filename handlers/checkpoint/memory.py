@@ -1,0 +1,170 @@
+"""Copies of a run's state in shared memory: when they are made, and how a start finds the newest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, CheckpointStore
+from ignite_engine.checkpointing.environment import environment_values
+from ignite_engine.errors import Interrupted, PeerFailed, one_line
+from ignite_engine.ranks import agreement, watching
+from ignite_engine.recovery.memory import Copy, Memory, NewestState
+from ignite_engine.states.sharding import layout_of_models
+
+if TYPE_CHECKING:
+    from ignite_engine.handlers.checkpoint.saver import Saver
+    from ignite_engine.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+_SHARE = 0.01
+"""Of the time, that copies may take."""
+_MEASURED = 5
+"""Iterations after which it is known what a copy costs; the first makes the slots and does not count."""
+
+
+class MemoryCopies:
+    """Copies the state at step boundaries.
+
+    Args:
+        directory: of the checkpoints.
+        every: iterations between two copies; ``auto``: as many as copies that cost 1 % of the time need.
+        config: copies made with another one are not used.
+    """
+
+    def __init__(self, directory: Path, every: int | str, config: Mapping[str, Any] | None) -> None:
+        settings = json.dumps(config, sort_keys=True, default=str)  # now: a resume writes into it what is in force
+        self._memory = Memory(directory, blake3(settings.encode()).hexdigest())
+        self._every = None if every == "auto" else int(every)
+        self._is_on = self._is_agreed = False
+        self._problem: str | None = None
+        self._copy: Copy | None = None
+        self._resumed: int | None = None
+        self._sequence = 0
+        self._began_at = -1
+        self._environment: dict[str, Any] = {}
+        self._left_at: float | None = None
+        self._costs: list[float] = []
+        self._steps: list[float] = []
+
+    def in_front_of(self, store: CheckpointStore) -> NewestState:
+        """The store, with the newest copy that all ranks can load; a collective."""
+        self._copy = self._memory.newest()
+        return NewestState(store, self._copy)
+
+    @property
+    def has_copy(self) -> bool:
+        """There is one to resume from."""
+        return self._copy is not None
+
+    def take_resumed(self, found: CheckpointInfo | None) -> bool:
+        """Whether what was resumed is the copy, which is dropped from the memory of this process."""
+        copy, self._copy = self._copy, None
+        is_copy = copy is not None and found is not None and found.path == copy.info.path
+        self._resumed = copy.header.number if copy is not None and is_copy else None
+        return is_copy
+
+    def begin(self, trainer: Trainer, store: CheckpointStore) -> None:
+        """A run begins; a collective."""
+        resumed, self._resumed = self._resumed, None
+        layout = layout_of_models(trainer.registry.objects.values())
+        self._problem = "the model is sharded over ranks" if layout else self._memory.begin(resumed)
+        self._is_on, self._is_agreed = self._problem is None, False
+        self._end_if_impossible()
+        self._sequence = max((checkpoint.manifest.sequence for checkpoint in store.checkpoints()), default=0)
+        self._environment = environment_values(agreement.world_size()) | {"sharding": layout}
+        self._began_at, self._left_at, self._costs, self._steps = trainer.state.iteration, None, [], []
+
+    def copy(self, trainer: Trainer, saver: Saver, metrics: Mapping[str, float] | None) -> None:
+        """At a step boundary, after a save that is due there; now and then a collective."""
+        iteration, every = trainer.state.iteration, self._every
+        if not self._is_on or iteration <= self._began_at or trainer.state.last:
+            return
+        if every is not None and iteration % every:
+            return
+        began = time.perf_counter()
+        if self._problem is None:
+            self._problem = self._try(trainer, saver, metrics)
+        ended = time.perf_counter()
+        if self._left_at is not None:
+            self._costs.append(ended - began)
+            self._steps.append(began - self._left_at)
+        if not self._is_agreed and (every is not None or iteration >= self._began_at + _MEASURED):
+            self._agree()
+        self._end_if_impossible()
+        self._left_at = time.perf_counter()
+
+    def _agree(self) -> None:
+        """All ranks copy, or none does; and how often."""
+        self._is_agreed = True
+        self._problem = next(filter(None, agreement.gather_objects(self._problem)), None)
+        if self._every is not None or self._problem is not None:
+            return
+        rows = agreement.gather_floats([statistics.median(self._costs), statistics.median(self._steps)])
+        cost, step = max(row[0] for row in rows), min(row[1] for row in rows)
+        self._every = max(1, math.ceil(cost / (_SHARE * step)))
+        if agreement.rank() == 0:
+            logger.info(
+                "The state is copied into memory every %d iterations: a copy takes %.3g ms, an iteration %.3g ms.",
+                *(self._every, 1e3 * cost, 1e3 * step),
+            )
+
+    def _end_if_impossible(self) -> None:
+        """Once nothing is to be agreed on, end the copies where they cannot be made."""
+        if self._problem is not None and (self._is_agreed or not self._is_on):
+            if self._is_on:
+                self._is_on = False
+                self._memory.end()
+            logger.log(
+                logging.WARNING if agreement.rank() == 0 else logging.INFO,
+                "No copies of the state in memory, as %s: checkpoints are on disk alone.",
+                self._problem,
+            )
+
+    def _try(self, trainer: Trainer, saver: Saver, metrics: Mapping[str, float] | None) -> str | None:
+        """Copy the state; why that failed."""
+        state, saved = trainer.state, saver.store.last_saved
+        self._sequence = max(self._sequence, 0 if saved is None else saved.sequence)
+        try:
+            shared, local, facts = saver.parts(trainer)
+            facts_of_copy = {
+                "epoch": state.epoch,
+                "sequence": self._sequence,
+                "metrics": dict(metrics or {}),
+                "environment": self._environment,
+                **{name: facts[name] for name in ("reproducibility", "left_out", "kinds", "parent")},
+            }
+            assert saver.run_id is not None
+            boundary = {"iteration": state.iteration, "epochs_completed": trainer.progress.epochs_completed}
+            self._memory.write(facts_of_copy, shared, local, **boundary, run_id=saver.run_id)
+        except (CheckpointError, OSError) as error:
+            return one_line(error).rstrip(".")
+        return None
+
+    def forget(self) -> None:
+        """The run goes back to a checkpoint: what was copied is of another way."""
+        self._memory.forget()
+
+    def end(self) -> None:
+        """The run is over. What was copied stays where a start may go on from there."""
+        if self._is_on:
+            self._is_on = False
+            self._memory.end(keep=_is_lost(sys.exception()))
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    """Whether a run ends without its last checkpoint by no mistake of its program: a peer was lost, its last save
+    failed, or it was forced to end."""
+    if isinstance(error, PeerFailed):
+        failure = None if watching.current is None else watching.current.failure
+        return failure is not None and not failure.raised
+    return isinstance(error, CheckpointError | Interrupted | KeyboardInterrupt)
