@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -146,7 +146,7 @@ class Parallel(IgniteParallel):
         else:
             assert self.backend is not None
             watching = (func, self._heartbeat_timeout_s, *args)
-            _Ranks(self.backend, self._spawn_params, self._timeout).run(watched, watching, kwargs)
+            Ranks(self.backend, self._spawn_params, self._timeout).run(watched, watching, kwargs)
 
     @property
     def _is_ours(self) -> bool:
@@ -380,13 +380,14 @@ class _End:
 
 def _rank_main(
     place: _Place,
-    connection: tuple[str, str | None, timedelta | None],
+    connection: tuple[str | None, str | None, timedelta | None],
     report: Any,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    signals.let_signals_in()  # a forked rank has unpickled nothing
+    signal.set_wakeup_fd(-1)  # a forked rank has its parent's
+    signals.let_signals_in()  # and has unpickled nothing
     os.environ.update(place.environment)
     code: int | None = 0
     text = ""
@@ -394,10 +395,11 @@ def _rank_main(
     try:
         with signals.ending_the_process() as interrupted, signals.listening(place.starter or os.getppid()):
             signals.receive_forwarded()
-            _connect(*connection)
+            if connection[0] is not None:
+                _connect(*connection)  # type: ignore[arg-type]  # it is not None
             try:
                 with _warnings_said_once():
-                    func(int(os.environ["LOCAL_RANK"]), *args, **kwargs)
+                    func(int(os.environ.get("LOCAL_RANK", "0")), *args, **kwargs)
             finally:
                 signals.ignore_all()
                 agreement.forget_groups()
@@ -434,11 +436,13 @@ class _Rank:
         killed_by: the signal that ended it before it could say anything, unless this parent sent that.
         ended_here: this parent sent it SIGTERM or SIGKILL.
         over: its process had ended when it was looked at.
+        sentinel: a descriptor that is readable when the process has ended.
     """
 
     number: int
     process: Any
     report: Any
+    sentinel: int
     end: _End | None = None
     killed_by: int | None = None
     ended_here: bool = False
@@ -474,34 +478,69 @@ class _Rank:
             os.kill(self.process.pid, number)
 
 
-class _Ranks:
-    """The ranks of this machine, from their start until all have ended."""
+class Ranks:
+    """The ranks of this machine, from their start until all have ended.
 
-    def __init__(self, backend: str, params: dict[str, Any], timeout: timedelta | None) -> None:
+    Args:
+        backend: None: they have no process group, as there is one rank.
+        params: ``idist.Parallel``'s for processes that it starts; without ``nproc_per_node`` one rank that no other
+            meets.
+        environment: of every rank, in addition.
+
+    Attributes:
+        ranks: as they are known now.
+        stop: the first signal of the user that stops them; None: none has come.
+    """
+
+    def __init__(
+        self,
+        backend: str | None,
+        params: Mapping[str, Any],
+        timeout: timedelta | None,
+        environment: Mapping[str, object] | None = None,
+    ) -> None:
         self._backend, self._params, self._timeout = backend, params, timeout
-        self._ranks: list[_Rank] = []
-        self._first_stop_at: float | None = None
+        self._environment = environment or {}
+        self.ranks: list[_Rank] = []
+        self.stop: int | None = None
+        self._first_stop_at = 0.0
         self._forced_by: int | None = None
         self._deadlines: list[tuple[float, Callable[[], None]]] = []
         self._peer_failed = False
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with _receiving_signals() as received:
-            try:
-                store = self._start(func, args, kwargs)  # the ranks meet there as long as they run
-                while left := [rank for rank in self._ranks if not rank.over]:
-                    self._wait(left, received)
-                del store
-            finally:
-                self._kill()
-        self._finish()
+        with receiving_signals() as received:
+            self.attempt(func, args, kwargs, received)
+        self.finish()
+
+    def attempt(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        received: socket.socket | None,
+    ) -> None:
+        """Start the ranks, and return when all of them have ended.
+
+        Args:
+            received: of :func:`receiving_signals`.
+        """
+        try:
+            store = self._start(func, args, kwargs)  # the ranks meet there as long as they run
+            while left := [rank for rank in self.ranks if not rank.over]:
+                self._wait(left, received)
+            del store
+        finally:
+            self._kill()
 
     def _start(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         params = self._params
-        count, nodes, node = params["nproc_per_node"], params.get("nnodes", 1), params.get("node_rank", 0)
+        nodes, node = params.get("nnodes", 1), params.get("node_rank", 0)
+        local_ranks = params.get("local_ranks") or range(params.get("nproc_per_node") or 1)
         address, port = params.get("master_addr", "127.0.0.1"), params.get("master_port", 0)
         init_method, store = params.get("init_method"), None
-        if init_method in (None, "env://") and node == 0:
+        meets = params.get("nproc_per_node") is not None
+        if meets and init_method in (None, "env://") and node == 0:
             with _one_line_where_they_cannot_meet(address, port):
                 store = _stores.TCPStore(address, port, is_master=True, wait_for_workers=False)
             port = store.port
@@ -509,16 +548,16 @@ class _Ranks:
         context: Any = multiprocessing.get_context(start_method)
         starter = None if start_method == "forkserver" else os.getpid()
         resource_tracker.ensure_running()  # its start lets signals in again
-        for local_rank in range(count):
-            rank = node * count + local_rank
+        for number, local_rank in enumerate(local_ranks, start=node * len(local_ranks)):
             environment = {
-                "RANK": rank,
+                "RANK": number,
                 "LOCAL_RANK": local_rank,
-                "WORLD_SIZE": nodes * count,
+                "WORLD_SIZE": nodes * len(local_ranks),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": port,
                 "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is this process's
             }
+            environment = {**(environment if meets else {}), **self._environment}
             place = _Place({name: str(value) for name, value in environment.items()}, starter)
             received, report = context.Pipe(duplex=False)
             process = context.Process(
@@ -529,8 +568,11 @@ class _Ranks:
             with signals.blocked():
                 process.start()
             report.close()
-            self._ranks.append(_Rank(rank, process, received))
+            self.ranks.append(_Rank(number, process, received, self._sentinel(process)))
         return store
+
+    def _sentinel(self, process: Any) -> int:
+        return int(process.sentinel)
 
     def _wait(self, ranks: list[_Rank], received: socket.socket | None) -> None:
         """Until something happens; then act on it.
@@ -538,21 +580,26 @@ class _Ranks:
         Args:
             ranks: not those that run: one that has ended since it was looked at has a sentinel, which says so.
         """
-        sources = [rank.process.sentinel for rank in ranks] + [rank.report for rank in ranks if rank.end is None]
+        sources = [rank.sentinel for rank in ranks] + [rank.report for rank in ranks if rank.end is None]
         sources += [received] if received is not None else []
         next_deadline = min((at for at, _ in self._deadlines), default=None)
         wait_s = None if next_deadline is None else max(next_deadline - time.monotonic(), 0.0)
         if received in multiprocessing.connection.wait(sources, wait_s) and received is not None:
             for number in received.recv(64):
                 self._forward(number)
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.look()
-        if not self._peer_failed and any(rank.failed for rank in self._ranks):
-            self._peer_failed = True
-            self._after(_PEERS_OF_A_FAILURE_MAY_END_S, self._terminate)
+        if any(rank.failed for rank in self.ranks):
+            self._end_peers()
         for deadline in [each for each in self._deadlines if each[0] <= time.monotonic()]:
             self._deadlines.remove(deadline)
             deadline[1]()
+
+    def _end_peers(self) -> None:
+        """Called whenever something has happened since a rank failed."""
+        if not self._peer_failed:
+            self._peer_failed = True
+            self._after(_PEERS_OF_A_FAILURE_MAY_END_S, self._terminate)
 
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
         self._deadlines.append((time.monotonic() + seconds, act))
@@ -562,33 +609,33 @@ class _Ranks:
             return
         now = time.monotonic()
         if number in signals.STOPS:
-            if self._first_stop_at is None:
-                self._first_stop_at = now
+            if self.stop is None:
+                self.stop, self._first_stop_at = number, now
             elif now - self._first_stop_at >= signals.FORCE_AFTER_S and self._forced_by is None:
                 self._forced_by = number
                 self._after(_FORCED_RANKS_MAY_END_S, self._kill)
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.send(signals.FORWARDED[number])
 
     def _terminate(self) -> None:
-        for rank in self._ranks:
+        for rank in self.ranks:
             if rank.runs:
                 rank.ended_here = True
                 rank.send(signal.SIGKILL if _is_stopped(rank.process.pid) else signal.SIGTERM)
         self._after(_TERMINATED_RANKS_MAY_END_S, self._kill)
 
     def _kill(self) -> None:
-        for rank in self._ranks:
+        for rank in self.ranks:
             if rank.runs:
                 rank.ended_here = True
                 rank.send(signal.SIGKILL)
                 rank.process.join()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Exit with the ranks' code, or raise what the first one that failed raised."""
         if self._forced_by is not None:
             sys.exit(128 + signals.treated_as(self._forced_by))
-        ended = [(rank, rank.end) for rank in self._ranks if rank.end is not None and rank.end.code != 0]
+        ended = [(rank, rank.end) for rank in self.ranks if rank.end is not None and rank.end.code != 0]
         if not ended:
             return
         # its peers, which end with a bare 1, may have noticed it before this process did
@@ -600,13 +647,13 @@ class _Ranks:
         if (number := cause.killed_by) is None:
             text = f"\n\n-- Rank {cause.number} ended with the following error:\n{end.traceback}"
             raise ProcessRaisedException(text, cause.number, pid)
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        name = signals.name_of(number)
         text = f"Rank {cause.number} (process {pid}) was killed by {name}."
         raise ProcessExitedException(text, cause.number, pid, exit_code=-number, signal_name=name)
 
 
 @contextmanager
-def _receiving_signals() -> Iterator[socket.socket | None]:
+def receiving_signals() -> Iterator[socket.socket | None]:
     """A socket from which the numbers of received signals are read; they do nothing else. None outside the main thread.
 
     A signal that is ignored (``nohup``) stays so.

@@ -46,6 +46,11 @@ def treated_as(number: int) -> int:
     return signal.SIGTERM if origin(number) == signal.SIGHUP else origin(number)
 
 
+def name_of(number: int) -> str:
+    """``SIGKILL``; a number without a name is ``signal 35``."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
 @contextmanager
 def ending_the_process() -> Iterator[Callable[[], bool]]:
     """Within it a stop that nothing else handles raises :class:`Interrupted`; SIGUSR1, which asks to save, is ignored.

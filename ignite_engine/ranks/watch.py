@@ -274,6 +274,8 @@ class Watch:
             if self.failure is not None or (failure.raised and failure.run < self._run):
                 return
             self.failure = failure
+        if watching.learned is not None:
+            watching.learned(failure)
         own = self.rank in failure.ranks
         if not (failure.raised and own):
             gone = not failure.raised or bool(self._left.intersection(failure.ranks))

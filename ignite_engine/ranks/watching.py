@@ -10,6 +10,7 @@ from ignite_engine.errors import PeerFailed
 from ignite_engine.ranks import agreement
 
 if TYPE_CHECKING:
+    from ignite_engine.ranks.heartbeats import Failure
     from ignite_engine.ranks.watch import Watch
 
 HEARTBEAT_TIMEOUT_S = 60.0
@@ -17,6 +18,8 @@ HEARTBEAT_TIMEOUT_S = 60.0
 
 current: Watch | None = None
 """The one that is entered."""
+learned: Callable[[Failure], None] | None = None
+"""Called when this rank hears of a failure; for a supervisor that is not one of the ranks."""
 
 
 def watched(local_rank: int, func: Callable[..., Any], heartbeat_timeout_s: float, *args: Any, **kwargs: Any) -> Any:
