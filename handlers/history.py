@@ -11,6 +11,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer
 from ignite_engine.ranks import agreement
+from ignite_engine.recovery import status
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.state import Start
 
@@ -46,5 +47,6 @@ class History:
 
     def _note(self, what: str, trainer: Trainer, config: Mapping[str, Any] | None = None) -> None:
         if agreement.rank() == 0:
+            reason = status.started_again if config is not None else trainer.state.reason
             with contextlib.suppress(OSError):
-                self.directory.note(what, trainer.state.iteration, trainer.state.reason, config)
+                self.directory.note(what, trainer.state.iteration, reason, config)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ignite_engine.errors import Interrupted, StopRequested
     from ignite_engine.evaluator import create_evaluator
     from ignite_engine.events import Phase, TrainingEvents
-    from ignite_engine.ranks.launch import Parallel
+    from ignite_engine.recovery.parallel import Parallel
     from ignite_engine.rng import seed_everything
     from ignite_engine.runs.fit import fit
     from ignite_engine.runs.load_model import load_model, load_weights
@@ -53,7 +53,7 @@ _HOMES = {
     "errors": ("Interrupted", "StopRequested"),
     "evaluator": ("create_evaluator",),
     "events": ("Phase", "TrainingEvents"),
-    "ranks.launch": ("Parallel",),
+    "recovery.parallel": ("Parallel",),
     "rng": ("seed_everything",),
     "runs.fit": ("fit",),
     "runs.load_model": ("load_model", "load_weights"),

@@ -8,6 +8,7 @@ second stream, float64), the plain way is taken: copies are waited for, sums are
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -33,6 +34,14 @@ def current() -> torch.device:
 def in_use() -> torch.device:
     """As :func:`current`; the CPU, too, where this process has done nothing on the accelerator."""
     return torch.device("cpu") if _used() is None else current()
+
+
+def look_without_using() -> None:
+    """From here on asking whether there is an accelerator leaves it usable in processes that are forked from this one.
+
+    CUDA's own answer starts its driver here, for good; NVML's does not.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def is_accelerator(kind: str) -> bool:

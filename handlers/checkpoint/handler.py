@@ -34,6 +34,7 @@ from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.checkpoint.times import Times
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
+from ignite_engine.recovery.status import follow
 from ignite_engine.states import loading
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Checkpoint:
         trainer.register(self.name, self)
         trainer.registry.filters.append(self._saver.filter)
         trainer.roll_back_with(self._load_healthy)
+        follow(trainer)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._measure)

@@ -108,6 +108,8 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
             continue
         command.add_argument("--nproc-per-node", type=_count, metavar="N", help="processes to start on this machine")
         command.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with CUDA, otherwise gloo")
+        if name == "train":
+            _add_restarts(command)
         if name == "verify-resume":
             verify_resume.add_arguments(command, _count)
         if name == "evaluate":
@@ -120,6 +122,27 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
     pages.add_parsers(subparsers)
     checkpoints.add_parser(subparsers)
     return parser, subparsers.choices
+
+
+def _add_restarts(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--restarts",
+        type=_count,
+        metavar="N",
+        help="start the ranks again when one was killed or hangs, at most N times in an hour; default: never",
+    )
+    command.add_argument(
+        "--restart-on",
+        choices=["signal", "any"],
+        default="signal",
+        help="any: also after an exception of Python, which otherwise ends the run",
+    )
+    command.add_argument(
+        "--min-ranks",
+        type=_count,
+        metavar="K",
+        help="leave out a rank that cannot come back while K ranks are left; for update.rank_invariant",
+    )
 
 
 def _count(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -18,10 +19,12 @@ from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, StateMismatch
 from ignite_engine.ranks import agreement
-from ignite_engine.ranks.launch import Parallel, is_launched
+from ignite_engine.ranks.launch import is_launched
+from ignite_engine.recovery.parallel import Parallel
 from ignite_engine.report import NoSuchKey, NotLogged
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
 from ignite_engine.runs import recipe
+from ignite_engine.task import TaskError, find_task
 
 FAILED, USAGE_ERROR = 1, 2
 USER_ERRORS = (ConfigError, StateMismatch, NotExact, NoSuchKey, NotLogged, RunDirectoryInUse)
@@ -83,6 +86,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Namespace], None]) -> None:
     """Call ``work`` here, on the ranks of a launcher that started this process, or on ranks that are spawned."""
     launched = is_launched()
+    restarts = getattr(options, "restarts", None)
+    if restarts is not None:
+        devices.look_without_using()
     try:
         config = _checked(options, launched=launched)
     except ConfigError as error:
@@ -98,12 +104,18 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
         "heartbeat_timeout": section.heartbeat_timeout,
     }
     processes = options.nproc_per_node or config.distributed.nproc_per_node
+    if restarts is not None:
+        waits |= {"restarts": restarts, "restart_on": options.restart_on, "min_ranks": options.min_ranks}
+        with contextlib.suppress(TaskError):  # each rank says so
+            find_task(config.task, config.folder)  # imported once, here
     if launched:
         with Parallel(backend=_backend(options, config), **waits) as parallel:
             parallel.run(_rank_main, work, config, options)
-    elif processes is not None and processes > 1:
+    elif restarts is not None or (processes is not None and processes > 1):
+        several = processes is not None and processes > 1
+        ranks: dict[str, Any] = {"backend": _backend(options, config), "nproc_per_node": processes} if several else {}
         try:
-            with Parallel(backend=_backend(options, config), nproc_per_node=processes, **waits) as parallel:
+            with Parallel(**ranks, **waits) as parallel:
                 parallel.run(_rank_main, work, config, options)
         except (ProcessRaisedException, ProcessExitedException) as error:
             if options.command == "train":
@@ -122,7 +134,25 @@ def _checked(options: argparse.Namespace, *, launched: bool) -> Config:
         raise config.error("distributed.backend", "got 'nccl', but there is no CUDA device; expected gloo.")
     if launched and options.nproc_per_node:
         raise ConfigError("--nproc-per-node: the launcher that started this process sets how many; leave it out.")
+    if options.command == "train":
+        _check_restarts(options, config, launched=launched)
     return config
+
+
+def _check_restarts(options: argparse.Namespace, config: Config, *, launched: bool) -> None:
+    if options.restarts is None:
+        if options.min_ranks is not None or options.restart_on != "signal":
+            raise ConfigError("--min-ranks and --restart-on: got one without --restarts N; say how often in an hour.")
+        return
+    if launched:
+        raise ConfigError("--restarts: the launcher that started this process restarts its ranks itself; leave it out.")
+    least, processes = options.min_ranks, options.nproc_per_node or config.distributed.nproc_per_node or 1
+    if least is not None and least >= processes:
+        raise ConfigError(f"--min-ranks: got {least}, expected less than the {processes} processes.")
+    if least is not None and not config.update.rank_invariant:
+        raise ConfigError(
+            "--min-ranks: on fewer ranks the run has other bits; set update.rank_invariant=true, or leave it out."
+        )
 
 
 def _backend(options: argparse.Namespace, config: Config) -> str:

@@ -276,13 +276,14 @@ class Progress:
         self._fetched = _Fetched(source, batches, self.state.optimizer_steps)
 
     def samples_of_group(self) -> list[int] | None:
-        """Dataset indices of this rank's group under way; None if the data is not a ``loader()``'s."""
-        source = None if self._fetched is None else self._fetched.source
-        if self._fetched is None or source is None or source.sampler is None:
+        """Dataset indices of this rank's group under way, or of the next one; None if not of a ``loader()``'s data."""
+        source = self._present if self._fetched is None else self._fetched.source
+        if source is None or source.sampler is None:
             return None
+        batches = source.steps if self._fetched is None else self._fetched.batches
         size, order = source.data.batch_size, copy(source.sampler)
         order.start = source.place.batch * size
-        return [index for _, index in islice(order, source.own_batches(self._fetched.batches) * size)]
+        return [index for _, index in islice(order, source.own_batches(batches) * size)]
 
     def group_consumed(self) -> None:
         """The update of the group is done."""

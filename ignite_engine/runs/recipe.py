@@ -28,6 +28,7 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.evaluation.batches import loader_of
 from ignite_engine.handlers.evaluation.sanity import SanityCheck, Trial
 from ignite_engine.ranks import agreement, mesh
+from ignite_engine.recovery import status
 from ignite_engine.rng import seed_everything
 from ignite_engine.run_directory import PhaseTimes, RunDirectory
 from ignite_engine.runs.code import code_of
@@ -131,6 +132,11 @@ _STARTED_AGAIN = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """Counts of launchers that start a rank that has died, or a job that was taken off its machine, again."""
 
 
+def _is_started_again() -> bool:
+    # torchrun's agents count apart: one that joined later has counted none
+    return any(agreement.gather_objects(any(int(os.environ.get(count) or 0) for count in _STARTED_AGAIN)))
+
+
 @contextmanager
 def logged(config: Config, *, console: bool = True) -> Iterator[None]:
     """Write what is logged within it into the run's folder, and with ``console`` to stderr.
@@ -142,10 +148,10 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
     if not above.is_dir() or not os.access(above, os.W_OK):
         problem = "may not be written to" if above.is_dir() else "is not a folder"
         raise config.error("run.directory", f"got '{config.directory}', but {above} {problem}.")
-    # torchrun's agents count apart: one that joined later has counted none
-    again = any(agreement.gather_objects(any(int(os.environ.get(count) or 0) for count in _STARTED_AGAIN)))
+    again = _is_started_again()
     aside = agreement.on_rank_0(lambda: _move_aside(config) if config.run.restart and not again else None)
-    held = agreement.on_rank_0(RunDirectory(config.directory).files_of_a_run) if config.run.must_be_new else []
+    must_be_new = config.run.must_be_new and not again
+    held = agreement.on_rank_0(RunDirectory(config.directory).files_of_a_run) if must_be_new else []
     if held:
         raise config.error(
             "run.must_be_new",
@@ -155,6 +161,8 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
     with RunDirectory(config.directory).logging_to(agreement.rank(), console=console):
         if aside is not None and agreement.rank() == 0:
             logger.info("The run that was in %s is now in %s.", config.directory, aside)
+        if status.started_again is not None:
+            logger.warning("%s", status.started_again, extra={"console": False})  # the parent has shown it
         yield
 
 
@@ -340,7 +348,7 @@ def _attach(
     options = {name: value for name, value in values.items() if value is not None}
     run.checkpoint = handlers.Checkpoint(
         run.directory.checkpoints,
-        must_be_new=config.run.must_be_new,
+        must_be_new=config.run.must_be_new and not _is_started_again(),
         override=section.override,
         config=run.config,
         **options,
