@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -129,10 +130,9 @@ class RunDirectory:
 
     def write_environment(self, world_size: int, code: Mapping[str, str] | None = None) -> None:
         """Store versions, machine, devices and command line, and the digests of the user's code."""
-        packages = {package.name: package.version for package in importlib.metadata.distributions()}
         values = {
             **environment_values(world_size),
-            "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+            "packages": installed_packages(),
             **({"code": dict(code)} if code else {}),
         }
         write_whole(self.environment, json.dumps(values, indent=1) + "\n")
@@ -310,6 +310,13 @@ class PhaseTimes:
         """One line: the sum of all phases, and those that can be noticed."""
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items() if seconds >= 0.05)
         logger.info("Start-up took %.1f s%s.", sum(self.seconds.values()), f": {phases}" if phases else "")
+
+
+@cache
+def installed_packages() -> dict[str, str]:
+    """Versions by name; a rank that is forked has them from its parent."""
+    packages = {package.name: package.version for package in importlib.metadata.distributions()}
+    return dict(sorted(packages.items(), key=lambda item: item[0].lower()))
 
 
 def write_whole(path: Path, text: str) -> None:

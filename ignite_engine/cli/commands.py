@@ -106,6 +106,7 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
     processes = options.nproc_per_node or config.distributed.nproc_per_node
     if restarts is not None:
         waits |= {"restarts": restarts, "restart_on": options.restart_on, "min_ranks": options.min_ranks}
+        recipe.prepare_ranks()
         with contextlib.suppress(TaskError):  # each rank says so
             find_task(config.task, config.folder)  # imported once, here
     if launched:
@@ -119,9 +120,7 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
                 parallel.run(_rank_main, work, config, options)
         except (ProcessRaisedException, ProcessExitedException) as error:
             if options.command == "train":
-                reason = str(error).strip().splitlines()[-1]  # of a traceback: the error
-                killed = isinstance(error, ProcessExitedException) and error.signal_name is not None
-                RunDirectory(config.directory).note_failure(reason, error.error_index, killed=killed)
+                recipe.note_failure(config, error)
             print(f"error: {str(error).strip()}", file=sys.stderr, flush=True)
             sys.exit(FAILED)
     else:

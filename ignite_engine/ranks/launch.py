@@ -44,7 +44,7 @@ _FORCED_RANKS_MAY_END_S = 5.0
 _PEERS_OF_A_FAILURE_MAY_END_S = 5.0
 _TERMINATED_RANKS_MAY_END_S = 30.0
 _AGENT_MAY_ANSWER_S = 3.0
-_POLL_S = 0.02
+_FIRST_POLL_S, _POLL_S = 0.001, 0.02
 _FINAL_CODES = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes after which another attempt would end the same: a wrong config or arguments, and a stop."""
 
@@ -233,6 +233,7 @@ def _part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
         store.set(f"{attempt}/rank_{rank}", "")
         return _stores.PrefixStore(attempt, store)
     missing, deadline = list(range(1, world_size)), time.monotonic() + store.timeout.total_seconds()
+    pause_s = _FIRST_POLL_S
     while missing:
         for other_rank in missing:
             if store.check([f"question_{other_rank}"]):  # it may be that of a dead rank: another one will follow
@@ -244,7 +245,8 @@ def _part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
                 f"The ranks cannot meet: of {world_size} ranks these did not come within "
                 f"{store.timeout.total_seconds():g} s: {ranks}. See why in their logs."
             )
-        time.sleep(_POLL_S if missing else 0.0)
+        time.sleep(pause_s if missing else 0.0)
+        pause_s = min(2 * pause_s, _POLL_S)
     attempt = _stores.PrefixStore(name, store)
     attempt.set("code_before", str(_code_of_last_attempt(store)))
     store.set("last_attempt", f"{name} {world_size}")

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +82,20 @@ def agreed_task(config: Config) -> Task:
         raise config.error("task", str(error)) from error.__cause__
 
 
+@cache
+def engine_digest() -> str:
+    """Of the engine's source; a rank that is forked has it from its parent."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(ignite_engine.__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def code_version(build: Callable[..., Any]) -> dict[str, str]:
     """Versions of engine and torch, and digests of the engine's source and of the task's file."""
-    package = Path(ignite_engine.__file__).parent
-    engine = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        engine.update(file.read_bytes())
     source = inspect.getsourcefile(inspect.unwrap(build)) if inspect.isfunction(inspect.unwrap(build)) else None
     return {
-        "ignite_engine": f"{ignite_engine.__version__} ({engine.hexdigest()[:12]})",
+        "ignite_engine": f"{ignite_engine.__version__} ({engine_digest()})",
         "torch": torch.__version__,
         "the task's file": hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12] if source else "unknown",
     }

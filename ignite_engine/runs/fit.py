@@ -13,18 +13,20 @@ import torch
 import torch.distributed as dist
 from ignite.metrics import Metric
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from ignite_engine import devices, rng
 from ignite_engine.checkpointing.retention import usual_mode
-from ignite_engine.config import ConfigError
+from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.load import validated
 from ignite_engine.config.yaml_file import Arguments
 from ignite_engine.data import Windows
-from ignite_engine.errors import check_type, did_you_mean, is_whole
+from ignite_engine.errors import Interrupted, check_type, did_you_mean, is_whole
 from ignite_engine.handlers.clearml.sink import server_is_configured
-from ignite_engine.ranks.launch import Parallel, is_launched
+from ignite_engine.ranks.launch import is_launched
+from ignite_engine.recovery.parallel import Parallel
 from ignite_engine.runs import recipe
 from ignite_engine.runs.loaders import is_loader
 from ignite_engine.runs.refusals import readable
@@ -103,6 +105,7 @@ def fit(
     num_workers: int | None = None,
     seed: int | None = None,
     resume: Mapping[str, Any] | None = None,
+    restarts: int | None = None,
     test_set: Data | Mapping[str, Data] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     sampler: Any = None,
@@ -150,6 +153,9 @@ def fit(
         resume: settings of the optimizer that a resumed run changes, such as ``{"lr": 1e-4}``: its schedule goes on
             from where it is with the new base, and moments stay. The names are those of ``checkpoint.override``, with
             or without ``optimizer.``.
+        restarts: train in a process that is forked from this one, and again when it is killed, by the system for its
+            memory, say: at most so often in an hour. It resumes by itself; at the end its newest checkpoint is loaded
+            here. Default: never, in this process.
         test_set: evaluated by ``run.evaluate()`` only.
         collate_fn, weight_fn, tokens_fn: see :class:`~ignite_engine.Task`.
         sampler: an order of the samples of a map-style ``train_set``, such as a ``WeightedRandomSampler``.
@@ -164,6 +170,8 @@ def fit(
         ConfigError: a value is wrong; one line that names the argument.
         TypeError: an argument has another type.
         Interrupted: a signal stopped the run. In an interactive session Ctrl-C returns the run instead.
+        ProcessRaisedException, ProcessExitedException: (of torch, with ``restarts``) the process that trains has
+            failed, or was killed and is not started again.
 
     Under torchrun or SLURM every process calls it and they train together; in a ``Parallel`` it is called by each rank.
     """
@@ -242,6 +250,8 @@ def fit(
             runs.append(recipe.build_run(config, task))
             runs[0].train()
 
+    if restarts is not None:
+        return _restarted(config, task, train, restarts)
     if is_launched() and not dist.is_initialized():
         backend = config.distributed.backend or devices.default_backend()
         with Parallel(backend, heartbeat_timeout=config.distributed.heartbeat_timeout) as parallel:
@@ -249,6 +259,29 @@ def fit(
     else:
         train()
     return runs[0]
+
+
+def _restarted(config: Config, task: Task, train: Callable[[int], None], restarts: int) -> Run:
+    """Train in a forked process, and take what it has come to."""
+    if is_launched() or dist.is_initialized():
+        raise ConfigError(
+            "fit(): restarts: got a number on ranks that are started elsewhere, expected none; give it to that "
+            "launcher, Parallel(restarts=...), say."
+        )
+    recipe.prepare_ranks()
+    try:
+        with Parallel(restarts=restarts) as parallel:
+            parallel.run(train)
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        recipe.note_failure(config, error)
+        raise
+    except SystemExit as end:
+        if isinstance(end.code, int) and end.code > 128:
+            raise Interrupted(end.code - 128) from None
+        raise
+    run = recipe.build_run(config, task)
+    run.take_over()
+    return run
 
 
 def _setting(name: str) -> str:

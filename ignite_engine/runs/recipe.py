@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import os
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ignite_engine import every, handlers
 from ignite_engine.checkpointing import CheckpointError, LoadPlan, LoadSource, SaveOptions
@@ -30,12 +32,13 @@ from ignite_engine.handlers.evaluation.sanity import SanityCheck, Trial
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.recovery import status
 from ignite_engine.rng import seed_everything
-from ignite_engine.run_directory import PhaseTimes, RunDirectory
+from ignite_engine.run_directory import PhaseTimes, RunDirectory, installed_packages
 from ignite_engine.runs.code import code_of
 from ignite_engine.runs.components import (
     agreed_task,
     check_fit,
     check_ranks_agree,
+    engine_digest,
     followed_metrics,
     make_optimizers,
     make_schedules,
@@ -54,6 +57,23 @@ from ignite_engine.trainer import Trainer
 from ignite_engine.update import Update
 
 logger = logging.getLogger(__name__)
+
+
+def prepare_ranks() -> None:
+    """Import and read what every run needs, once, in a process that forks the ranks."""
+    for name in handlers.__all__:
+        getattr(handlers, name)
+    for module in ("torch.utils.flop_counter", "torch.profiler", "torch.utils.serialization.config", "encodings.idna"):
+        importlib.import_module(module)
+    installed_packages()
+    engine_digest()
+
+
+def note_failure(config: Config, error: ProcessRaisedException | ProcessExitedException) -> None:
+    """All ranks have ended: write into the run's folder which failed first, and why."""
+    reason = str(error).strip().splitlines()[-1]  # of a traceback: the error
+    killed = isinstance(error, ProcessExitedException) and error.signal_name is not None
+    RunDirectory(config.directory).note_failure(reason, error.error_index, killed=killed)
 
 
 def build_run(config: Config, task: Task | None = None) -> Run:

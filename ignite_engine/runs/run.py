@@ -234,6 +234,11 @@ class Run:
             agreement.on_rank_0(lambda: stack.enter_context(self.directory.held()))
             yield
 
+    def take_over(self) -> None:
+        """Load the newest checkpoint, and read the summary, of a run that another process has trained."""
+        self._begin()
+        self.summary = self.directory.read_summary()
+
     def _begin(self) -> Path | None:
         """Resume the newest checkpoint, or else load other weights if asked to; rank 0 decides."""
         assert self.checkpoint is not None
