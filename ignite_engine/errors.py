@@ -53,6 +53,10 @@ def raised_by_all_ranks(error: BaseException) -> bool:
     return isinstance(error, NotFinite | RanksDiffer) or (isinstance(error, CheckpointError) and error.on_all_ranks)
 
 
+class ReplayError(ValueError):
+    """A run cannot be replayed as asked for; the message is one line and names the remedy."""
+
+
 class LaunchError(RuntimeError):
     """The ranks could not be started or cannot meet; the message is one line."""
 

@@ -25,6 +25,7 @@ MODULES = (
     "ignite_engine.events",
     "ignite_engine.handlers",
     "ignite_engine.ranks",
+    "ignite_engine.replay",
     "ignite_engine.sparse",
     "ignite_engine.trainer",
     "ignite_engine.update",

@@ -93,7 +93,7 @@ class Saver:
 
     def has_saved(self, trainer: Trainer) -> bool:
         """Whether the step boundary at which the run is was saved, or is being saved."""
-        return self._saved_at == _boundary_of(trainer)
+        return self._saved_at == boundary_of(trainer)
 
     def resumed(self, trainer: Trainer, checkpoint: CheckpointInfo, began: float, *, on_disk: bool = True) -> None:
         """The run was resumed from a checkpoint, which was begun at ``began`` (of ``time.perf_counter``).
@@ -103,7 +103,7 @@ class Saver:
         """
         manifest = checkpoint.manifest
         self.times.loaded = Transfer.of(manifest, time.perf_counter() - began)
-        self._saved_at = _boundary_of(trainer) if on_disk else None
+        self._saved_at = boundary_of(trainer) if on_disk else None
         self.parent = checkpoint.path.name if on_disk else manifest.parent
         self.run_id, self.has_run = manifest.run_id, True
 
@@ -223,7 +223,7 @@ class Saver:
         state = trainer.state
         self.settle()
         state.checkpoints += 1  # it counts itself: the resumed run continues with this number
-        self._saved_at, self._saving_at = _boundary_of(trainer), state.iteration
+        self._saved_at, self._saving_at = boundary_of(trainer), state.iteration
         started = time.perf_counter()
         captured: list[_Captured] = []
         try:
@@ -373,7 +373,7 @@ class Saver:
             self._copies_late &= not isinstance(error, ChangedWhileCopied)
             state.checkpoints -= 1
             self.error, self._saved_at = error, None
-            _tell(trainer, TrainingEvents.CHECKPOINT_FAILED)
+            tell(trainer, TrainingEvents.CHECKPOINT_FAILED)
             if state.last and self._saving_at == state.iteration:
                 error.on_all_ranks = True
                 raise
@@ -388,16 +388,16 @@ class Saver:
             shown = state.save_seconds >= _SHOWN_FROM_S
             logger.info("Saved %s: %s%s.", path, self.times.saved, how, extra={"console": shown})
         self._prune()
-        _tell(trainer, TrainingEvents.CHECKPOINT_SAVED)
+        tell(trainer, TrainingEvents.CHECKPOINT_SAVED)
 
 
-def _tell(trainer: Trainer, event: TrainingEvents) -> None:
+def tell(trainer: Trainer, event: TrainingEvents) -> None:
     """Fire an event that a run resumed from this checkpoint does not fire: what its handlers draw must not count."""
     with rng.isolated():
         trainer.fire_event(event)
 
 
-def _boundary_of(trainer: Trainer) -> tuple[int, int, int]:
+def boundary_of(trainer: Trainer) -> tuple[int, int, int]:
     """Iteration and epochs completed, as an iteration has two boundaries where unsized data turns out to have ended;
     and how often weights were loaded again, which may happen at the second of them."""
     return trainer.state.iteration, trainer.progress.epochs_completed, trainer.registry.times_replaced

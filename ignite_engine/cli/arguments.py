@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ignite_engine import __version__
-from ignite_engine.cli import checkpoints, commands, doctor, pages, verify_resume
+from ignite_engine.cli import checkpoints, commands, doctor, pages, time_travel, verify_resume
 from ignite_engine.config import ConfigWarning
 from ignite_engine.errors import did_you_mean
 from ignite_engine.ranks import signals
@@ -67,6 +67,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"got {word!r}, and doctor takes nothing")
         if options.command in pages.COMMANDS:
             parser.error(f"got {word!r}, which {options.command} does not take; it takes directories and --output")
+        if options.command in time_travel.COMMANDS and not word.startswith("-"):
+            parser.error(f"got {word!r}, which {options.command} does not take; --help says what it does")
         if options.command in checkpoints.COMMANDS:
             parser.error(f"got {word!r}, which checkpoints {options.action} does not take; --help says what it does")
         if word.startswith("-"):
@@ -121,6 +123,7 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
     doctor.add_parser(subparsers)
     pages.add_parsers(subparsers)
     checkpoints.add_parser(subparsers)
+    time_travel.add_parsers(subparsers, _count)
     return parser, subparsers.choices
 
 

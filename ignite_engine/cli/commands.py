@@ -14,10 +14,10 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from ignite_engine import devices
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, NotExact
 from ignite_engine.checkpointing.naming import followed
-from ignite_engine.cli import checkpoints, doctor, pages
+from ignite_engine.cli import checkpoints, doctor, pages, time_travel
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
-from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, StateMismatch
+from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, ReplayError, StateMismatch
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.launch import is_launched
 from ignite_engine.recovery.parallel import Parallel
@@ -27,7 +27,7 @@ from ignite_engine.runs import recipe
 from ignite_engine.task import TaskError, find_task
 
 FAILED, USAGE_ERROR = 1, 2
-USER_ERRORS = (ConfigError, StateMismatch, NotExact, NoSuchKey, NotLogged, RunDirectoryInUse)
+USER_ERRORS = (ConfigError, StateMismatch, NotExact, NoSuchKey, NotLogged, ReplayError, RunDirectoryInUse)
 """What a user can fix, whatever the command: one line and code 2."""
 RUN_ERRORS = (CheckpointError, LaunchError, NotFinite, RanksDiffer)
 """What ends a run and needs no traceback: one line and code 1."""
@@ -80,6 +80,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "doctor": doctor.doctor,
     **pages.COMMANDS,
     **checkpoints.COMMANDS,
+    **time_travel.COMMANDS,
 }
 
 

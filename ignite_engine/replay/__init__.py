@@ -1,1 +1,7 @@
 """Any moment of a run again, from its checkpoints and its config; and what follows from that."""
+
+from ignite_engine.replay.logged import Difference
+from ignite_engine.replay.moment import Moment, RunDiffers, bring_to, replay
+from ignite_engine.replay.rebuild import Build
+
+__all__ = ["Build", "Difference", "Moment", "RunDiffers", "bring_to", "replay"]

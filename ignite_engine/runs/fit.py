@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -77,6 +79,18 @@ _ARGUMENTS = {
     "null": "None",
 }
 """The argument of :func:`fit` for each dotted key that has one; how other words of a config are written in Python."""
+
+_ONLY_BUILDS: ContextVar[bool] = ContextVar("only_builds", default=False)
+
+
+@contextmanager
+def only_building() -> Iterator[None]:
+    """Within it :func:`fit` returns the run untrained; nothing is written."""
+    token = _ONLY_BUILDS.set(True)
+    try:
+        yield
+    finally:
+        _ONLY_BUILDS.reset(token)
 
 
 @readable
@@ -243,6 +257,9 @@ def fit(
     values["run"].setdefault("name", Path(directory).name or "run")
     config = validated(Arguments(values, function="fit", arguments=_ARGUMENTS))
     runs: list[Run] = []
+
+    if _ONLY_BUILDS.get():
+        return recipe.build_run(config, task)
 
     def train(local_rank: int = 0) -> None:
         # a program that has set up its own logging shows these lines by it

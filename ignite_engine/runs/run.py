@@ -167,7 +167,7 @@ class Run:
                     self._begin_directory()
             with self.startup("resume"):
                 try:
-                    resumed = self._resumed = self._begin()
+                    resumed = self._resumed = self.begin()
                     put_in_force(self.config, trainer, self.schedules)
                 finally:
                     self._log_differences()
@@ -236,10 +236,10 @@ class Run:
 
     def take_over(self) -> None:
         """Load the newest checkpoint, and read the summary, of a run that another process has trained."""
-        self._begin()
+        self.begin()
         self.summary = self.directory.read_summary()
 
-    def _begin(self) -> Path | None:
+    def begin(self) -> Path | None:
         """Resume the newest checkpoint, or else load other weights if asked to; rank 0 decides."""
         assert self.checkpoint is not None
         if self.load is not None and self.always_load:

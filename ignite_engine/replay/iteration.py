@@ -1,0 +1,128 @@
+"""What one iteration of a run was: its samples, losses, rates, and how it changed the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ignite_engine.data.sampler import ResumableSampler
+from ignite_engine.data.source import DataSource
+from ignite_engine.states.model_and_optimizer import clean_name, unwrap
+from ignite_engine.step.micro_batches import Group
+from ignite_engine.trainer import Trainer
+
+_SHOWN = 5
+
+
+@dataclass
+class Iteration:
+    """One iteration on this rank.
+
+    Attributes:
+        samples: for each micro-batch the indices of its samples in the training set; None: the data is not map-style,
+            or its loader has an order of its own.
+        output: the scalars of ``state.output``, such as ``loss`` and ``grad_norm``.
+        rates: learning rates of the update, by optimizer and group.
+        changes: of each tensor of the weights the norm of its change over its norm before, the largest first.
+    """
+
+    number: int
+    epoch: int
+    samples: list[list[int]] | None = None
+    output: dict[str, float] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    changes: dict[str, float] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """For people; numbers in full."""
+        lines = [f"iteration {self.number}, epoch {self.epoch}"]
+        if self.samples is None:
+            lines.append("  samples: not known, as the order of the data is its own")
+        else:
+            groups = [" ".join(map(str, samples)) for samples in self.samples]
+            lines.append(f"  samples: {' | '.join(groups)}")
+        lines += [f"  {name}: {value!r}" for name, value in self.output.items()]
+        lines += [f"  {name}: {rate!r}" for name, rate in self.rates.items()]
+        changes = [f"{name} {change:.3g}" for name, change in islice(self.changes.items(), _SHOWN)]
+        lines.append(f"  largest changes, of the norm: {', '.join(changes) or 'none'}")
+        return lines
+
+
+def samples_of(trainer: Trainer) -> list[list[int]] | None:
+    """Within an iteration, before it is consumed: the indices of this rank's samples by micro-batch; None: unknown."""
+    windows = trainer.progress.windows
+    source = trainer.progress.source if windows is None else windows.window
+    batch = trainer.state.batch
+    sampler = source.sampler if isinstance(source, DataSource) else None
+    if source is None or not isinstance(sampler, ResumableSampler) or trainer.progress.max_read_errors:
+        return None
+    count = len(batch) - trainer.state.padding if isinstance(batch, Group) else 1
+    size: int = source.data.batch_size  # type: ignore[union-attr]  # its loader has our sampler
+    before = sampler.start
+    # the loader has an iterator of its own; this one reads the order again
+    sampler.start = min(source.place.batch * size, len(sampler))
+    try:
+        indices = [index for _, index in islice(iter(sampler), count * size)]
+    finally:
+        sampler.start = before
+    return [indices[first : first + size] for first in range(0, len(indices), size)]
+
+
+def scalars_of(output: Any) -> dict[str, float]:
+    """The numbers of an update's output by name."""
+    named = output.items() if isinstance(output, Mapping) else [("loss", output)]
+    return {
+        name: float(value)
+        for name, value in named
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def rates_of(trainer: Trainer) -> dict[str, float]:
+    """The learning rate of each group of each optimizer, now."""
+    rates: dict[str, float] = {}
+    optimizers = getattr(trainer.update, "optimizers", {})
+    for name, optimizer in optimizers.items():
+        for number, group in enumerate(optimizer.param_groups):
+            parts = ["lr"] if name == "optimizer" else ["lr", name]
+            parts += [str(group.get("name", number))] if len(optimizer.param_groups) > 1 else []
+            rates["/".join(parts)] = float(group["lr"])
+    return rates
+
+
+def weights_of(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of each parameter and buffer of the models, as a checkpoint names them."""
+    for name, model in models_of(trainer).items():
+        for key, value in unwrap(model).state_dict().items():
+            if isinstance(value, Tensor):
+                yield f"{name}{clean_name(key)}", value
+
+
+def models_of(trainer: Trainer) -> dict[str, Any]:
+    """The registered models by the beginning of their tensors' names: nothing, where there is one."""
+    kinds, objects = trainer.registry.kinds, trainer.registry.objects
+    models = {name: getattr(obj, "model", obj) for name, obj in objects.items() if kinds.get(name) == "model"}
+    return {"" if len(models) == 1 else f"{name}.": model for name, model in models.items()}
+
+
+def changes_of(before: Mapping[str, Tensor], trainer: Trainer) -> dict[str, float]:
+    """The norm of the change of each tensor over its norm before, the largest first."""
+    changes: dict[str, float] = {}
+    for name, value in weights_of(trainer):
+        old, new = local(before[name]), local(value)
+        if old.is_floating_point() and not torch.equal(old, new):
+            wide = old.double() if old.device.type != "mps" else old.float()
+            norm, moved = float(wide.norm()), float((new.to(wide.dtype) - wide).norm())
+            changes[name] = moved / norm if norm else float("inf")
+    return dict(sorted(changes.items(), key=lambda item: -item[1]))
+
+
+def local(value: Tensor) -> Tensor:
+    """Of a sharded tensor this rank's shard."""
+    plain: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return plain.detach()

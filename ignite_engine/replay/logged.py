@@ -1,0 +1,139 @@
+"""What a run has written while it trained, in the place of what would write it again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ignite_engine.run_directory import json_values
+
+_MEASURED = ("memory", "throughput", "time")
+"""First words of the names of values that clocks and the machine decide."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that a run has logged and that is another one when it is replayed."""
+
+    iteration: int
+    what: str
+    logged: Any
+    replayed: Any
+
+    def __str__(self) -> str:
+        return f"At iteration {self.iteration} {self.what} is {self.replayed}, and the run has logged {self.logged}."
+
+
+class Lines:
+    """The lines of a JSONL file of a run by their iteration, each with its offset in bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.by_iteration: dict[int, tuple[int, dict[str, Any]]] = {}
+        start = 0
+        if path.exists():
+            with path.open("rb") as file:
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    values = _values_of(line)
+                    if values is not None:
+                        self.by_iteration[values["iteration"]] = start, values
+                    start += len(line)
+        self.last = max(self.by_iteration, default=0)
+
+    def newest(self, iteration: int) -> tuple[int, dict[str, Any]]:
+        """The last line up to an iteration; an empty one at the beginning where there is none."""
+        known = [number for number in self.by_iteration if number <= iteration]
+        return self.by_iteration[max(known)] if known else (0, {})
+
+
+def _values_of(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and isinstance(values.get("iteration"), int) else None
+
+
+class LoggedMetrics:
+    """Compares values with the lines of ``metrics.jsonl``, and has the state of the sink that wrote them.
+
+    Args:
+        lines: of the run.
+        note: called with each difference.
+
+    What clocks and the machine decide is not compared.
+    """
+
+    def __init__(self, lines: Lines, note: Callable[[Difference], None]) -> None:
+        self.lines, self._note = lines, note
+        self.compared = 0
+        """Lines, so far."""
+        self.clocks = set[str]()
+        """Names of values that stopwatches give."""
+        self.means = set[str]()
+        """Names of values that are averaged from one log point to the next."""
+        self._at, self._written = 0, set[str]()
+
+    def write(self, iteration: int, values: Mapping[str, Any]) -> None:
+        """Compare what a sink would write; each value as JSON has it."""
+        if iteration > self.lines.last:
+            return
+        if iteration != self._at:
+            self._at, self._written = iteration, set()
+            self.compared += 1
+        _, logged = self.lines.by_iteration.get(iteration, (0, {}))
+        for name, value in values.items():
+            self._written.add(name)
+            plain = json.loads(json.dumps(json_values(value)))
+            if not self._is_measured(name) and (name not in logged or logged[name] != plain):
+                self._note(Difference(iteration, name, logged.get(name, "nothing"), plain))
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        start, logged = self.lines.by_iteration.get(self._at, (0, {}))
+        written = {"iteration", *self._written}
+        if self.means & written:  # what is measured is written with them
+            written |= {name for name in logged if self._is_measured(name)}
+        return {"start": start, "line": {name: value for name, value in logged.items() if name in written}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._at, self._written = state["line"].get("iteration", 0), set(state["line"])
+
+    def _is_measured(self, name: str) -> bool:
+        return name.partition("/")[0] in _MEASURED or name in self.clocks
+
+
+class NewestLine:
+    """The state of a sink whose lines are not compared: the newest one that the run had at an iteration.
+
+    Args:
+        iteration: at which the run is.
+    """
+
+    def __init__(self, lines: Lines, iteration: Callable[[], int]) -> None:
+        self._lines, self._iteration = lines, iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        start, line = self._lines.newest(self._iteration())
+        return {"start": start, "line": line}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing: it is a function of the iteration."""
+
+
+class Kept:
+    """The state of a sink that is off: as it was loaded, or as it was built."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        self._state = state

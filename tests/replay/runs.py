@@ -1,0 +1,39 @@
+"""Runs of the tiny task, trained in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ignite_engine.config.load import config_from_dict
+from ignite_engine.runs.recipe import build_run
+from ignite_engine.runs.run import Run
+
+TASK = f"{Path(__file__).with_name('task.py')}:build"
+
+
+def settings(directory: Path, iterations: int, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of a config, the tiny task's with other sections merged in."""
+    values: dict[str, Any] = {
+        "task": TASK,
+        "run": {"directory": str(directory), "max_iterations": iterations, "seed": 3},
+        "data": {"batch_size": 4},
+        "optimizer": {"name": "AdamW", "lr": 0.01},
+        "schedule": {"name": "cosine", "warmup": 5},
+        "update": {"accumulation_steps": 2, "clip_norm": 1.0},
+        "evaluation": {"every": {"iterations": 7}},
+        "ema": {"decay": 0.9},
+        "checkpoint": {"every": {"iterations": 10}, "keep_last": 100},
+        "logging": {"every": {"iterations": 3}, "console": False, "progress": False, "report": False, "clearml": False},
+    }
+    for section, given in sections.items():
+        values[section] = {**values.get(section, {}), **given}
+    return values
+
+
+def trained(directory: Path, iterations: int = 40, **sections: Mapping[str, Any]) -> Run:
+    """A run that has ended."""
+    run = build_run(config_from_dict(settings(directory, iterations, sections)))
+    run.train()
+    return run

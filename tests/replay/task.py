@@ -1,0 +1,88 @@
+"""A tiny task with everything that a replay must bring back: dropout, augmentation, a metric, an average, workers.
+
+``task_options`` may plant one difference in it: ``{"plant": {"what": "weight", "iteration": 7}}``.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from ignite.engine import Events
+from ignite.metrics import Accuracy
+from torch import Tensor, nn
+from torch.utils.data import Dataset, get_worker_info
+
+from ignite_engine import Task, Trainer, TrainingEvents
+
+FEATURES, CLASSES = 6, 3
+
+
+class Noisy(Dataset[Any]):
+    """Samples by their index with noise that is drawn; ``plant`` changes one of them, or the seed of one worker."""
+
+    def __init__(self, count: int, plant: Mapping[str, Any], *, noise: float = 0.1) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self.inputs = torch.randn(count, FEATURES, generator=generator)
+        self.targets = (self.inputs[:, :CLASSES] * 2).argmax(1)
+        self.plant, self.noise = plant, noise
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        what, at = self.plant.get("what"), self.plant.get("sample")
+        if what == "sample" and index == at:
+            index = (index + 1) % len(self)
+        worker = get_worker_info()
+        if what == "worker" and (worker is None or worker.id == self.plant.get("worker", 0)):
+            torch.manual_seed(torch.initial_seed() + 1 if index == at else torch.initial_seed())
+        noise = self.noise * torch.randn(FEATURES) + 0.01 * random.random()
+        return self.inputs[index] + noise, self.targets[index]
+
+
+class Plant:
+    """Changes one weight by one unit in the last place, or a rate, at one iteration."""
+
+    def __init__(self, plant: Mapping[str, Any]) -> None:
+        self.what, self.iteration = plant.get("what"), plant.get("iteration", -1)
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.iteration), self.change_weight)
+        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED(once=self.iteration), self.change_rate)
+
+    def change_weight(self, trainer: Trainer) -> None:
+        if self.what == "weight":
+            weight = trainer.update.model[0].weight  # type: ignore[attr-defined]
+            value = weight.data[0, 0].item()
+            weight.data[0, 0] = torch.nextafter(torch.tensor(value), torch.tensor(math.inf))
+
+    def change_rate(self, trainer: Trainer) -> None:
+        if self.what == "rate":
+            for optimizer in trainer.update.optimizers.values():  # type: ignore[attr-defined]
+                optimizer.param_groups[0]["lr"] *= 1.01
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def predict(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return model(batch[0]), batch[1]
+
+
+def build(options: Mapping[str, Any]) -> Task:
+    plant = options.get("plant") or {}
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, CLASSES))
+    return Task(
+        model,
+        loss_fn,
+        Noisy(options.get("samples", 48), plant),
+        {"val": Noisy(16, {}, noise=0.0)},
+        predict,
+        {"accuracy": Accuracy()},
+        handlers=[Plant(plant)] if plant else [],
+    )
