@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ignite_engine.handlers.checkpoint import Checkpoint
     from ignite_engine.handlers.clearml.sink import ClearMLLogger
+    from ignite_engine.handlers.digest_trail import DigestTrail
     from ignite_engine.handlers.early_stopping import EarlyStopping
     from ignite_engine.handlers.ema import EMA
     from ignite_engine.handlers.evaluation import Evaluation
@@ -45,6 +46,7 @@ __all__ = [
     "Checkpoint",
     "ClearMLLogger",
     "ConsoleSink",
+    "DigestTrail",
     "EarlyStopping",
     "Evaluation",
     "GracefulStop",
@@ -89,6 +91,7 @@ _MODULES = {
     "Checkpoint": "ignite_engine.handlers.checkpoint",
     "ClearMLLogger": "ignite_engine.handlers.clearml.sink",
     "ConsoleSink": "ignite_engine.handlers.sinks",
+    "DigestTrail": "ignite_engine.handlers.digest_trail",
     "EMA": "ignite_engine.handlers.ema",
     "EarlyStopping": "ignite_engine.handlers.early_stopping",
     "Evaluation": "ignite_engine.handlers.evaluation",

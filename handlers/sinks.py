@@ -300,7 +300,7 @@ class JSONLSink:
 
     def __init__(self, path: str | Path, *, name: str = "jsonl") -> None:
         self.path, self.name = Path(path), name
-        self._file = LogFile(self.path, _iteration_of)
+        self._file = LogFile(self.path, iteration_of)
         self._line: dict[str, Any] = {}
 
     def write(self, iteration: int, values: Values) -> None:
@@ -483,7 +483,7 @@ def _columns_of(stream: IO[str]) -> int:
         return 80
 
 
-def _iteration_of(line: bytes) -> float:
+def iteration_of(line: bytes) -> float:
     """The iteration of a line; infinity if the line is not one of ours."""
     try:
         return float(json.loads(line)["iteration"])

@@ -11,15 +11,13 @@ from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Phase, Trainer
+from ignite_engine.checkpointing.digests import hashed
 from ignite_engine.errors import RanksDiffer
 from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, clean_name, unwrap
 from ignite_engine.states.trained import trained_parameters
 
 logger = logging.getLogger(__name__)
-
-_COLUMNS, _ROWS = 4096, 4096
-"""Words in a row, and rows that are multiplied at a time on a GPU."""
 
 
 class WeightDrift:
@@ -154,38 +152,3 @@ def _largest_difference(tensor: Tensor | None, source: int) -> list[float]:
     (reference,) = agreement.gather_objects(mine)[source : source + 1]
     largest = 0.0 if mine is None or reference is None else float((mine - reference).abs().max())
     return [row[0] for row in agreement.gather_floats([largest])]
-
-
-def hashed(tensor: Tensor) -> Tensor:
-    """64 bits of a strided tensor's values and their places, shape ``()``, on its device; no host sync.
-
-    A linear function of the bits, eight bytes at a time, with odd factors that depend on the place, modulo 2**64. One
-    bit, element or word that changes always changes it; so does, unlike ``torch.hash_tensor``'s, an exchange of two.
-    """
-    values = tensor.detach().contiguous().reshape(-1)
-    values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
-    if values.storage_offset() * values.element_size() % 8:  # a part of another tensor: not to be read as words
-        values = values.clone()
-    content = values.view(torch.int8)
-    whole = len(content) // 8
-    words, rest = content[: whole * 8].view(torch.int64), content[whole * 8 :].long()
-    rows = whole // _COLUMNS
-    table, tail = words[: rows * _COLUMNS].view(rows, _COLUMNS), torch.cat([words[rows * _COLUMNS :], rest])
-    columns = _factors(_COLUMNS + 8, 0, words.device)
-    sums = _products(table, columns[:_COLUMNS])
-    return (sums * _factors(rows, 2**32, words.device)).sum() + (tail * columns[: len(tail)]).sum()
-
-
-def _products(table: Tensor, factors: Tensor) -> Tensor:
-    """The product of a matrix of integers and a vector."""
-    if table.device.type == "cpu":
-        return torch.mv(table, factors)  # without a second matrix; torch has none for integers on a GPU
-    return torch.cat([(rows * factors).sum(1) for rows in table.split(_ROWS)]) if len(table) else table.sum(1)
-
-
-def _factors(count: int, start: int, device: torch.device) -> Tensor:
-    """Odd factors of the places from ``start`` on, by the SplitMix64 finaliser without its last shift."""
-    mixed = torch.arange(start + 1, start + count + 1, device=device) * -7046029254386353131  # 0x9E3779B97F4A7C15
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):  # 0xBF58476D1CE4E5B9, 0x94D049BB...
-        mixed = (mixed ^ (mixed >> shift)) * factor
-    return mixed | 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource
-from ignite_engine.states.model_and_optimizer import clean_name, unwrap
+from ignite_engine.states.model_and_optimizer import weights_of
 from ignite_engine.step.micro_batches import Group
 from ignite_engine.trainer import Trainer
 
@@ -95,26 +95,17 @@ def rates_of(trainer: Trainer) -> dict[str, float]:
     return rates
 
 
-def weights_of(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of each parameter and buffer of the models, as a checkpoint names them."""
-    for name, model in models_of(trainer).items():
-        for key, value in unwrap(model).state_dict().items():
-            if isinstance(value, Tensor):
-                yield f"{name}{clean_name(key)}", value
-
-
-def models_of(trainer: Trainer) -> dict[str, Any]:
-    """The registered models by the beginning of their tensors' names: nothing, where there is one."""
-    kinds, objects = trainer.registry.kinds, trainer.registry.objects
-    models = {name: getattr(obj, "model", obj) for name, obj in objects.items() if kinds.get(name) == "model"}
-    return {"" if len(models) == 1 else f"{name}.": model for name, model in models.items()}
+def weights_now(trainer: Trainer) -> dict[str, Tensor]:
+    """Each tensor of the weights by its name in a checkpoint; of a sharded one this rank's shard."""
+    weights = weights_of(trainer.registry.objects, trainer.registry.kinds)
+    return {name: local(value) for name, value in weights.items()}
 
 
 def changes_of(before: Mapping[str, Tensor], trainer: Trainer) -> dict[str, float]:
     """The norm of the change of each tensor over its norm before, the largest first."""
     changes: dict[str, float] = {}
-    for name, value in weights_of(trainer):
-        old, new = local(before[name]), local(value)
+    for name, new in weights_now(trainer).items():
+        old = before[name]
         if old.is_floating_point() and not torch.equal(old, new):
             wide = old.double() if old.device.type != "mps" else old.float()
             norm, moved = float(wide.norm()), float((new.to(wide.dtype) - wide).norm())

@@ -108,6 +108,36 @@ class LoggedMetrics:
         return name.partition("/")[0] in _MEASURED or name in self.clocks
 
 
+class LoggedTrail:
+    """Compares digests with the lines of ``trail.jsonl``.
+
+    Args:
+        lines: of the run; what comes before the first or after the last is not compared.
+        note: called with each difference.
+    """
+
+    def __init__(self, lines: Lines, note: Callable[[Difference], None]) -> None:
+        self.lines, self._note = lines, note
+        self.compared = 0
+        """Lines, so far."""
+
+    def write(self, iteration: int, digests: Mapping[str, Any]) -> None:
+        """Compare what the handler would write."""
+        known = self.lines.by_iteration
+        if not known or not min(known) <= iteration <= self.lines.last:
+            return
+        self.compared += 1
+        _, logged = known.get(iteration, (0, {}))
+        of_logged = logged.get("weights", {})
+        for name, digest in digests["weights"].items():
+            if of_logged.get(name) != digest:
+                what = f"the digest of {name}"
+                self._note(Difference(iteration, what, of_logged.get(name, "nothing"), digest))
+                return
+        if logged.get("all") != digests["all"]:
+            self._note(Difference(iteration, "the digest of all weights", logged.get("all"), digests["all"]))
+
+
 class NewestLine:
     """The state of a sink whose lines are not compared: the newest one that the run had at an iteration.
 

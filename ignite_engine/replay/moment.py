@@ -14,7 +14,7 @@ from torch import Tensor
 from ignite_engine.errors import ReplayError
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
-from ignite_engine.replay.iteration import Iteration, changes_of, local, rates_of, samples_of, scalars_of, weights_of
+from ignite_engine.replay.iteration import Iteration, changes_of, rates_of, samples_of, scalars_of, weights_now
 from ignite_engine.replay.logged import Difference
 from ignite_engine.replay.rebuild import (
     Build,
@@ -174,7 +174,7 @@ class _Watch:
         if not self.at <= number <= self.until:
             return
         self.iterations[number] = Iteration(number, trainer.state.epoch, samples_of(trainer), rates=rates_of(trainer))
-        self._before = {name: local(value).clone() for name, value in weights_of(trainer)}
+        self._before = {name: value.clone() for name, value in weights_now(trainer).items()}
         if self.debug and number == self.at:
             pdb.set_trace()
 

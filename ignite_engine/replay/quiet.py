@@ -18,13 +18,13 @@ from ignite_engine.engine.bus import Filtered, events_with_handlers, handlers_of
 from ignite_engine.engine.intervals import Clock
 from ignite_engine.errors import ReplayError
 from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, ModelBank, Stopwatch
+from ignite_engine.handlers import Checkpoint, DigestTrail, Evaluation, MetricLogger, ModelBank, Stopwatch
 from ignite_engine.handlers.checkpoint.saver import Saver, boundary_of, tell
 from ignite_engine.handlers.media import MediaFiles
 from ignite_engine.handlers.sinks import GuardedSink, JSONLSink
 from ignite_engine.ranks import agreement
 from ignite_engine.replay.iteration import scalars_of
-from ignite_engine.replay.logged import Difference, Kept, Lines, LoggedMetrics, NewestLine
+from ignite_engine.replay.logged import Difference, Kept, Lines, LoggedMetrics, LoggedTrail, NewestLine
 from ignite_engine.runs.run import Run
 from ignite_engine.state import Start
 from ignite_engine.trainer import Trainer
@@ -44,12 +44,14 @@ class Quieted:
     """What a run that was made quiet says of itself.
 
     Attributes:
-        compared: the lines of each file of metrics; on rank 0.
+        metrics: the lines of each file of metrics; on rank 0.
+        compared: those, and those of the trail.
         difference: the first one from what the run has logged; None: there is none so far.
     """
 
     def __init__(self, trainer: Trainer, before: int, config: Mapping[str, Any] | None) -> None:
-        self.compared: list[LoggedMetrics] = []
+        self.compared: list[LoggedMetrics | LoggedTrail] = []
+        self.metrics: list[LoggedMetrics] = []
         self.difference: Difference | None = None
         self.checkpoints = [obj for obj in trainer.registry.objects.values() if isinstance(obj, Checkpoint)]
         _refuse_what_reads_others(trainer)
@@ -57,6 +59,12 @@ class Quieted:
             checkpoint.announces_best = False
             checkpoint._saver = CountingSaver(checkpoint._saver, before, config)
         self._take_sinks(trainer)
+        self.compared += self.metrics
+        for trail in _owners(trainer):
+            if isinstance(trail, DigestTrail):
+                logged = LoggedTrail(Lines(trail.path), self.note)
+                trail.write = logged.write
+                self.compared.append(logged)
         _take_off(trainer)
         trainer.requests.checks.clear()
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._compare)
@@ -74,7 +82,7 @@ class Quieted:
     def _compare(self, trainer: Trainer) -> None:
         state = trainer.state
         clocks = {name for name, meter in state.meters.items() if isinstance(meter, Stopwatch)}
-        for metrics in self.compared:
+        for metrics in self.metrics:
             metrics.clocks |= clocks
             metrics.means |= scalars_of(state.output).keys()
             metrics.write(state.iteration, {"epoch": state.epoch, **state.metrics.fresh})
@@ -90,7 +98,7 @@ class Quieted:
             stand_in: Any = None
             if isinstance(sink, JSONLSink) and agreement.rank() == 0:
                 stand_in = LoggedMetrics(Lines(sink.path), self.note)
-                self.compared.append(stand_in)
+                self.metrics.append(stand_in)
             elif isinstance(sink, MediaFiles) and agreement.rank() == 0:
                 stand_in = NewestLine(Lines(sink.folder / "index.jsonl"), lambda: int(trainer.state.iteration))
             elif hasattr(sink, "state_dict"):

@@ -345,6 +345,8 @@ def _attach(
         throughput.attach(trainer, log_point)
         handlers.StepTimes(run.directory.path, since=run.startup.began).attach(trainer, log_point)
     metric_logger.attach(trainer, log_point)
+    if logging.trail is not None:
+        handlers.DigestTrail(run.directory.path, every=logging.trail).attach(trainer)
     profile = config.profiler
     if profile.active is not None:
         numbers = {"wait": profile.wait, "warmup": profile.warmup, "active": profile.active, "repeat": profile.repeat}

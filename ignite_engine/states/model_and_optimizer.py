@@ -71,6 +71,21 @@ class ModelState:
             ) from error
 
 
+def weights_of(objects: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Tensor]:
+    """Each parameter and saved buffer of the models among what is registered, by its name in a checkpoint.
+
+    Args:
+        objects, kinds: of the registry. Of several models the name begins with that of the part.
+    """
+    models = [name for name in objects if kinds.get(name) == "model"]
+    return {
+        name if len(models) == 1 else f"{model}.{name}": value.detach()
+        for model in models
+        for name, value in objects[model].state_dict().items()
+        if isinstance(value, Tensor)
+    }
+
+
 def _shape_differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """In which names and shapes two states of a model differ."""
     shapes = [{name: tuple(getattr(value, "shape", ())) for name, value in state.items()} for state in (here, saved)]

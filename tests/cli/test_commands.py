@@ -117,7 +117,10 @@ WRONG = [
         "is not an option of train; did you mean '--nproc-per-node'?",
     ),
     (["train", "my_config.yaml", "--nproc-per-node", "0"], "got '0', expected a whole number of at least 1"),
-    ([], "expected a command: train, evaluate, describe, .*, checkpoints; --help says what each does"),
+    (
+        [],
+        "expected a command: train, evaluate, describe, .*, checkpoints, replay; --help says what each does",
+    ),
     (["train"], "the following arguments are required: CONFIG"),
     (["trian", "my_config.yaml"], "got 'trian', which is not a command; did you mean 'train'?"),
     (["evaluate", "my_config.yaml"], "run/checkpoints holds no valid checkpoint; train first"),

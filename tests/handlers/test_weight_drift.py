@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
+from ignite_engine.checkpointing.digests import hashed
 from ignite_engine.errors import RanksDiffer
 from ignite_engine.handlers import WeightDrift
-from ignite_engine.handlers.weight_drift import hashed
 from tests.builders import Numbers, linear, mse
 from tests.ranks.forkserver import on_ranks
 

@@ -112,6 +112,19 @@ def test_value_that_was_not_logged_so_is_one_line_and_code_1(
     assert main(["replay", str(tmp_path / "run"), "--at", "14"]) == 0
 
 
+def test_trail_is_compared_too(tmp_path: Path) -> None:
+    trained(tmp_path / "run", 20, logging={"every": None, "trail": 4, "clearml": False, "console": False})
+    trail = tmp_path / "run" / "trail.jsonl"
+    lines = [json.loads(line) for line in trail.read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [4, 8, 12, 16, 20]
+    with bring_to(tmp_path / "run", at=20, before=1) as moment:
+        assert moment.difference is None and moment.compared > 5
+    lines[2]["weights"]["4.bias"] = "0" * 16
+    trail.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RunDiffers, match=r"At iteration 12 the digest of 4\.bias is"), replay(tmp_path / "run", at=14):
+        pass
+
+
 def test_command_calls_and_saves_and_opens_the_debugger(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,94 @@
+"""Digests of the weights every so many updates, by which a moment or a run is compared with another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine.checkpointing.digests import hashed
+from ignite_engine.errors import is_whole
+from ignite_engine.handlers.sinks import GuardedSink, LogFile, iteration_of
+from ignite_engine.ranks import agreement
+from ignite_engine.states.model_and_optimizer import weights_of
+
+Digests = Mapping[str, Any]
+
+
+class DigestTrail:
+    """Write a digest of each tensor of the weights, and one of all, to ``trail.jsonl`` in the run's folder.
+
+    A line is ``{"iteration": 100, "all": "5f0c...", "weights": {"head.weight": "a81e...", ...}}``: 64 bits of each
+    parameter and saved buffer of the registered models, as they are at the step boundary. One bit that differs anywhere
+    gives another digest. It is no cryptographic hash: who wants to can make other weights with the same one.
+
+    Args:
+        directory: of the run.
+        every: updates from one line to the next.
+
+    Each tensor is read once, and the device once. On several ranks rank 0 writes its own weights; of sharded tensors
+    (DTensor) each rank reads its shard, and the digest is that of all. A resumed run writes no line twice. Nothing is
+    saved, drawn or changed, so the bits of the run are those without it. An error in writing is logged once, and the
+    training continues.
+
+    Raises:
+        ValueError: ``every`` is below 1.
+    """
+
+    phase = Phase.LAST
+
+    def __init__(self, directory: str | Path, *, every: int = 100) -> None:
+        if not is_whole(every) or every < 1:
+            raise ValueError(f"every must be a whole number of updates of at least 1, got {every!r}.")
+        self.path, self.every = Path(directory) / "trail.jsonl", every
+        self.write: Callable[[int, Digests], None] = GuardedSink(self).guard(self._append)
+        """Takes each line; what replays a run puts a comparison in its place."""
+        self._file = LogFile(self.path, iteration_of)
+        self._newest = -1
+
+    def attach(self, trainer: Trainer, event: Any = None) -> None:
+        """Write at ``event``, by default the step boundary of every ``every``-th update."""
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT(every=self.every) if event is None else event, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Write a line now; a collective where weights are sharded."""
+        if (digests := digests_of(trainer)) is not None:
+            self.write(trainer.state.iteration, digests)
+
+    def _append(self, iteration: int, digests: Digests) -> None:
+        file = self._file
+        if file.is_gone(iteration) or not file.is_open or iteration < self._newest:
+            file.drop_from(iteration)
+        if iteration != self._newest:
+            file.begin_line()
+            self._newest = iteration
+        file.write(json.dumps({"iteration": iteration, **digests}).encode() + b"\n")
+
+
+def digests_of(trainer: Trainer) -> Digests | None:
+    """The digests of the weights now; None on a rank that has nothing to write. A collective where they are sharded."""
+    tensors = weights_of(trainer.registry.objects, trainer.registry.kinds)
+    sharded = any(hasattr(tensor, "to_local") for tensor in tensors.values())
+    if agreement.rank() and not sharded:
+        return None
+    hashes = [hashed(_local(tensor)) for tensor in tensors.values()]
+    numbers: list[int] = torch.stack(hashes).tolist() if hashes else []
+    if sharded:
+        rows = agreement.gather_objects(numbers)
+        numbers = [sum((2 * rank + 1) * number for rank, number in enumerate(column)) for column in zip(*rows)]
+    total = sum((2 * place + 1) * number for place, number in enumerate(numbers))
+    return {"all": _text(total), "weights": {name: _text(number) for name, number in zip(tensors, numbers)}}
+
+
+def _local(tensor: Any) -> Tensor:
+    value: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return value
+
+
+def _text(number: int) -> str:
+    return f"{number % 2**64:016x}"
