@@ -1,4 +1,4 @@
-"""The commands that go back in a run: ``replay``."""
+"""The commands that go back in runs: ``replay`` and ``audit``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ignite_engine.errors import ReplayError
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.launch import Parallel, is_launched
 from ignite_engine.replay import Moment, bring_to
+from ignite_engine.replay import audit as make_audit
 from ignite_engine.task import TaskError, find_task
 
 DIFFERS = 1
@@ -30,6 +31,14 @@ def add_parsers(subparsers: Any, count: Callable[[str], int]) -> None:
     command.add_argument("--call", metavar="FILE:FUNCTION", help="call function(trainer) there, everything in place")
     command.add_argument("--debug", action="store_true", help="open the debugger before the update of iteration N")
     command.add_argument("--save", type=Path, metavar="DIR", help="make a checkpoint of the last one in this folder")
+    _add_shared(command, count)
+    text = "train segments of a run again, and compare them with its logs and checkpoints; code 1 if one is another"
+    command = subparsers.add_parser("audit", help=text, description=text, allow_abbrev=False)
+    command.add_argument("run", type=Path, metavar="RUN_DIR", help="the directory of a run")
+    command.add_argument(
+        "--segments", type=count, required=True, metavar="N", help="between checkpoints, drawn at random"
+    )
+    command.add_argument("--seed", type=int, metavar="S", help="draws the same again; default: one that nobody knows")
     _add_shared(command, count)
 
 
@@ -59,6 +68,19 @@ def _replay(options: argparse.Namespace) -> int:
         if call is not None:
             call(moment.trainer)
     return 0
+
+
+def audit(options: argparse.Namespace) -> int:
+    """Print what was covered and found; code 1 where a segment is not what was saved and logged."""
+    return _on_ranks(_audit, options)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    build = None if options.build is None else _function(options.build)
+    result = make_audit(options.run, build, segments=options.segments, seed=options.seed)
+    if agreement.rank() == 0:
+        print(*result.lines(), sep="\n")
+    return DIFFERS if result.found else 0
 
 
 def _print_once(moment: Moment) -> None:
@@ -116,4 +138,4 @@ def _rank_main(local_rank: int, work: Callable[[argparse.Namespace], int], optio
         sys.exit(code)
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {"replay": replay}
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {"replay": replay, "audit": audit}

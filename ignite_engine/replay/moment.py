@@ -16,6 +16,7 @@ from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.replay.iteration import Iteration, changes_of, rates_of, samples_of, scalars_of, weights_now
 from ignite_engine.replay.logged import Difference
+from ignite_engine.replay.quiet import OnSave
 from ignite_engine.replay.rebuild import (
     Build,
     Rebuilt,
@@ -111,6 +112,7 @@ def bring_to(
     save: str | Path | None = None,
     debug: bool = False,
     attach: Sequence[Attach] = (),
+    on_save: OnSave | None = None,
 ) -> Iterator[Moment]:
     """As :func:`replay`, and what it found on the way; a difference ends it there and is not raised.
 
@@ -119,6 +121,8 @@ def bring_to(
         before: begin at the newest checkpoint before this iteration; None: before ``at``.
         debug: open the debugger before the update of ``at``.
         attach: called with the trainer before it runs, once it is quiet.
+        on_save: called where the run has saved a checkpoint, with the trainer and what it held: the parts that the
+            ranks share, and this rank's.
     """
     directory, until = Path(run_directory), until or at
     if not 1 <= at <= until:
@@ -129,7 +133,8 @@ def bring_to(
     if until > known:
         raise ReplayError(f"{directory} has {known} iterations, got {until}.")
     with as_it_was(directory):
-        rebuilt = rebuild(directory, build, at if before is None else before)
+        rebuilt = rebuild(directory, build, stored, at if before is None else before)
+        rebuilt.quieted.on_save = on_save
         rebuilt.begin()
         first = rebuilt.trainer.state.iteration
         watch = _Watch(rebuilt, at, until, save, debug=debug)

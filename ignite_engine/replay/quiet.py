@@ -40,6 +40,9 @@ _TAKEN_OFF = tuple(
 """Modules whose handlers write, measure time or watch for requests; none has a part in what is trained."""
 
 
+OnSave = Callable[[Trainer, Mapping[str, Any], Mapping[str, Any]], None]
+
+
 class Quieted:
     """What a run that was made quiet says of itself.
 
@@ -52,12 +55,13 @@ class Quieted:
     def __init__(self, trainer: Trainer, before: int, config: Mapping[str, Any] | None) -> None:
         self.compared: list[LoggedMetrics | LoggedTrail] = []
         self.metrics: list[LoggedMetrics] = []
+        self.on_save: OnSave | None = None
         self.difference: Difference | None = None
         self.checkpoints = [obj for obj in trainer.registry.objects.values() if isinstance(obj, Checkpoint)]
         _refuse_what_reads_others(trainer)
         for checkpoint in self.checkpoints:
             checkpoint.announces_best = False
-            checkpoint._saver = CountingSaver(checkpoint._saver, before, config)
+            checkpoint._saver = CountingSaver(checkpoint._saver, before, config, self._saved)
         self._take_sinks(trainer)
         self.compared += self.metrics
         for trail in _owners(trainer):
@@ -68,6 +72,10 @@ class Quieted:
         _take_off(trainer)
         trainer.requests.checks.clear()
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._compare)
+
+    def _saved(self, trainer: Trainer, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
+        if self.on_save is not None:
+            self.on_save(trainer, shared, local)
 
     def note(self, difference: Difference) -> None:
         """Keep the first difference."""
@@ -116,12 +124,14 @@ class CountingSaver(Saver):
         saver: in whose place it is.
         before: that iteration.
         config: of the run as it was, for a checkpoint that is saved elsewhere; None: as it was built.
+        saved: called at each save with what it would hold.
     """
 
-    def __init__(self, saver: Saver, before: int, config: Mapping[str, Any] | None) -> None:
+    def __init__(self, saver: Saver, before: int, config: Mapping[str, Any] | None, saved: OnSave) -> None:
         options = saver.options if config is None else replace(saver.options, config=config)
         super().__init__(saver.store.directory, options)
         self.store = StoreBefore(saver.store.directory, before)
+        self._saved = saved
 
     def start(self, trainer: Trainer) -> None:
         if trainer.state.start is Start.FRESH:
@@ -138,6 +148,8 @@ class CountingSaver(Saver):
         name = checkpoint_name(state.iteration)
         self.parent, state.checkpoint_path = name, self.store.directory / name
         state.saved_iteration, state.save_seconds = state.iteration, 0.0
+        shared, local = (self.filter(parts, trainer.registry.kinds)[0] for parts in trainer.registry.capture())
+        self._saved(trainer, shared, local)
         tell(trainer, TrainingEvents.CHECKPOINT_SAVED)
 
 

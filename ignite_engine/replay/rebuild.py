@@ -79,18 +79,18 @@ class Rebuilt:
         self.quieted.keep_states(self.trainer, [name for name in self._others if name in unclaimed])
 
 
-def rebuild(directory: Path, build: Build | None, before: int) -> Rebuilt:
+def rebuild(directory: Path, build: Build | None, stored: Mapping[str, Any], before: int) -> Rebuilt:
     """Build a run and make it quiet; nothing is loaded yet. A collective.
 
     Args:
         build: of a run that no config names; None: by its stored config.
+        stored: that config, empty if there is none.
         before: it will begin at the newest checkpoint before this iteration.
 
     Raises:
         ReplayError: one line; there is no run, or ``build`` does not give one.
         ConfigError: its config or its task cannot be built again.
     """
-    stored = config_at(directory, before)
     run: Any
     if build is None:
         run = recipe.build_run(_config(directory, stored))

@@ -48,7 +48,7 @@ class Plant:
     """Changes one weight by one unit in the last place, or a rate, at one iteration."""
 
     def __init__(self, plant: Mapping[str, Any]) -> None:
-        self.what, self.iteration = plant.get("what"), plant.get("iteration", -1)
+        self.what, self.iteration = plant.get("what"), plant.get("iteration", 10**9)
 
     def attach(self, trainer: Trainer) -> None:
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.iteration), self.change_weight)

@@ -1,0 +1,65 @@
+"""What a folder says is trained again: an honest run passes, and each forgery is found where its segment is drawn."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ignite_engine.cli import main
+from ignite_engine.errors import ReplayError
+from ignite_engine.replay import audit
+from ignite_engine.replay.audit import segments_of
+from tests.replay.forgeries import edit_log, edit_weight, train_with_another_sample
+from tests.replay.runs import trained
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("audit") / "run"
+    trained(folder, 32, logging={"every": {"iterations": 4}, "trail": 5, "console": False, "clearml": False})
+    return folder
+
+
+def test_honest_run_passes_and_says_what_was_covered(honest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [(part.first, part.last) for part in segments_of(honest)] == [(0, 10), (10, 20), (20, 30), (30, 32)]
+    assert main(["audit", str(honest), "--segments", "9", "--seed", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "Replayed 4 of 4 segments, 32 of 32 iterations (100 %), drawn with seed 1." in said
+    assert "missed with probability 0.00" in said
+    once = audit(honest, segments=1, seed=7)
+    assert once.missed == 0.75 and len(once.drawn) == 1 and once.drawn == audit(honest, segments=1, seed=7).drawn
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("forge", [edit_weight, edit_log, train_with_another_sample])
+def test_forgery_is_found_where_its_segment_is_drawn(
+    forge: Any, part: int, honest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(honest, tmp_path / "run")
+    segment = segments_of(tmp_path / "run")[part]
+    forge(tmp_path / "run", segment, seed=part)
+    found = audit(tmp_path / "run", segments=4).found
+    assert segment.last in {each.last for each in found}
+    assert main(["audit", str(tmp_path / "run"), "--segments", "4"]) == 1
+    assert str(segment) in capsys.readouterr().out
+
+
+def test_damaged_checkpoint_is_named(honest: Path, tmp_path: Path) -> None:
+    shutil.copytree(honest, tmp_path / "run")
+    with (tmp_path / "run" / "checkpoints" / "iteration_00000020" / "shared.pt").open("r+b") as file:
+        file.seek(2000)
+        file.write(b"\0\1\2\3")
+    found = {(part.first, part.last): text for part, text in audit(tmp_path / "run", segments=4).found.items()}
+    assert "iteration_00000020 is damaged" in found[10, 20]
+    assert "checkpoint of iteration 20 is damaged" in found[20, 30]
+
+
+def test_run_without_a_checkpoint_and_no_segment_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ReplayError, match="has no checkpoint"):
+        audit(tmp_path / "run", segments=1)
+    with pytest.raises(ReplayError, match="segments: got 0"):
+        audit(tmp_path / "run", segments=0)
