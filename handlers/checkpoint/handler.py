@@ -39,6 +39,7 @@ from ignite_engine.states import loading
 
 if TYPE_CHECKING:
     from ignite_engine.handlers.checkpoint.memory import MemoryCopies
+    from ignite_engine.handlers.checkpoint.mirroring import Mirroring
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Checkpoint:
             they are with the new base; moments stay. The same value in the next start changes nothing more.
         options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`: ``keep_last``, ``best``,
             ``keep_best``, ``mode``, ``keep_every``, ``config``, ``labels``, ``exclude``, ``keep_fn``, ``delta_rows``,
-            ``background``, ``when_busy``, ``writers``, ``on_exception``, ``strict``, ``memory``.
+            ``background``, ``when_busy``, ``writers``, ``on_exception``, ``strict``, ``memory``, ``mirror``.
 
     A save that fails fires ``CHECKPOINT_FAILED`` and training continues; the one at the end of the run raises. In the
     background both events come at the first step boundary after the save has ended, the same one on all ranks.
@@ -82,6 +83,12 @@ class Checkpoint:
             from ignite_engine.handlers.checkpoint.memory import MemoryCopies
 
             self._memory = MemoryCopies(self._saver.store.directory, self.options.memory, self.options.config)
+        self.mirroring: Mirroring | None = None
+        """Between this and the second place of the checkpoints; None: there is no ``mirror``."""
+        if self.options.mirror is not None:
+            from ignite_engine.handlers.checkpoint.mirroring import Mirroring
+
+            self.mirroring = Mirroring(self.options, self._saver.store.directory)
         best = self.options.best
         self._followed = (
             None if best is None else FollowedMetric(best, f"{type(self).__name__}(best={best!r})", self.options.mode)
@@ -121,6 +128,8 @@ class Checkpoint:
             trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._copy_into_memory)
         if self._followed is not None:
             trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
+        if self.mirroring is not None:
+            self.mirroring.attach(trainer)
 
     @property
     def store(self) -> CheckpointStore:
@@ -281,9 +290,11 @@ class Checkpoint:
         if isinstance(ignore, str):
             raise ValueError(f"ignore is a list, got {ignore!r}: write [{ignore!r}].")
         began = time.perf_counter()
-        store: loading.Checkpoints = self.store if self._memory is None else self._memory.in_front_of(self.store)
         self._refuse_old()
         self._override.announce(self._trainer)
+        if self.mirroring is not None:
+            self.mirroring.bring()
+        store: loading.Checkpoints = self.store if self._memory is None else self._memory.in_front_of(self.store)
         found = loading.resume(self._trainer.registry, store, ignore=ignore, strict=self.options.strict)
         from_memory = self._memory is not None and self._memory.take_resumed(found)
         if found is None:
@@ -291,6 +302,8 @@ class Checkpoint:
             return None
         self._ignored = (list(ignore), found.manifest.sequence)
         self._saver.resumed(self._trainer, found, began, on_disk=not from_memory)
+        if self.mirroring is not None and not from_memory:
+            self.mirroring.offer_newest(found.path)
         self._measured = (found.iteration, found.manifest.metrics)  # of this boundary, if it is saved again
         # a script that sets up no logging shows warnings alone
         level, iteration = logging.WARNING if agreement.rank() == 0 else logging.INFO, self._trainer.state.iteration
@@ -311,6 +324,8 @@ class Checkpoint:
     def _refuse_old(self) -> None:
         if self._must_be_new:
             agreement.agreed(self._check_new)
+            if self.mirroring is not None:
+                self.mirroring.check_new()
             self._must_be_new = False  # from here on the checkpoints are its own
 
     def _check_new(self) -> None:
@@ -506,6 +521,8 @@ class Checkpoint:
             if self._memory is not None:
                 self._memory.end()
             self._saver.release()
+            if self.mirroring is not None:
+                self.mirroring.end(trainer)
 
 
 _AFTER_EXCEPTION = "saved after an exception, random numbers as it left them"

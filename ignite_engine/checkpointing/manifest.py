@@ -119,11 +119,25 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     try:
         with open_regular(path) as file:
-            content = json.loads(file.read())
+            text = file.read()
     except FileNotFoundError:
         raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: it is not a committed checkpoint.") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
+    return parse_manifest(path, text)
+
+
+def parse_manifest(path: str | Path, text: bytes) -> Manifest:
+    """The manifest in the bytes of its file.
+
+    Args:
+        path: of the file, for messages.
+
+    Raises:
+        CheckpointError: as :func:`read_manifest`.
+    """
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:  # JSON and UTF-8 alike
         raise CheckpointError(f"{path} is damaged: it is not JSON ({one_line(error)}).") from error
     if not isinstance(content, dict):
@@ -135,7 +149,7 @@ def read_manifest(directory: Path) -> Manifest:
     return _parse(path, content)
 
 
-def _check_version(path: Path, version: object) -> None:
+def _check_version(path: str | Path, version: object) -> None:
     if not isinstance(version, int) or isinstance(version, bool):
         raise CheckpointError(f"{path} is damaged: its format_version is {version!r}, expected a whole number.")
     if version > FORMAT_VERSION:
@@ -149,7 +163,7 @@ def _check_version(path: Path, version: object) -> None:
         )
 
 
-def _parse(path: Path, content: dict[str, Any]) -> Manifest:
+def _parse(path: str | Path, content: dict[str, Any]) -> Manifest:
     hints = _type_hints(Manifest)
     try:
         values = {name: value for name, value in content.items() if name in hints}

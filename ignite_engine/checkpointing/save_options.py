@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal, TypedDict
 
 from ignite_engine.checkpointing.changed_rows import table_patterns
@@ -33,6 +34,7 @@ class SaveKeywords(TypedDict, total=False):
     on_exception: bool
     strict: bool
     memory: int | Literal["auto"] | None
+    mirror: str | PathLike[str] | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,9 @@ class SaveOptions:
         memory: after how many iterations the state is copied into shared memory, from where a run that was killed goes
             on if the machine lives; ``auto``: as few as cost at most 1 % of the time. It holds two copies of the state.
             None: never.
+        mirror: a second place of all checkpoints: a directory, a URL of ``fsspec``, or the fields of
+            :class:`~ignite_engine.mirror.MirrorOptions` by name. A checkpoint is uploaded there after it was saved,
+            beside training; a resume takes the newest valid one of both places. It never has credentials.
 
     Raises:
         TypeError: a value is of another type.
@@ -91,6 +96,7 @@ class SaveOptions:
     on_exception: bool = False
     strict: bool = False
     memory: int | Literal["auto"] | None = None
+    mirror: str | PathLike[str] | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("save_at_end", "background", "on_exception", "strict"):

@@ -1,0 +1,172 @@
+"""The mirror of a run's checkpoints: offers each that is saved, and brings the newest back before a resume."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ignite.engine import Events
+
+from ignite_engine.checkpointing import CheckpointError, SaveOptions
+from ignite_engine.errors import shortened
+from ignite_engine.events import TrainingEvents
+from ignite_engine.mirror import MirrorOptions, held
+from ignite_engine.mirror.bring import bring, check_new
+from ignite_engine.mirror.fetch import clear
+from ignite_engine.mirror.remote import Remote
+from ignite_engine.mirror.upload import Uploader
+from ignite_engine.ranks import agreement, signals
+from ignite_engine.text import in_units
+
+if TYPE_CHECKING:
+    from ignite_engine.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+_SHOWN_EVERY_S = 10.0
+
+
+class Mirroring:
+    """Between a checkpoint handler and the mirror of its folder.
+
+    Args:
+        options: of the saves, with a mirror; it keeps the same as the folder, but for its own ``keep_last``.
+        directory: of the checkpoints.
+
+    Raises:
+        TypeError, ValueError: one line; the settings are wrong.
+    """
+
+    def __init__(self, options: SaveOptions, directory: Path) -> None:
+        assert options.mirror is not None
+        self.options = MirrorOptions.of(options.mirror)
+        self.is_asked = True
+        """Whether a resume looks there for what is newer."""
+        self._retention = replace(options.retention, keep_last=self.options.keep_last or options.keep_last)
+        self._directory = directory
+        self._runs = False
+
+    @cached_property
+    def _remote(self) -> Remote:
+        return Remote(self.options.url)
+
+    @cached_property
+    def _uploader(self) -> Uploader:
+        return Uploader(self._remote, self.options, self._retention)
+
+    def attach(self, trainer: Trainer) -> None:
+        """Upload what is saved.
+
+        Raises:
+            ValueError: one line; the URL cannot be used.
+        """
+        _ = self._remote
+        trainer.add_event_handler(Events.STARTED, self._start)
+        trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._offer_saved)
+
+    def bring(self) -> None:
+        """Fetch what is newer there; see :func:`ignite_engine.mirror.bring.bring`."""
+        if self.is_asked:
+            bring(self._remote, self._directory, self.options.parallel)
+
+    def check_new(self) -> None:
+        """Refuse a mirror that holds checkpoints; see :func:`ignite_engine.mirror.bring.check_new`."""
+        if self.is_asked:
+            check_new(self._remote)
+
+    def offer_newest(self, path: Path) -> None:
+        """A run resumes from here: the process before may have been killed before this was uploaded."""
+        if agreement.rank() == 0:
+            self._offer(path)
+
+    def _start(self, trainer: Trainer) -> None:
+        self._runs = True
+        if agreement.rank() == 0:
+            clear(self._directory)
+
+    def _offer_saved(self, trainer: Trainer) -> None:
+        path = trainer.state.checkpoint_path
+        if path is None or path.parent != self._directory:
+            return  # of another handler, or into another folder
+        if agreement.rank() == 0:
+            self._offer(path)
+        if not self._runs:
+            self._wait()
+
+    def _offer(self, path: Path) -> None:
+        try:
+            self._uploader.offer(path)
+        except CheckpointError as error:  # it was deleted
+            logger.warning("%s is not uploaded to %s: %s", path.name, self.options.url, error)
+
+    def end(self, trainer: Trainer) -> None:
+        """Wait until all is uploaded, with a progress line, or name what is not; a collective at the end of a run.
+
+        A run that was forced to end, or that failed on several ranks, does not wait.
+        """
+        self._runs = False
+        failed = trainer.progress.left is not None and trainer.progress.left.ending.name == "FAILED"
+        waits = not failed or (trainer.state.status == "failed" and agreement.world_size() == 1)
+        if waits:
+            self._wait()
+        elif agreement.rank() == 0:
+            self._name_missing()
+
+    def _wait(self) -> None:
+        rank_0 = agreement.rank() == 0
+        if rank_0:
+            self._uploader.end()
+        shown_at: float | None = None
+        try:
+            with _interrupted() as interrupted:
+                while True:
+                    done = not rank_0 or self._uploader.wait(1.0) or self._uploader.stalled
+                    ranks = agreement.gather_objects((done, interrupted()))
+                    if all(has_ended for has_ended, _ in ranks) or any(stopped for _, stopped in ranks):
+                        return
+                    if rank_0 and (shown_at is None or time.monotonic() - shown_at >= _SHOWN_EVERY_S):
+                        shown_at = time.monotonic()
+                        self._show_progress()
+        finally:
+            if rank_0:
+                self._name_missing()
+
+    def _show_progress(self) -> None:
+        missing, left = self._uploader.missing, in_units(self._uploader.missing_bytes)
+        logger.warning("Uploading %s to %s: %s left. Ctrl-C gives up.", shortened(missing), self.options.url, left)
+
+    def _name_missing(self) -> None:
+        uploader, url = self._uploader, self.options.url
+        if missing := uploader.missing:
+            reason = f" ({uploader.why})" if uploader.why else ""
+            push = f"python -m ignite_engine checkpoints push {self._directory} {url}"
+            logger.warning("%s is not in %s%s. To upload it later: %s", shortened(missing), url, reason, push)
+        uploader.release()
+        held.sweep(self._directory)
+
+
+@contextlib.contextmanager
+def _interrupted() -> Iterator[Callable[[], bool]]:
+    """Within it Ctrl-C is only noted; yields whether it came. One that has ended the run may come twice, forwarded."""
+    began, came = time.monotonic(), threading.Event()
+
+    def note(number: int, frame: Any) -> None:
+        if time.monotonic() - began >= signals.FORCE_AFTER_S:
+            came.set()
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in {signal.SIGINT, signals.FORWARDED[signal.SIGINT]}:
+            before[number] = signal.signal(number, note)
+    try:
+        yield came.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

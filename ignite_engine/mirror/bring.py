@@ -1,0 +1,120 @@
+"""What a resume does with a mirror: the newest valid checkpoint of both places is in the folder afterwards."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ignite_engine.checkpointing import CheckpointError
+from ignite_engine.checkpointing.layout import scan
+from ignite_engine.checkpointing.manifest import Manifest
+from ignite_engine.mirror.fetch import Fetch, newer_than_local
+from ignite_engine.mirror.remote import Remote, Torn
+from ignite_engine.mirror.waiting import Throttle, Unreachable, together
+from ignite_engine.ranks import agreement
+from ignite_engine.text import in_units
+
+logger = logging.getLogger(__name__)
+_ANSWERS_WITHIN_S = 60.0
+
+
+def bring(remote: Remote, directory: Path, parallel: int = 4) -> None:
+    """Fetch the newest valid checkpoint of a mirror into a folder, if it is newer than what is valid there.
+
+    A collective; each rank fetches its own files, and rank 0 commits them.
+
+    Raises:
+        CheckpointError: one line, the same on all ranks; the folder holds no checkpoint, and the mirror cannot be read,
+            or holds none that is valid: to start over would lose what is there.
+    """
+    problem = ""
+    try:
+        names, skipped = _candidates(remote, directory)
+        for name in names:
+            try:
+                _fetch(remote, directory, name, parallel)
+                return
+            except Torn as torn:
+                skipped.append((name, str(torn)))
+    except Unreachable as reason:
+        skipped, problem = [], f"{remote.url} cannot be read: {str(reason).rstrip('.')}"
+    agreement.on_rank_0(lambda: _go_on(remote, directory, skipped, problem))
+
+
+def check_new(remote: Remote) -> None:
+    """Refuse a mirror that holds checkpoints; a collective.
+
+    Raises:
+        CheckpointError: one line; it does, or cannot be read.
+    """
+    try:
+        names = together(lambda _: remote.names() if agreement.rank() == 0 else [], _ANSWERS_WITHIN_S)[0]
+    except Unreachable as reason:
+        raise CheckpointError(f"{remote.url} cannot be read: {reason}.") from None
+    if names:
+        raise CheckpointError(
+            f"{remote.url} holds {names[-1]}, but must_be_new was given: give another mirror, or leave must_be_new out "
+            "to resume."
+        )
+
+
+def _candidates(remote: Remote, directory: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    def ask(_: Throttle) -> tuple[list[str], list[tuple[str, str]]]:
+        if agreement.rank() != 0:
+            return [], []
+        newer, unreadable = newer_than_local(remote, directory)
+        return [checkpoint.path.name for checkpoint in newer], unreadable
+
+    return together(ask, _ANSWERS_WITHIN_S)[0]
+
+
+def _fetch(remote: Remote, directory: Path, name: str, parallel: int) -> None:
+    work, rank = Fetch(remote, directory, name, parallel), agreement.rank()
+    began = time.perf_counter()
+    todo = together(lambda _: work.missing() if rank == 0 else [])[0]
+    for checkpoint, manifest in todo:
+        moved = _fetch_one(work, checkpoint, manifest)
+        if rank == 0:
+            seconds = time.perf_counter() - began
+            logger.warning("Fetched %s from %s: %s in %.3g s.", checkpoint, remote.url, in_units(moved), seconds)
+
+
+def _fetch_one(work: Fetch, checkpoint: str, manifest: Manifest) -> int:
+    """Returns the bytes that all ranks have received."""
+
+    def files(moved: Throttle) -> int:
+        work.files(checkpoint, manifest, moved, agreement.rank(), agreement.world_size())
+        return moved.moved
+
+    agreement.on_rank_0(lambda: work.begin(checkpoint))
+    received = sum(together(files))
+    agreement.on_rank_0(lambda: work.commit(checkpoint, manifest))
+    return received
+
+
+def _go_on(remote: Remote, directory: Path, skipped: Sequence[tuple[str, str]], problem: str) -> None:
+    """Name what was not fetched, and go on with what the folder holds.
+
+    Raises:
+        CheckpointError: it holds nothing.
+    """
+    holds_any = any(scan(directory))
+    if problem and not holds_any:
+        raise CheckpointError(
+            f"{problem}; {directory} holds no checkpoint, so the run would start over. Try again, or leave the mirror "
+            "out to start over."
+        )
+    if skipped and not holds_any:
+        name, reason = skipped[0]
+        raise CheckpointError(
+            f"None of the {len(skipped)} checkpoints in {remote.url} is valid ({name}: {reason.rstrip('.')}): "
+            "bring one back, or leave the mirror out to start over."
+        )
+    if problem:
+        logger.warning("%s: the run resumes from what %s holds.", problem, directory)
+    for name, reason in skipped:
+        logger.warning("Checkpoint %s in %s is skipped: %s.", name, remote.url, reason.rstrip("."))
+    if not skipped and not holds_any:
+        logger.warning("%s holds no checkpoint.", remote.url)

@@ -1,0 +1,282 @@
+"""Uploads checkpoints beside training: one at a time, the newest next, again after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ignite_engine.checkpointing.filesystem import Signature, open_regular, signature
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
+from ignite_engine.checkpointing.threads import in_threads
+from ignite_engine.errors import CheckpointError, shortened
+from ignite_engine.mirror.held import Held, hold
+from ignite_engine.mirror.options import MirrorOptions
+from ignite_engine.mirror.remote import Remote, Torn, order, why
+from ignite_engine.mirror.waiting import STALLED_S, Throttle
+
+logger = logging.getLogger(__name__)
+_LONGEST_PAUSE_S = 300.0
+_LAST_TRIES = 3
+"""Of an upload when the run has ended."""
+
+
+class Contents:
+    """What a mirror holds, as far as this process knows; changes it.
+
+    Args:
+        retention: what is kept of the run.
+    """
+
+    def __init__(self, remote: Remote, retention: Retention | None, parallel: int = 4) -> None:
+        self.remote = remote
+        self._retention, self._parallel = retention, parallel
+        readable, unreadable = remote.checkpoints()
+        self.complete = {checkpoint.path.name: checkpoint.manifest for checkpoint in readable}
+        self._names = {*remote.names(), *(name for name, _ in unreadable)}
+        """Of all that may be deleted: what another process puts there later is not in it."""
+
+    def upload(self, held: Held, moved: Callable[[int], None]) -> None:
+        """Put a checkpoint and those that it needs there; nothing, if they are.
+
+        Raises:
+            Torn: it is not what was saved.
+            FileNotFoundError: it was deleted here meanwhile.
+        """
+        for name in held.manifests:
+            with open_regular(held.manifest(name)) as file:
+                text = file.read()
+            manifest = parse_manifest(held.manifest(name), text)
+            known = self.complete.get(name)
+            if known is not None and known.files == manifest.files:
+                if known != manifest:
+                    self.replace_manifest(name, manifest)
+                continue
+            if known is not None or (name in self._names and not held.uploaded):
+                self.complete.pop(name, None)
+                self.remote.delete(name)
+            self._names.add(name)
+            self._upload_files(held, name, manifest, moved)
+            self.replace_manifest(name, manifest)
+
+    def _upload_files(self, held: Held, name: str, manifest: Manifest, moved: Callable[[int], None]) -> None:
+        def put(file: str) -> None:
+            path = f"{name}/{file}"
+            if path not in held.uploaded:
+                self.remote.put(held.file(name, file), path, manifest.files[file], moved)
+                held.uploaded.add(path)
+
+        in_threads(put, manifest.files, self._parallel)
+
+    def replace_manifest(self, name: str, manifest: Manifest) -> None:
+        """Write the manifest of a checkpoint whose files are there."""
+        self.remote.write(f"{name}/{MANIFEST_NAME}", manifest.to_json())
+        self.complete[name] = manifest
+
+    def prune(self, newest: str) -> list[str]:
+        """Delete what retention does not keep of the run, and what is no checkpoint; returns their names.
+
+        Args:
+            newest: a checkpoint of the run. Those of other runs stay.
+        """
+        if self._retention is None:
+            return []
+        run = self.complete[newest].run_id
+        mine = [
+            CheckpointInfo(Path(name), manifest) for name, manifest in self.complete.items() if manifest.run_id == run
+        ]
+        kept = self._retention.kept(sorted(mine, key=order))
+        staying = {name for checkpoint in kept for name in (checkpoint.path.name, *checkpoint.manifest.needed)}
+        others = {name for name, manifest in self.complete.items() if manifest.run_id != run}
+        leaving = sorted(self._names - staying - others - {newest}, reverse=True)
+        for name in leaving:  # none that another one needs goes before it
+            self.complete.pop(name, None)
+            self.remote.delete(name)
+            self._names.discard(name)
+        return leaving
+
+
+class Uploader:
+    """Uploads what it is offered in a thread; nothing here waits for the store.
+
+    Args:
+        remote: where to.
+        retention: what is kept there.
+    """
+
+    def __init__(self, remote: Remote, options: MirrorOptions, retention: Retention) -> None:
+        self._remote, self._options, self._retention = remote, options, retention
+        rate = options.max_mib_per_s
+        self._throttle = Throttle(None if rate is None else rate * 2**20)
+        self._lock = threading.Lock()
+        self._offered = threading.Event()
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._current: Held | None = None
+        self._waiting: Held | None = None
+        self._contents: Contents | None = None
+        self._uploaded: dict[Path, Signature | None] = {}
+        """Checkpoints that were uploaded, by the manifest that was."""
+        self._failures = 0
+        self._why = ""
+        self._is_stalled = False
+
+    def offer(self, checkpoint: Path) -> None:
+        """Upload a committed checkpoint, after the one that is being uploaded and instead of one that waits."""
+        held = hold(checkpoint)
+        with self._lock:
+            dropped, self._waiting = self._waiting, held
+        if dropped is not None:
+            self._drop(dropped, "a newer one was saved before its upload began")
+        if self._thread is None or not self._thread.is_alive():
+            self._ending.clear()
+            self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+            self._throttle(0)
+            self._thread.start()
+        self._offered.set()
+        if self.stalled and not self._is_stalled:
+            logger.warning(
+                "Nothing has been sent to %s for %.0f s; what is saved meanwhile waits.", self._remote.url, STALLED_S
+            )
+        self._is_stalled = self.stalled
+
+    @property
+    def stalled(self) -> bool:
+        """It is uploading, and no byte has moved for long."""
+        return self._current is not None and not self._failures and self._throttle.stalled_s > STALLED_S
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the checkpoints that were offered and are not there yet."""
+        with self._lock:
+            return [held.name for held in (self._current, self._waiting) if held is not None]
+
+    @property
+    def why(self) -> str:
+        """Why the last upload failed, or nothing."""
+        return self._why if self._failures else ""
+
+    @property
+    def sent_bytes(self) -> int:
+        """All that was sent."""
+        return self._throttle.moved
+
+    @property
+    def missing_bytes(self) -> int:
+        """Of what is missing, about."""
+        with self._lock:
+            waiting = [held for held in (self._current, self._waiting) if held is not None]
+        return sum(
+            record.bytes
+            for held in waiting
+            for name, manifest in held.manifests.items()
+            for file, record in manifest.files.items()
+            if f"{name}/{file}" not in held.uploaded
+        )
+
+    def end(self) -> None:
+        """Upload what is missing, and end; a failure is tried again a few times."""
+        self._ending.set()
+        self._offered.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended, within so many seconds."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
+
+    def release(self) -> None:
+        """Let go of what was not uploaded."""
+        with self._lock:
+            held, self._current, self._waiting = [self._current, self._waiting], None, None
+        for checkpoint in held:
+            if checkpoint is not None:
+                checkpoint.release()
+
+    def _run(self) -> None:
+        tries = 0
+        while True:
+            self._offered.wait()
+            with self._lock:
+                if self._current is None:
+                    self._current, self._waiting = self._waiting, None
+                if self._current is None:
+                    self._offered.clear()
+            if self._current is None and not self._ending.is_set():
+                continue
+            ending, sent = self._ending.is_set(), self._throttle.moved
+            try:
+                if self._current is None:
+                    self._replace_changed_manifests()
+                    return
+                self._upload(self._current)
+            except Exception as error:  # a store may raise anything; training goes on, and the upload is tried again
+                tries = tries + 1 if ending else 0
+                self._failed(error, sent)
+                if tries >= _LAST_TRIES:
+                    return
+                self._pause()
+
+    def _upload(self, held: Held) -> None:
+        if self._contents is None:
+            self._contents = Contents(self._remote, self._retention, self._options.parallel)
+        try:
+            self._contents.upload(held, self._throttle)
+            self._uploaded[held.checkpoint] = signature(held.checkpoint / MANIFEST_NAME)
+            self._contents.prune(held.name)
+        except (Torn, CheckpointError, FileNotFoundError) as error:
+            if isinstance(error, FileNotFoundError) and held.file(held.name, MANIFEST_NAME).exists():
+                raise  # it is there; the store has said so
+            self._current = None
+            self._drop(held, "it was deleted meanwhile" if isinstance(error, FileNotFoundError) else why(error))
+            return
+        self._replace_changed_manifests()
+        with self._lock:
+            self._current = None
+        held.release()
+        if self._failures:
+            logger.warning("%s takes uploads again: %s is there.", self._remote.url, held.name)
+        self._failures = 0
+        logger.info("Uploaded %s to %s.", held.name, self._remote.url)
+
+    def _replace_changed_manifests(self) -> None:
+        """Values that were measured after a save are in its manifest here by now."""
+        contents = self._contents
+        for checkpoint, before in list(self._uploaded.items()):
+            now = signature(checkpoint / MANIFEST_NAME)
+            if now is None or contents is None or checkpoint.name not in contents.complete:
+                del self._uploaded[checkpoint]
+            elif now != before:
+                with contextlib.suppress(FileNotFoundError), open_regular(checkpoint / MANIFEST_NAME) as file:
+                    manifest = parse_manifest(checkpoint, file.read())
+                    if manifest.files == contents.complete[checkpoint.name].files:
+                        contents.replace_manifest(checkpoint.name, manifest)
+                    self._uploaded[checkpoint] = now
+
+    def _failed(self, error: Exception, sent_before: int) -> None:
+        self._why = why(error)
+        self._contents = None if self._throttle.moved == sent_before else self._contents
+        self._failures += 1
+        name = shortened(self.missing, 1)
+        if self._failures == 1:
+            logger.warning("%s was not uploaded to %s: %s; it is tried again.", name, self._remote.url, self._why)
+        with self._lock:
+            dropped = self._current if self._waiting is not None and self._throttle.moved == sent_before else None
+            if dropped is not None:
+                self._current, self._waiting = self._waiting, None
+        if dropped is not None:
+            self._drop(dropped, "a newer one was saved before its upload began")
+
+    def _pause(self) -> None:
+        seconds = min(2.0 ** (self._failures - 1), _LONGEST_PAUSE_S)
+        if self._ending.is_set():
+            threading.Event().wait(min(seconds, 2.0))
+        else:
+            self._ending.wait(seconds)
+
+    def _drop(self, held: Held, reason: str) -> None:
+        held.release()
+        logger.info("%s is not uploaded to %s: %s.", held.name, self._remote.url, reason)
