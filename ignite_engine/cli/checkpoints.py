@@ -1,4 +1,4 @@
-"""The command ``checkpoints``: list, verify, diff, export and prune what is on disk."""
+"""The command ``checkpoints``: list, verify, diff, export and prune what is on disk; pull from mirrors and push."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.checkpointing.naming import NAMES, followed, rule_of, scored_by, split_name
 from ignite_engine.checkpointing.retention import of_one_run, ranked
 from ignite_engine.checkpointing.weights_source import read_named
+from ignite_engine.cli import mirrors
 from ignite_engine.errors import shortened
 from ignite_engine.run_directory import config_differences
 from ignite_engine.text import in_columns
@@ -36,7 +37,7 @@ _ONE = f"a checkpoint, {_WHERE} (its last valid one), or RUN/best"
 
 def add_parser(subparsers: Any) -> None:
     """Add the command and its actions."""
-    text = "list, verify, compare, export and prune checkpoints"
+    text = "list, verify, compare, export and prune checkpoints; fetch them from a mirror, and upload them"
     command = subparsers.add_parser("checkpoints", help=text, description=text, allow_abbrev=False)
     command.set_defaults(overrides=[], traceback=False)
     actions = command.add_subparsers(dest="action", required=True, metavar="action", parser_class=type(command))
@@ -44,11 +45,16 @@ def add_parser(subparsers: Any) -> None:
     def action(name: str, text: str) -> Any:
         return actions.add_parser(name, help=text, description=text, allow_abbrev=False)
 
-    action("list", "one line per checkpoint").add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
+    listing = action("list", "one line per checkpoint")
+    listing.add_argument("where", type=mirrors.place, metavar="RUN_OR_DIR", help=f"{_WHERE}, or the URL of a mirror")
     verify = action("verify", "read every byte; code 1 if anything is damaged, with the file's name")
     verify.add_argument(
-        "where", type=Path, metavar="RUN_OR_DIR", help=f"{_WHERE}, or one checkpoint, RUN/best, RUN/last"
+        "where",
+        type=mirrors.place,
+        metavar="RUN_OR_DIR",
+        help=f"{_WHERE}, or one checkpoint, RUN/best, RUN/last; or the URL of a mirror, or of one checkpoint in it",
     )
+    mirrors.add_actions(action)
     diff = action("diff", "what differs between two checkpoints; code 1 if anything does")
     for name in ("first", "second"):
         diff.add_argument(name, type=Path, metavar=name.upper(), help=_ONE)
@@ -82,8 +88,8 @@ def checkpoints(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    directory = find_directory(options.where)
-    readable, unreadable = scan(directory)
+    where: Path | str = options.where
+    readable, unreadable = mirrors.listed(where) if isinstance(where, str) else scan(find_directory(where))
     rule = followed(readable)
     best = ranked(of_one_run(readable), *rule)[:1] if rule else []
     heads = ("checkpoint", "epoch", "metrics", "size", "labels", "state")
@@ -111,8 +117,10 @@ def _row(checkpoint: CheckpointInfo, names: list[str]) -> tuple[str, ...]:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    where: Path = options.where
-    if (where / MANIFEST_NAME).exists() or named_iteration(where) is not None:
+    where: Path | str = options.where
+    if isinstance(where, str):
+        problems_by_path = mirrors.verified(where)
+    elif (where / MANIFEST_NAME).exists() or named_iteration(where) is not None:
         problems_by_path = {where: CheckpointStore(where.parent).verify(where)}
     elif where.name in NAMES and not where.exists():
         problems_by_path = _verified(*split_name(where))
@@ -224,5 +232,7 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "diff": _diff,
     "export": _export,
     "prune": _prune,
+    "pull": mirrors.pull,
+    "push": mirrors.push,
 }
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {"checkpoints": checkpoints}

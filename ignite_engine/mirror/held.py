@@ -45,6 +45,9 @@ class Held:
         """Let go of it."""
         if self.links is not None:
             shutil.rmtree(self.links, ignore_errors=True)
+            for empty in (self.links.parent, self.links.parent.parent):
+                with contextlib.suppress(OSError):  # it holds another one
+                    empty.rmdir()
 
 
 def hold(checkpoint: Path) -> Held:
