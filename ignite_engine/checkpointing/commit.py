@@ -24,6 +24,7 @@ from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.contents import Contents
 from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.checkpointing.filesystem import FileRecord
+from ignite_engine.checkpointing.in_use import unused
 from ignite_engine.checkpointing.manifest import (
     MANIFEST_NAME,
     Facts,
@@ -166,10 +167,11 @@ class Commit:
         same = [checkpoint for checkpoint in checkpoints if checkpoint.iteration == self._iteration]
         needed = {name for checkpoint in checkpoints for name in checkpoint.manifest.needed}
         try:
-            names.discard([checkpoint.path for checkpoint in superseded(same) if checkpoint.path.name not in needed])
+            with unused(checkpoint.path for checkpoint in superseded(same)) as free:
+                names.discard([path for path in sorted(free) if path.name not in needed])
         except OSError as error:  # the new one is committed
             logger.warning("A checkpoint that %s replaces cannot be deleted: %s.", committed, one_line(error))
-        # a healthy one that a broken one does not replace, one that others need, or one that cannot be read
+        # a healthy one that a broken one does not replace, one that others need or read, or one that cannot be read
         if os.path.lexists(plain):
             return committed
         filesystem.rename(committed, plain)

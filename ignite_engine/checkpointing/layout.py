@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing.filesystem import Signature, signature
+from ignite_engine.checkpointing.in_use import LOOKS
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.errors import CheckpointError, one_line
@@ -82,13 +83,26 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]
     Returns:
         Those with a readable manifest in the order they were saved, and path and reason of those without.
     """
+    for _ in range(LOOKS):
+        readable, unreadable, all_there = _look(directory)
+        if all_there:
+            break
+    names = {checkpoint.path.name for checkpoint in readable}
+    _READ[directory] = {name: known for name, known in list(_READ.get(directory, {}).items()) if name in names}
+    readable.sort(key=lambda checkpoint: (checkpoint.manifest.sequence, checkpoint.iteration, checkpoint.path.name))
+    return readable, unreadable
+
+
+def _look(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]], bool]:
+    """What is committed, in no order, and whether none was deleted meanwhile, when a newer one may have come."""
     readable: list[CheckpointInfo] = []
     unreadable: list[tuple[Path, str]] = []
+    all_there = True
     try:
         with os.scandir(directory) as found:
             entries = [entry for entry in found if _COMMITTED.fullmatch(entry.name) and entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
-        return [], []
+        return [], [], True
     for entry in sorted(entries, key=lambda entry: entry.name):
         path = directory / entry.name
         if entry.is_symlink():  # what it points to may be another run's, and would be pruned with this one's
@@ -97,12 +111,11 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]
         try:
             readable.append(CheckpointInfo(path, manifest_of(path)))
         except CheckpointError as error:
-            if path.exists():  # not one that another process pruned meanwhile
+            if path.exists():
                 unreadable.append((path, str(error)))
-    names = {checkpoint.path.name for checkpoint in readable}
-    _READ[directory] = {name: known for name, known in list(_READ.get(directory, {}).items()) if name in names}
-    readable.sort(key=lambda checkpoint: (checkpoint.manifest.sequence, checkpoint.iteration, checkpoint.path.name))
-    return readable, unreadable
+            else:
+                all_there = False
+    return readable, unreadable, all_there
 
 
 def free_name(directory: Path, iteration: int) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.commit import Commit
 from ignite_engine.checkpointing.contents import Extracted, joined
+from ignite_engine.checkpointing.in_use import LOOKS, in_use, unused
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Facts, Manifest, plain_metrics, read_manifest
 from ignite_engine.checkpointing.part_file import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
@@ -126,18 +127,19 @@ class CheckpointStore:
             It, or None if there is none; and the newer ones with the reason why each was skipped, which is also
             logged as a warning.
         """
-        readable, unreadable = names.scan(self.directory)
-        skipped: list[tuple[Path, str]] = []
-        found = None
-        for checkpoint in reversed(readable):
+        unreadable: list[tuple[Path, str]] = []
+
+        def look() -> Iterable[CheckpointInfo]:
+            readable, unreadable[:] = names.scan(self.directory)
+            return reversed(readable)
+
+        def problem(checkpoint: CheckpointInfo) -> str:
             wanted = (names.SHARED_FILE, names.rank_file(0)) if keep else ()
-            reason = "; ".join(self._verification.problems(checkpoint.path, checkpoint.manifest, wanted))
-            if not reason and healthy_only and not checkpoint.manifest.healthy:
-                reason = "its weights are not finite"
-            if not reason:
-                found = checkpoint
-                break
-            skipped.append((checkpoint.path, reason))
+            found = self._verification.problems(checkpoint.path, checkpoint.manifest, wanted)
+            unhealthy = healthy_only and not checkpoint.manifest.healthy
+            return "; ".join(found) or ("its weights are not finite" if unhealthy else "")
+
+        found, skipped = _first_without(problem, look)
         for path, reason in unreadable:
             if found is None or (names.named_iteration(path) or 0) > found.iteration:
                 skipped.append((path, reason))
@@ -153,11 +155,13 @@ class CheckpointStore:
             mode: ``min`` or ``max``: whether a small or a large value is good.
             among: these; None: those of the run that saved the newest one.
         """
-        for checkpoint in ranked(of_one_run(self.checkpoints()) if among is None else among, metric, mode):
-            if not (problems := self.verify(checkpoint.path)):
-                return checkpoint
-            logger.warning("Checkpoint %s is skipped: %s.", checkpoint.path, "; ".join(problems).rstrip("."))
-        return None
+        found, skipped = _first_without(
+            lambda checkpoint: "; ".join(self.verify(checkpoint.path)),
+            lambda: ranked(of_one_run(self.checkpoints()) if among is None else among, metric, mode),
+        )
+        for path, reason in skipped:
+            logger.warning("Checkpoint %s is skipped: %s.", path, reason.rstrip("."))
+        return found
 
     def verify(self, path: str | Path) -> list[str]:
         """Read a whole checkpoint and list what is wrong with it, in words; empty if it is valid."""
@@ -202,7 +206,8 @@ class CheckpointStore:
     def apply(self, retention: Retention) -> list[Path]:
         """Delete what ``retention`` does not keep; a collective. Call it after a save, never before.
 
-        Damaged checkpoints are neither counted nor deleted. Nothing is deleted before one of those that are kept was
+        Damaged checkpoints are neither counted nor deleted; one that a process reads, and what that one needs, is left
+        to the next call. Nothing is deleted before one of those that are kept was
         verified (a healthy one, if there is any); files hashed while they were written are not read again.
 
         Returns:
@@ -281,13 +286,39 @@ class CheckpointStore:
         return [checkpoint for checkpoint in to_delete if checkpoint.path.name not in needed]
 
     def _prune(self, retention: Retention) -> list[Path]:
-        to_delete = [checkpoint.path for checkpoint in self.to_delete(retention)]
-        if to_delete:
-            names.discard(to_delete[::-1])  # none that another one needs goes before it
-        for path in to_delete:
+        to_delete = self.to_delete(retention)
+        with unused(checkpoint.path for checkpoint in to_delete) as free:
+            read = [checkpoint for checkpoint in to_delete if checkpoint.path not in free]
+            kept = {name for checkpoint in read for name in (checkpoint.path.name, *checkpoint.manifest.needed)}
+            gone = [checkpoint.path for checkpoint in to_delete if checkpoint.path.name not in kept]
+            if gone:
+                names.discard(gone[::-1])  # none that another one needs goes before it
+        for path in gone:
             self._verification.forget(path)
-        return to_delete
+        return gone
 
     def _not_saved(self, iteration: int, causes: str) -> str:
         earlier = "earlier checkpoints are untouched" if self.checkpoints() else "there is no earlier one"
         return f"The checkpoint of iteration {iteration} was not saved in {self.directory}: {causes}; {earlier}."
+
+
+def _first_without(
+    problem: Callable[[CheckpointInfo], str], look: Callable[[], Iterable[CheckpointInfo]]
+) -> tuple[CheckpointInfo | None, list[tuple[Path, str]]]:
+    """The first checkpoint of a look of which ``problem`` says nothing, and path and problem of those before it.
+
+    Where one of them was deleted meanwhile, by a run that prunes, the next look begins.
+    """
+    for looks_left in reversed(range(LOOKS)):
+        skipped: list[tuple[Path, str]] = []
+        for checkpoint in look():
+            with in_use(checkpoint.path):
+                reason = problem(checkpoint)
+                if not reason:
+                    return checkpoint, skipped
+                if looks_left and not checkpoint.path.exists():
+                    break
+            skipped.append((checkpoint.path, reason))
+        else:
+            break
+    return None, skipped

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ignite_engine.checkpointing.in_use import read_chosen
 from ignite_engine.checkpointing.manifest import Manifest
 from ignite_engine.checkpointing.naming import Which, find_source, rule_of, split_name
 from ignite_engine.checkpointing.part_file import load_plain
 from ignite_engine.checkpointing.store import CheckpointStore
 from ignite_engine.errors import CheckpointError, one_line
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,27 +67,33 @@ def read_named(
     metric: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
-) -> tuple[Source, str]:
-    """Read what :func:`find_source` finds, and choose its weights.
+    use: Callable[[Source, str], T],
+) -> T:
+    """Read what :func:`find_source` finds, and choose its weights; no run that prunes deletes it meanwhile.
 
     Args:
         path, which, metric, mode: see :func:`find_source`.
         weights: ``raw``, or the part of an average; None: of the best those that its metric was measured of, otherwise
             ``raw``.
+        use: takes the source, sharded tensors without their values, and its weights in these words.
 
     Returns:
-        The source, sharded tensors without their values, and its weights in these words.
+        What ``use`` returns.
 
     Raises:
         CheckpointError, ValueError: see :func:`find_source`.
     """
     is_best = split_name(path, which)[1] == "best"
-    source = read_source(find_source(path, which, metric=metric, mode=mode), whole=False)
-    if weights is None and is_best and source.manifest is not None:
-        rule = rule_of(source.manifest)
-        followed = metric or (rule and rule[0])
-        weights = source.manifest.weights_of(followed) if followed else None
-    return source, weights or "raw"
+
+    def read(found: Path) -> T:
+        source, chosen = read_source(found, whole=False), weights
+        if chosen is None and is_best and source.manifest is not None:
+            rule = rule_of(source.manifest)
+            followed = metric or (rule and rule[0])
+            chosen = source.manifest.weights_of(followed) if followed else None
+        return use(source, chosen or "raw")
+
+    return read_chosen(lambda: find_source(path, which, metric=metric, mode=mode), read)
 
 
 def model_part(source: Source, part: str | None = None) -> str:

@@ -20,6 +20,7 @@ from ignite_engine.checkpointing import (
 )
 from ignite_engine.checkpointing.comparison import compare
 from ignite_engine.checkpointing.export import Format, weights_of, write_weights
+from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.checkpointing.layout import named_iteration, scan
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.checkpointing.naming import NAMES, followed, rule_of, scored_by, split_name
@@ -129,7 +130,10 @@ def _verify(options: argparse.Namespace) -> int:
         readable, unreadable = scan(directory)
         problems_by_path = {path: [reason] for path, reason in unreadable}
         store = CheckpointStore(directory)
-        problems_by_path |= {checkpoint.path: store.verify(checkpoint.path) for checkpoint in readable}
+        for checkpoint in readable:
+            with in_use(checkpoint.path) as is_there:
+                if is_there:  # its run has not pruned it meanwhile
+                    problems_by_path[checkpoint.path] = store.verify(checkpoint.path)
     for path, problems in sorted(problems_by_path.items()):
         print(f"{path.name}  {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
     return int(any(problems_by_path.values()))
@@ -174,11 +178,14 @@ def _title(which: str, source: Source) -> str:
 
 def _export(options: argparse.Namespace) -> int:
     output: Path = options.output
-    source, chosen = read_named(options.where, weights=options.weights)
-    weights = weights_of(source, chosen)
     kind: Format = options.format or ("safetensors" if output.suffix == ".safetensors" else "state_dict")
-    about = {"source": str(source.path), "weights": chosen}
-    write_weights(output, weights, kind, about=about)
+
+    def write(source: Source, chosen: str) -> tuple[Source, str, dict[str, Any]]:
+        weights = weights_of(source, chosen)
+        write_weights(output, weights, kind, about={"source": str(source.path), "weights": chosen})
+        return source, chosen, weights
+
+    source, chosen, weights = read_named(options.where, weights=options.weights, use=write)
     count = sum(value.numel() for value in weights.values() if hasattr(value, "numel"))
     print(f"{output}: {len(weights)} names, {count:,} numbers, {kind}, {chosen} weights of {source.path}")
     if names := source.left_out.get("model"):

@@ -49,17 +49,20 @@ def load_model(
         TaskError: ``import_task`` is False, or the task cannot be found or built.
         StateMismatch: the weights do not fit the model that the task builds.
     """
-    source, weights = _read(checkpoint, which, ema, metric, mode)
-    path = source.path
-    config = source.manifest.config if source.manifest is not None else None
-    if config is None and task is None:
-        raise CheckpointError(f"{path} holds no config, so how its model is built is unknown: give task=.")
-    config = config or {}
-    build = task or _named_task(path, config, import_task)
-    with rng.isolated():
-        rng.seed_host(config.get("run", {}).get("seed", 0))  # what was left out is initialized as in the run
-        model = build_task(build, config.get("task_options", {})).model
-    _load(source, weights, model, strict=strict)
+
+    def built(source: Source, weights: str) -> nn.Module:
+        config = source.manifest.config if source.manifest is not None else None
+        if config is None and task is None:
+            raise CheckpointError(f"{source.path} holds no config, so how its model is built is unknown: give task=.")
+        config = config or {}
+        build = task or _named_task(source.path, config, import_task)
+        with rng.isolated():
+            rng.seed_host(config.get("run", {}).get("seed", 0))  # what was left out is initialized as in the run
+            model = build_task(build, config.get("task_options", {})).model
+        _load(source, weights, model, strict=strict)
+        return model
+
+    model = read_named(checkpoint, which, metric=metric, mode=mode, weights=_part_of(ema), use=built)
     return model.to(device).eval()
 
 
@@ -98,17 +101,17 @@ def load_weights(
         StateMismatch: the weights do not fit the model.
     """
     check_type("model", model, isinstance(model, nn.Module), "a module")
-    source, weights = _read(checkpoint, which, ema, metric, mode)
-    _load(source, weights, model, strict=strict, part=part)
-    return source.path
+
+    def load(source: Source, weights: str) -> Path:
+        _load(source, weights, model, strict=strict, part=part)
+        return source.path
+
+    return read_named(checkpoint, which, metric=metric, mode=mode, weights=_part_of(ema), use=load)
 
 
-def _read(
-    checkpoint: str | Path, which: Which, ema: bool | str | None, metric: str | None, mode: str | None
-) -> tuple[Source, str]:
-    """The checkpoint or file, and which of its weights are loaded."""
-    weights = ("ema" if ema else "raw") if isinstance(ema, bool) else ema
-    return read_named(checkpoint, which, metric=metric, mode=mode, weights=weights)
+def _part_of(ema: bool | str | None) -> str | None:
+    """The part of the weights that ``ema`` asks for."""
+    return ("ema" if ema else "raw") if isinstance(ema, bool) else ema
 
 
 def _load(source: Source, weights: str, model: nn.Module, *, strict: bool, part: str | None = None) -> None:

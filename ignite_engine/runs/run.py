@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded, LoadSource, LoadTable
+from ignite_engine.checkpointing.in_use import read_chosen
 from ignite_engine.checkpointing.naming import NAMES, find_source, followed, scored_by
 from ignite_engine.checkpointing.shards import is_sharded
 from ignite_engine.config.load import default_values
@@ -310,11 +311,15 @@ class Run:
         """
         assert self.checkpoint is not None
         store = self.checkpoint.store
-        path = agreement.on_rank_0(lambda: self._chosen(store, checkpoint))
         if self.load is not None and self.always_load:
             self.load()
-        loaded = agreement.together(lambda: store.load(path, agreement.rank(), whole=False))
-        agreement.agreed(lambda: self._load_weights(loaded))
+
+        def load(path: Path) -> Loaded:
+            loaded = agreement.together(lambda: store.load(path, agreement.rank(), whole=False))
+            agreement.agreed(lambda: self._load_weights(loaded))
+            return loaded
+
+        loaded = read_chosen(lambda: self._chosen(store, checkpoint), load, agreement.on_rank_0)
         self.trainer.state.iteration = loaded.manifest.iteration
         self.trainer.state.metrics.clear()
         values: dict[str, Any] = {}
@@ -323,7 +328,7 @@ class Run:
             values |= {name: _in_lists(value) for name, value in evaluation.values.items()}
         self.trainer.state.media.clear()  # they are of another moment than what is logged next
         values |= self.trainer.state.metrics
-        return {"checkpoint": str(path), "iteration": loaded.manifest.iteration, **dict(sorted(values.items()))}
+        return {"checkpoint": str(loaded.path), "iteration": loaded.manifest.iteration, **dict(sorted(values.items()))}
 
     def _load_weights(self, loaded: Loaded) -> None:
         for name, part in self.trainer.registry.objects.items():

@@ -61,6 +61,7 @@ def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path: Path
     trash = ".trash-iteration_00000100"
     assert order[committed + 1 :] == [
         *directory_operations("."),
+        ("open", "iteration_00000100"),  # the lock that no reader has
         ("rename", f"iteration_00000100 -> {trash}"),
         *directory_operations("."),
         *[("unlink", f"{trash}/{name}") for name in ("manifest.json", "rank_0.pt", "shared.pt")],
@@ -88,8 +89,9 @@ def test_a_training_run_saves_and_prunes_in_that_order(tmp_path: Path, backgroun
         *directory_operations(TEMPORARY),
         ("rename", f"{TEMPORARY} -> iteration_00000200"),
     ]
-    assert order[committed + 1 : committed + 6] == [
+    assert order[committed + 1 : committed + 7] == [
         *directory_operations("."),
+        ("open", "iteration_00000100"),
         ("rename", "iteration_00000100 -> .trash-iteration_00000100"),
         *directory_operations("."),
     ]
@@ -137,7 +139,7 @@ def test_saved_again_at_the_same_iteration_the_old_one_goes_last(tmp_path: Path)
         "iteration_00000200.1 -> iteration_00000200",
     ]
     after = operations(tmp_path, seen)[operations(tmp_path, seen).index(("rename", renames[0])) + 1 :]
-    assert after[:3] == [*directory_operations("."), ("rename", renames[1])]
+    assert after[:4] == [*directory_operations("."), ("open", "iteration_00000200"), ("rename", renames[1])]
 
 
 def test_a_new_store_directory_is_durable_in_its_parents(tmp_path: Path) -> None:

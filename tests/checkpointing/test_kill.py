@@ -128,7 +128,7 @@ def test_killed_at_any_file_operation_of_a_prune_nothing_kept_is_lost(tmp_path: 
     operations = kill_everywhere(
         template, lambda directory: CheckpointStore(directory).apply(Retention(keep_last=1)), check
     )
-    assert operations == 2 + 2 + 2 * 4  # two renames, one fsync of the parent, twice three files and a directory
+    assert operations == 2 + 2 + 2 + 2 * 4  # two locks and renames, one fsync of the parent, twice 3 files and a folder
 
 
 def test_keep_last_one_survives_kills_between_save_and_prune(tmp_path: Path) -> None:

@@ -89,7 +89,11 @@ def test_another_run_in_the_same_folder_has_its_own_best(run: Path) -> None:
 def test_of_the_best_the_weights_that_were_evaluated(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1, metrics={"val/loss": 0.5, "train/loss": 1.0}, best=LOSS, evaluated_with={"val": "ema"})
-    assert read_named(tmp_path / "best")[1] == read_named(tmp_path, "best")[1] == "ema"
-    assert read_named(tmp_path)[1] == read_named(tmp_path / "last")[1] == "raw"
-    assert read_named(tmp_path, "best", metric="train/loss", mode="min")[1] == "raw"
-    assert read_named(tmp_path, "best", weights="raw")[1] == "raw" and read_named(tmp_path, weights="ema")[1] == "ema"
+
+    def weights_of(*arguments: Any, **options: Any) -> str:
+        return read_named(*arguments, **options, use=lambda source, weights: weights)
+
+    assert weights_of(tmp_path / "best") == weights_of(tmp_path, "best") == "ema"
+    assert weights_of(tmp_path) == weights_of(tmp_path / "last") == "raw"
+    assert weights_of(tmp_path, "best", metric="train/loss", mode="min") == "raw"
+    assert weights_of(tmp_path, "best", weights="raw") == "raw" and weights_of(tmp_path, weights="ema") == "ema"
