@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.early_stopping import EarlyStopping
     from ignite_engine.handlers.ema import EMA
     from ignite_engine.handlers.evaluation import Evaluation
+    from ignite_engine.handlers.export import Export
     from ignite_engine.handlers.graceful_stop import GracefulStop
     from ignite_engine.handlers.gradient_histograms import GradientHistograms
     from ignite_engine.handlers.ids import IdAdmission
@@ -49,6 +50,7 @@ __all__ = [
     "DigestTrail",
     "EarlyStopping",
     "Evaluation",
+    "Export",
     "GracefulStop",
     "GradientHistograms",
     "Histogram",
@@ -95,6 +97,7 @@ _MODULES = {
     "EMA": "ignite_engine.handlers.ema",
     "EarlyStopping": "ignite_engine.handlers.early_stopping",
     "Evaluation": "ignite_engine.handlers.evaluation",
+    "Export": "ignite_engine.handlers.export",
     "GracefulStop": "ignite_engine.handlers.graceful_stop",
     "GradientHistograms": "ignite_engine.handlers.gradient_histograms",
     "Histogram": "ignite_engine.handlers.media",
