@@ -290,11 +290,11 @@ class Checkpoint:
         if isinstance(ignore, str):
             raise ValueError(f"ignore is a list, got {ignore!r}: write [{ignore!r}].")
         began = time.perf_counter()
+        store: loading.Checkpoints = self.store if self._memory is None else self._memory.in_front_of(self.store)
         self._refuse_old()
         self._override.announce(self._trainer)
         if self.mirroring is not None:
             self.mirroring.bring()
-        store: loading.Checkpoints = self.store if self._memory is None else self._memory.in_front_of(self.store)
         found = loading.resume(self._trainer.registry, store, ignore=ignore, strict=self.options.strict)
         from_memory = self._memory is not None and self._memory.take_resumed(found)
         if found is None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.utils._pytree import tree_flatten
 
+from ignite_engine import devices
 from ignite_engine.step.losses import LossFn, parts
 from ignite_engine.step.without_trace import without_trace
 
@@ -84,9 +85,8 @@ class GradientGraphs:
 
     def _generators(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
-        if self._device.type != "cpu":
-            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
-        return states
+        of_device = devices.generator_state(self._device)
+        return states if of_device is None else [*states, of_device]
 
     def _context(self) -> Any:
         return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)

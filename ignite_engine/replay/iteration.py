@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_engine import devices
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource
 from ignite_engine.states.model_and_optimizer import weights_of
@@ -107,7 +108,7 @@ def changes_of(before: Mapping[str, Tensor], trainer: Trainer) -> dict[str, floa
     for name, new in weights_now(trainer).items():
         old = before[name]
         if old.is_floating_point() and not torch.equal(old, new):
-            wide = old.double() if old.device.type != "mps" else old.float()
+            wide = old.to(devices.widest_float(old.device))
             norm, moved = float(wide.norm()), float((new.to(wide.dtype) - wide).norm())
             changes[name] = moved / norm if norm else float("inf")
     return dict(sorted(changes.items(), key=lambda item: -item[1]))
