@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -38,6 +39,7 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
 from ignite_engine.states.registry import Registry
+from ignite_engine.states.repeated_event import undone
 from ignite_engine.states.resume_state import ResumeState
 
 
@@ -124,7 +126,8 @@ class Loop:
         """An epoch, or the rest of the one within which the run begins."""
         engine, state, progress, boundary, started = self.engine, self.state, self.progress, self.boundary, time.time()
         feed, update, fire = self.feed, self.update, self._fire
-        fire(Events.EPOCH_STARTED)
+        with undone(self.registry) if progress.epoch_iteration else nullcontext():
+            fire(Events.EPOCH_STARTED)
         if (apart := self.registry.trained_apart) is not None:
             apart.check()  # a handler may have unfrozen something
         self._finish_resume()
@@ -186,7 +189,6 @@ class Loop:
     def _finish_resume(self) -> None:
         """After the first EPOCH_STARTED, which within an epoch is one more than in the uninterrupted run."""
         if self.progress.epoch_iteration:
-            self.resume.restore_metrics()
             self._restore_rng()
         self.resume.clear()
 

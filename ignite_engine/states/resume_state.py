@@ -22,7 +22,8 @@ class ResumeState:
     1. ``run()``: the counters are there, so the run is *resumed*; :attr:`data` positions the loader.
     2. STARTED: handlers may still register objects, which claim their parts from :attr:`unclaimed`.
     3. After STARTED whatever is unclaimed is an error. Metrics, which reset themselves at STARTED, are loaded again.
-    4. Random numbers are restored, and again after EPOCH_STARTED if that is not at the beginning of the epoch.
+    4. Random numbers are restored, and again after EPOCH_STARTED if that is not at the beginning of the epoch; states
+       that its handlers change then are put back (``states/repeated_event.py``).
     5. Before the first batch all of it is dropped (:meth:`clear`).
 
     A run that fails before 5, because a part is unclaimed, say, leaves it here: the next ``run()`` resumes.
@@ -52,7 +53,7 @@ class ResumeState:
         return self.saved_grouping is not None
 
     def restore_metrics(self) -> None:
-        """Load the metrics again, after they have reset themselves because a run or an epoch starts."""
+        """Load the metrics again, after they have reset themselves because a run starts."""
         for metric, state in self.metrics:
             metric.load_state_dict(state)
 
