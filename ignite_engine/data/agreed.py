@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ignite_engine import rng
 from ignite_engine.data.lookahead import LookAhead, Waiting
-from ignite_engine.data.place import Held
+from ignite_engine.data.place import Held, Place
 from ignite_engine.data.read_errors import ReadErrors
+from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import GroupWeights, WeightFn
@@ -43,9 +45,14 @@ class AgreedSource(DataSource):
         """What was loaded and the present pass was opened with, until its first fetch."""
 
     def agree_lengths(self) -> None:
-        """Read the length of the pass that starts; the ranks exchange theirs. A collective."""
+        """Read the length of the pass that starts; the ranks exchange theirs. A collective.
+
+        Raises:
+            ValueError: of an order that the ranks share out each has another one.
+        """
         own = self.reader.measure(self.place)
-        rows = agreement.gather_floats([-1.0 if own is None else float(own)])
+        rows = agreement.gather_floats([-1.0 if own is None else float(own), order_key(self.sampler, self.place)])
+        check_orders_agree([row[1] for row in rows])
         lengths = [int(row[0]) for row in mesh.by_data_rank(rows)]
         self.batches = max(lengths) if min(lengths) >= 0 else None
         told_ahead = self._weigh is not None or self.read_errors is not None
@@ -120,3 +127,28 @@ class AgreedSource(DataSource):
         if not self.pads:
             return super()._has_ended()
         return self.place.ended or (self.batches is not None and self.place.batch >= self.batches)
+
+
+def order_key(sampler: ResumableSampler | None, place: Place) -> float:
+    """A number that is the same on ranks that share out one order; 0: each has an order of its own."""
+    if sampler is None or sampler.world_size == 1:
+        return 0.0
+    sampler.pass_number = place.pass_number
+    words = f"{sampler.seed if sampler.shuffle else None} {sampler.drawn_order}"
+    return float(int(hashlib.sha256(words.encode()).hexdigest()[:12], 16))
+
+
+def check_orders_agree(keys: Sequence[float]) -> None:
+    """Refuse ranks that would take shares of other orders, so that samples came twice or never.
+
+    Args:
+        keys: of :func:`order_key`, by rank.
+    """
+    first = next((key for key in keys if key), 0.0)
+    other = next((rank for rank, key in enumerate(keys) if key not in (0.0, first)), None)
+    if other is not None:
+        raise ValueError(
+            f"The order of the data on rank {other} is not that of rank {keys.index(first)}, and each rank takes its "
+            "share of one order: give loader() the same seed on every rank, and a sampler whose order does not depend "
+            "on the rank."
+        )

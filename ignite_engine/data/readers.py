@@ -38,6 +38,8 @@ class Replayed:
         self.data = data
         self.fetched: Sequence[Any] | None = None
         """Of an iterator that can be read only once and goes on: what was fetched of it and is not consumed."""
+        self._measured: int | None = None
+        """The pass that was measured and is not open yet."""
 
     @property
     def inexact(self) -> str | None:
@@ -52,14 +54,24 @@ class Replayed:
 
     def measure(self, place: Place) -> int | None:
         """Batches of the pass, counted as ``place.batch`` is; None: unknown."""
+        if length_of(self.data) is None:
+            return None
+        self._set_epoch(place.pass_number)  # a sampler may have another length in each
+        self._measured = place.pass_number
         return length_of(self.data)
 
     def set_pass(self, place: Place) -> None:
-        """Tell the data which pass is read; a stream too, as those of Hugging Face shuffle by it."""
+        """Tell the data which pass is read, unless it was told where that was measured."""
+        if self._measured != place.pass_number:
+            self._set_epoch(place.pass_number)
+        self._measured = None
+
+    def _set_epoch(self, pass_number: int) -> None:
+        """Tell the data and its samplers; a stream too, as those of Hugging Face shuffle by it."""
         stream = getattr(self.data, "dataset", None)
         for order in [*orders_of(self.data), *([stream] if isinstance(stream, IterableDataset) else [])]:
             if hasattr(order, "set_epoch"):
-                order.set_epoch(place.pass_number)
+                order.set_epoch(pass_number)
 
     def open(self, place: Place, begin: Begin) -> Iterator[Any]:
         """The batches from ``place`` on."""
@@ -100,7 +112,7 @@ class ByIndex(Replayed):
         return self.sampler.inexact
 
     def measure(self, place: Place) -> int | None:
-        self.sampler.length, self.sampler.skipped = self.sampler.data_length(), place.skipped
+        self.sampler.length, self.sampler.skipped = self.sampler.data_length(place.pass_number), place.skipped
         return length_of(self.data)
 
     def set_pass(self, place: Place) -> None:
@@ -118,7 +130,7 @@ class ByIndex(Replayed):
     def saved(self, place: Place) -> dict[str, Any]:
         # a pass that is yet to start has what is there by then
         begun = place.batch or place.skipped
-        order = self.order(self.sampler.length if begun else self.sampler.data_length())
+        order = self.order(self.sampler.length if begun else self.sampler.data_length(place.pass_number))
         drawn = self.sampler.drawn_order if begun else None
         return {**order, "skipped": place.skipped, **({} if drawn is None else {"drawn_order": drawn})}
 

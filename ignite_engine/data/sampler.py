@@ -72,8 +72,12 @@ class ResumableSampler(Sampler[Key]):
         self.length = len(self._data)
         """Samples in the pass, over all ranks."""
 
-    def data_length(self) -> int:
-        """Samples in the data now, perhaps more than at the start of the pass."""
+    def data_length(self, pass_number: int | None = None) -> int:
+        """Samples in the data now, perhaps more than at the start of the pass.
+
+        Args:
+            pass_number: of which pass, as an order of the user's own may be longer in later ones; None: the present.
+        """
         return len(self._data)
 
     @contextmanager
@@ -144,6 +148,14 @@ class DrawnSampler(ResumableSampler):
         """The last pass, its order, and a hash of that."""
         self._repeats = True
 
+    def data_length(self, pass_number: int | None = None) -> int:
+        self._set_epoch(self.pass_number if pass_number is None else pass_number)
+        return len(self.drawn)
+
+    def _set_epoch(self, pass_number: int) -> None:
+        if hasattr(self.drawn, "set_epoch"):
+            self.drawn.set_epoch(pass_number)
+
     @property
     def inexact(self) -> str | None:
         self._permutation()
@@ -174,8 +186,7 @@ class DrawnSampler(ResumableSampler):
             rng.seed_host(seed)
             if own is not None:
                 own.manual_seed(seed >> 1)
-            if hasattr(self.drawn, "set_epoch"):
-                self.drawn.set_epoch(self.pass_number)
+            self._set_epoch(self.pass_number)
             order = [*self.drawn]
         if own is not None and before is not None:
             own.set_state(before)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from ignite_engine.data.agreed import AgreedSource
+from ignite_engine.data.agreed import AgreedSource, check_orders_agree, order_key
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.lookahead import Waiting
 from ignite_engine.data.place import Held
@@ -89,10 +89,12 @@ class SharedSource(DataSource):
         """Read the length of the pass that starts. A collective.
 
         Raises:
-            ValueError: it has no batch, or not as many on every rank.
+            ValueError: it has no batch, or not as many or in another order on some rank.
         """
         self._read_length()
-        lengths = [int(row[0]) for row in agreement.gather_floats([float(self.batches or 0)])]
+        rows = agreement.gather_floats([float(self.batches or 0), order_key(self.sampler, self.place)])
+        check_orders_agree([row[1] for row in rows])
+        lengths = [int(row[0]) for row in rows]
         if len(set(lengths)) > 1 or (lengths[0] < 1 and not self.place.skipped):
             raise ValueError(
                 "global_micro_batches needs the same data on every rank, with at least one batch, got "
@@ -102,7 +104,11 @@ class SharedSource(DataSource):
     def _read_length(self) -> None:
         assert self.sampler is not None
         sampler, size = self.sampler, self._dealing.batch_size
-        sampler.length, sampler.skipped, sampler.dealing = sampler.data_length(), self.place.skipped, self._dealing
+        sampler.length, sampler.skipped, sampler.dealing = (
+            sampler.data_length(self.place.pass_number),
+            self.place.skipped,
+            self._dealing,
+        )
         left = max(0, sampler.length - sampler.skipped)
         self.batches = left // size if self.data.drop_last else -(-left // size)
 

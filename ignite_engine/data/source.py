@@ -263,7 +263,7 @@ class DataSource:
     def _check_order(self, reader: ByIndex, state: dict[str, Any]) -> None:
         if reader.sampler.adopts_seed:
             reader.sampler.seed = self.data.dataset.seed = state["seed"]
-        for name, value in reader.order(reader.sampler.length).items():
+        for name, value in reader.order(reader.sampler.data_length(state["pass"])).items():
             if state[name] != value and not (name == "batch_size" and self._keeps_global_batch(state)):
                 raise StateMismatch(
                     f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "

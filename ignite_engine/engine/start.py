@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ignite_engine import rng
+from ignite_engine.data.place import Place
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.windowed_source import WindowedSource
 from ignite_engine.data.windows import Windows
@@ -99,6 +100,9 @@ def begin(
     random_numbers = rng.capture() if start is Start.CONTINUED else None
     source = None if arguments.data is None else progress.new_source(arguments.data, grouping)
     try:
+        if isinstance(source, DataSource) and (number := _pass_number(start, progress, position)):
+            source.place = Place(number)
+            source.agree_lengths()  # a pass may have another length than the first
         plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
         if source is not None:
             _place(source, start, arguments.data, progress, position)
@@ -247,7 +251,8 @@ def _plan(
             raise ValueError(
                 f"Argument epoch_length should be same as in the state, but given {given} vs {state.epoch_length}"
             )
-        given = state.epoch_length
+        is_pass_again = arguments.data is progress.user_data and progress.epoch_is is EpochIs.A_PASS
+        given = state.epoch_length if given is not None or not is_pass_again else None
     length = given if given is not None else known
     if length is None and source is None:
         length = state.epoch_length if start is Start.FRESH else None
@@ -260,6 +265,14 @@ def _plan(
         epoch_is = EpochIs.A_PASS
     max_windows = source.data.limit if isinstance(source, WindowedSource) else None
     return Plan(max_epochs, max_iters, max_windows, length, epoch_is)
+
+
+def _pass_number(start: Start, progress: Progress, position: Position) -> int:
+    """The pass within which, or at whose end, the run begins."""
+    if start.continues and "pass" in position.data:
+        return int(position.data["pass"]) - int(position.data["ended"])
+    before = None if start is Start.FRESH or progress.source is None else progress.source.place
+    return 0 if before is None else before.pass_number + int(start is Start.RESET and before.batch > 0)
 
 
 def _place(source: Source, start: Start, data: Any, progress: Progress, position: Position) -> None:

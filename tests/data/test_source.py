@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -19,7 +20,8 @@ from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.data.own_state import generators_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.workers import end_workers
-from ignite_engine.handlers import Evaluation
+from ignite_engine.handlers import Checkpoint, Evaluation
+from tests.builders import Numbers, on_two_ranks, trainer_of, weights
 
 
 def keep_batch(engine: Engine, batch: Any) -> Any:
@@ -448,3 +450,100 @@ def test_sampler_that_draws_another_order_than_before_is_a_reason() -> None:
     (_, first), _, _, (_, at_the_end), *_ = run([1.0] * 12)[0]
     assert [run([1.0] * 12, first)[1], run([1.0, 9.0] * 6, first)[1]] == [False, True]
     assert not run([1.0, 9.0] * 6, at_the_end)[1]  # from the next pass on
+
+
+class Curriculum(Sampler[int]):
+    """Two samples more in each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4 + 2 * self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+CURRICULA: dict[str, Any] = {
+    "loader": lambda data: loader(data, 2, sampler=Curriculum()),
+    "DataLoader": lambda data: DataLoader(data, 2, sampler=Curriculum()),
+    "batch sampler": lambda data: DataLoader(data, batch_sampler=BatchSampler(Curriculum(), 2, drop_last=False)),
+}
+
+
+@pytest.mark.parametrize("kind", CURRICULA)
+def test_epochs_of_a_sampler_that_grows_have_their_own_length_also_where_it_resumes(tmp_path: Path, kind: str) -> None:
+    def run(folder: Path | None, stop_at: int | None = None, again: bool = False) -> tuple[list[int], Tensor]:
+        trainer, ends = trainer_of(), list[int]()
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: ends.append(trainer.state.iteration))
+        if folder is not None:
+            checkpoint = Checkpoint(folder)
+            checkpoint.attach(trainer, Events.COMPLETED)
+            checkpoint.resume()
+        if stop_at is not None:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), lambda: trainer.request_stop("here"))
+        data = CURRICULA[kind](Numbers(10))
+        trainer.run(data, max_epochs=3)
+        if again:
+            trainer.run(data, max_epochs=3)
+        return ends, weights(trainer)
+
+    ends, bits = run(None)
+    assert ends == [2, 5, 9]
+    for stop_at in range(1, 9):
+        before, _ = run(tmp_path / str(stop_at), stop_at)
+        after, resumed = run(tmp_path / str(stop_at))
+        assert before + after == ends and torch.equal(resumed, bits), stop_at
+        in_one_process, continued = run(None, stop_at, again=True)
+        assert in_one_process == ends and torch.equal(continued, bits), stop_at
+
+
+@pytest.mark.parametrize("kind", CURRICULA)
+def test_pass_after_a_terminated_one_has_its_own_length(kind: str) -> None:
+    trainer, ends, data = trainer_of(), list[int](), CURRICULA[kind](Numbers(10))
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: ends.append(trainer.state.iteration))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.terminate)
+    trainer.run(data, max_epochs=3)
+    trainer.run(data, max_epochs=4)
+    assert ends == [2, 7, 12] and trainer.state.epoch == 4  # as in Ignite the epoch that was left counts
+
+
+class Shifted(Curriculum):
+    def __init__(self, by: int) -> None:
+        super().__init__()
+        self.by = by
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index + self.by) % len(self) for index in range(len(self))])
+
+
+def test_ranks_that_would_share_out_other_orders_are_refused(tmp_path: Path) -> None:
+    def cases(rank: int) -> dict[str, Any]:
+        said = {}
+        for name, data in {
+            "seed": loader(Numbers(8), 2, shuffle=True, seed=rank),
+            "sampler": loader(Numbers(8), 2, sampler=Shifted(by=rank)),
+            "alike": loader(Numbers(8), 2, sampler=Shifted(by=1)),
+            "in order": loader(Numbers(8), 2, seed=rank),
+        }.items():
+            for options in ({}, {"global_micro_batches": 2}):
+                trainer = Trainer(lambda engine, batch: None, **options)  # type: ignore[arg-type]  # mypy takes any value
+                try:
+                    said[f"{name} {len(options)}"] = str(trainer.run(data, max_epochs=1).iteration)
+                except ValueError as error:
+                    said[f"{name} {len(options)}"] = str(error)
+        return said
+
+    said = on_two_ranks(cases, tmp_path / "meet")
+    for name, (first, second) in said.items():
+        assert first == second
+        assert (
+            first.startswith("The order of the data on rank 1 is not that of rank 0, and")
+            if name.startswith(("seed", "sampler"))
+            else first.isdigit()
+        ), name
+    assert len(said) == 8
