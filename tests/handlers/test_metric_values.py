@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from ignite.metrics import Accuracy, ClassificationReport, ConfusionMatrix, Precision, PrecisionRecallCurve, RocCurve
@@ -112,18 +114,19 @@ def test_what_is_not_known_is_left_out(value: Any) -> None:
     assert list(media_of("x", value)) == []
 
 
-def test_history_is_a_list_of_what_was_logged_and_a_table_with_pandas(tmp_path: Path) -> None:
+def test_history_is_a_list_of_what_was_logged_and_a_table_with_pandas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = trained(tmp_path, logging={**QUIET["logging"], "every": 4})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 13, "loss": "nan"}\n')
     history = run.history
     assert [point["iteration"] for point in history] == [4, 8, 12, 13]
     assert history[2]["val/loss"] == run.metrics["val/loss"] and history[3]["loss"] != history[3]["loss"]
-    try:
-        import pandas
-    except ModuleNotFoundError:
-        with pytest.raises(ModuleNotFoundError, match=r"^to_pandas\(\) needs pandas: pip install pandas\.$"):
-            history.to_pandas()
-    else:
-        frame = history.to_pandas()
-        assert isinstance(frame, pandas.DataFrame) and frame["iteration"].tolist() == [4, 8, 12, 13]
+    frame = history.to_pandas()
+    assert isinstance(frame, pandas.DataFrame) and frame["iteration"].tolist() == [4, 8, 12, 13]
+    assert frame["val/loss"].tolist()[2] == run.metrics["val/loss"] and frame["val/loss"].isna()[0]
+    assert frame["loss"].isna().tolist() == [False, False, False, True]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ModuleNotFoundError, match=r"^to_pandas\(\) needs pandas: pip install pandas\.$"):
+        history.to_pandas()
