@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from copy import copy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ignite_engine import rng
 from ignite_engine.data.place import Held, Place
 from ignite_engine.data.readers import Begin, Replayed, orders_of
 
+_NOTHING = object()
 _FINISHED = "_iterator_finished"  # in the state of torchdata's StatefulDataLoader
 
 
@@ -53,22 +55,24 @@ class WithState(Replayed):
             return self._until_exhausted(begin())
         self.data.load_state_dict(place.held.loader)
         if place.held.between_passes:
-            return self._after_a_pass(begin, place.held.generators)
+            return self._after_a_pass(begin, place.held)
         iterator = begin()
         self._restore_generators(place.held.generators)
         return self._until_exhausted(iterator)
 
-    def _after_a_pass(self, begin: Begin, generators: Any) -> Iterator[Any]:
-        """The next pass of data whose state is that of a pass's end: some yield nothing then, some start the next."""
+    def _after_a_pass(self, begin: Begin, held: Held) -> Iterator[Any]:
+        """The next pass of data whose state is that of a pass's end: some yield nothing then, some start the next.
+
+        It begins now, as in a run that was not stopped, where ``terminate_epoch()`` opens it before a save.
+        """
         of_the_process = rng.capture()
-        for batch in (iterator := self._until_exhausted(begin())):
-            yield batch
-            yield from iterator
-            return
-        self.exhausted = False
+        is_over = next(begin(), _NOTHING) is _NOTHING
         rng.restore(of_the_process)  # what the end of the pass drew was drawn before the state was saved
-        self._restore_generators(generators)
-        yield from self._until_exhausted(begin())
+        self._restore_generators(held.generators)
+        if is_over:
+            return self._until_exhausted(begin())
+        self.data.load_state_dict(held.loader)
+        return chain.from_iterable(self._until_exhausted(begin()) for _ in range(1))  # not before it is asked
 
     def _until_exhausted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         yield from iterator

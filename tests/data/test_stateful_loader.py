@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from ignite.engine import Events
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from ignite_engine import Trainer, TrainingEvents
-from tests.builders import linear, trainer_of, weights
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
+from ignite_engine.checkpointing import CheckpointStore
+from ignite_engine.handlers import Checkpoint, Evaluation
+from tests.builders import linear, mse, trainer_of, weights
 
 
 class Stream(IterableDataset[Any]):
@@ -205,3 +209,38 @@ def test_workers_whose_stream_begins_anew_when_asked_again_are_announced(stream:
     twice = "StatefulDataLoader asks workers again whose stream has ended: where Shared then begins anew, its batches"
     announced = [reason for reason in resumed.reproducibility() if reason.startswith(twice)]
     assert (first + rest == whole) == (not announced) == (stream is Counted)
+
+
+def test_stopped_in_the_evaluation_of_the_iteration_that_ends_an_epoch_twice(tmp_path: Path) -> None:
+    """``terminate_epoch()`` in an epoch's last iteration opens the next pass before the save, as in the whole run."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def drawn(folder: str, stop: bool = False) -> list[str]:
+        torch.manual_seed(1)
+        model = linear()
+        trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
+        evaluator = create_evaluator(model, lambda model, batch: (model(batch[0]), batch[1]), {})
+        Evaluation(evaluator, [next(iter(DataLoader(numbers(), 2)))]).attach(
+            trainer, Events.ITERATION_COMPLETED(every=2)
+        )
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), lambda: trainer.terminate_epoch())
+        checkpoint = Checkpoint(tmp_path / folder)
+        checkpoint.attach(trainer, Events.EPOCH_COMPLETED)
+        noted: list[str] = []
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: noted.append(digest()))
+        if stop:
+            trainer.add_event_handler(
+                TrainingEvents.EVALUATION_STARTED,
+                lambda: trainer.request_stop("test") if trainer.state.iteration == 4 else None,
+            )
+        checkpoint.resume()
+        trainer.run(torchdata.StatefulDataLoader(numbers(), 3, shuffle=True), max_epochs=4)
+        return [*noted, digest()]
+
+    def digest() -> str:
+        return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:8]
+
+    whole = drawn("whole")
+    assert drawn("cut", stop=True)[:4] == whole[:4]
+    assert CheckpointStore(tmp_path / "cut").checkpoints()[-1].iteration == 4
+    assert drawn("cut") == whole[4:]

@@ -97,11 +97,14 @@ def attach_users(plan: Plan, trainer: Trainer, model: Net, note: Note, states: d
         tensor.mul_(factor)
 
     on("weights by .data", often, lambda engine: weight.data.mul_(0.99))
-    on(
-        "weights by NumPy",
-        often,
-        lambda engine: np.multiply(weight.detach().numpy(), 0.99, out=weight.detach().numpy()),
-    )
+
+    def scale_by_numpy(engine: Any) -> None:
+        values = weight.detach().cpu().numpy()  # on the CPU the weight's own memory
+        np.multiply(values, 0.99, out=values)
+        if weight.device.type != "cpu":
+            weight.data.copy_(torch.from_numpy(values))
+
+    on("weights by NumPy", often, scale_by_numpy)
     on("weights by no_grad", often, lambda engine: scale(weight, 0.99))
     at_start = Events.ITERATION_STARTED(every=numbers["act every"])
     on("weights at ITERATION_STARTED", at_start, lambda engine: weight.data.add_(0.001))

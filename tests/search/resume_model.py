@@ -134,7 +134,7 @@ class OwnGenerator(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.training:
             return hidden
-        return hidden * (1.0 + 0.1 * torch.randn(hidden.shape, generator=self.generator))
+        return hidden * (1.0 + 0.1 * torch.randn(hidden.shape, generator=self.generator).to(hidden.device))
 
 
 class Unsaved(nn.Module):
