@@ -53,11 +53,12 @@ def train(
     save_every: int = 8,
     seed: int = 0,
     resume: bool = True,
+    model: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """A run to its end from wherever it was; what it says is what the process answers."""
-    torch.manual_seed(seed)
-    trainer, said = trainer_of(linear(dropout=True)), Said()
+    trainer, said = trainer_of(linear(dropout=True) if model is None else model), Said()
+    torch.manual_seed(seed + dist_rank())
     logger = logging.getLogger("ignite_engine")
     level = logger.level
     logger.addHandler(said)

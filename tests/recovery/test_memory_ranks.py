@@ -1,0 +1,217 @@
+"""Copies in memory on two ranks: an iteration that both hold is resumed, whoever was killed and when."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ignite.engine import Events
+from torch import nn
+
+from ignite_engine import Trainer
+from ignite_engine.handlers import Checkpoint
+from ignite_engine.recovery import slots
+from ignite_engine.recovery.packing import Packed
+from tests.builders import linear
+from tests.checkpointing.file_faults import kill_this_process, start_child, wait_for
+from tests.recovery.test_memory import Prepare, ends, said_in, train
+
+pytestmark = [pytest.mark.distributed, pytest.mark.faults]
+KILLED = -signal.SIGKILL
+meetings = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    root = tmp_path / "shm"
+    root.mkdir()
+    monkeypatch.setattr(slots, "ROOT", root)
+    yield root
+
+
+def start(world_size: int, directory: Path, prepare: Callable[[int], Prepare], **options: Any) -> list[Any]:
+    """The processes of a run on several ranks, forked."""
+    meeting_point = directory.parent / f"meeting_{next(meetings)}"
+
+    def one_rank(rank: int) -> Any:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting_point}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=30),
+        )
+        result = train(
+            directory, prepare(rank), model=nn.parallel.DistributedDataParallel(linear(dropout=True)), **options
+        )
+        dist.destroy_process_group()
+        return result
+
+    return [start_child(lambda rank=rank: one_rank(rank)) for rank in range(world_size)]  # type: ignore[misc]  # binds it
+
+
+def run(
+    world_size: int, directory: Path, prepare: Callable[[int], Prepare] | None = None, **options: Any
+) -> list[tuple[int, Any]]:
+    """How each rank ended, and what it answered."""
+    ranks = start(world_size, directory, prepare or (lambda rank: lambda trainer, checkpoint: None), **options)
+    return [wait_for(rank, timeout_s=120) for rank in ranks]
+
+
+def finished(world_size: int, directory: Path, **options: Any) -> list[dict[str, Any]]:
+    results = run(world_size, directory, **options)
+    assert [code for code, _ in results] == world_size * [0]
+    return [answer for _, answer in results]
+
+
+def killed(ranks: tuple[int, ...], at: int, event: Any = Events.ITERATION_COMPLETED) -> Callable[[int], Prepare]:
+    def prepare_on(rank: int) -> Prepare:
+        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+            if rank in ranks:
+                trainer.add_event_handler(event(once=at), kill_this_process)
+
+        return prepare
+
+    return prepare_on
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return finished(2, tmp_path_factory.mktemp("undisturbed") / "run", memory=None)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_killed_one_iteration_is_lost_and_no_bit(
+    ranks: tuple[int, ...], tmp_path: Path, shared_memory: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    directory = tmp_path / "run"
+    codes = [code for code, _ in run(2, directory, killed(ranks, 7))]
+    assert all(codes[rank] == KILLED for rank in ranks) and 0 not in codes
+    results = finished(2, directory)
+
+    assert [result["resumed_at"] for result in results] == [6, 6]
+    assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
+    assert said_in(results[0], "Resumed from memory at iteration 6 (disk has none)")
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_killed_within_a_copy_that_the_peer_has_made_both_take_the_one_before(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    directory, whole = tmp_path / "run", Packed.write
+
+    def prepare_on(rank: int) -> Prepare:
+        calls = itertools.count(1)
+
+        def write(self: Packed, room: memoryview) -> None:
+            whole(self, room)
+            if next(calls) == 6:
+                (directory / f"wrote_{rank}").touch()
+                if rank == 1:
+                    kill_this_process()
+
+        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+            Packed.write = write  # type: ignore[method-assign]
+
+        return prepare
+
+    codes = [code for code, _ in run(2, directory, prepare_on)]
+    assert codes[1] == KILLED and (directory / "wrote_0").exists()
+    results = finished(2, directory)
+
+    assert [result["resumed_at"] for result in results] == [5, 5]
+    assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
+
+
+def test_an_exception_of_one_rank_leaves_nothing(tmp_path: Path, shared_memory: Path) -> None:
+    def fails(rank: int) -> Prepare:
+        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+            if rank == 1:
+                trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: 1 / 0)
+
+        return prepare
+
+    assert [code for code, _ in run(2, tmp_path / "run", fails)] == [1, 1]
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_a_rank_that_was_stopped_and_then_killed_loses_no_more(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    directory = tmp_path / "run"
+
+    def stops(rank: int) -> Prepare:
+        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+            if rank == 1:
+                trainer.add_event_handler(
+                    Events.ITERATION_COMPLETED(once=7), lambda: os.kill(os.getpid(), signal.SIGSTOP)
+                )
+
+        return prepare
+
+    ranks = start(2, directory, stops)
+    os.waitid(os.P_PID, ranks[1][0], os.WSTOPPED | os.WNOWAIT)
+    for process, _ in ranks:
+        os.kill(process, signal.SIGKILL)
+    assert [wait_for(rank)[0] for rank in ranks] == [KILLED, KILLED]
+    results = finished(2, directory)
+
+    assert [result["resumed_at"] for result in results] == [6, 6]
+    assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
+def test_on_another_number_of_ranks_it_goes_on_as_from_disk(
+    before: int, now: int, tmp_path: Path, shared_memory: Path
+) -> None:
+    """One copy is resumed from memory, one checkpoint of the same iteration from disk."""
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    assert {code for code, _ in run(before, memory, killed((0, 1), 5))} == {KILLED}
+    assert {code for code, _ in run(before, disk, killed((0, 1), 5), save_every=4, memory=None)} == {KILLED}
+    from_memory = finished(now, memory, save_every=4)
+    from_disk = finished(now, disk, save_every=4, memory=None)
+
+    assert (
+        [result["resumed_at"] for result in from_memory] == [4] * now == [result["resumed_at"] for result in from_disk]
+    )
+    assert said_in(from_memory[0], "Resumed from memory")
+    assert [result["weights"] for result in from_memory] == [result["weights"] for result in from_disk]
+    assert said_in(from_memory[0], "may go on with other bits: ranks: ")
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_a_rank_without_its_slots_sends_all_to_the_disk(tmp_path: Path, shared_memory: Path) -> None:
+    directory = tmp_path / "run"
+    run(2, directory, killed((0, 1), 10))
+    for path in shared_memory.glob("*/rank_1.*"):
+        path.unlink()
+    results = finished(2, directory)
+
+    assert [result["resumed_at"] for result in results] == [8, 8]
+    assert said_in(results[0], "The state in memory is not used: the ranks do not hold the same iteration.")
+
+
+def test_where_one_rank_has_no_room_no_rank_copies(tmp_path: Path, shared_memory: Path) -> None:
+    def prepare_on(rank: int) -> Prepare:
+        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+            def full(descriptor: int, offset: int, size: int) -> None:
+                raise OSError(28, "No space left on device")
+
+            if rank == 1:
+                os.posix_fallocate = full
+
+        return prepare
+
+    results = [answer for _, answer in run(2, tmp_path / "run", prepare_on)]
+
+    assert all(said_in(result, "No copies of the state in memory, as") for result in results)
+    assert list(shared_memory.iterdir()) == []
+    shutil.rmtree(tmp_path / "run")
