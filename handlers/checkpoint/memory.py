@@ -52,6 +52,7 @@ class MemoryCopies:
         self._sequence = 0
         self._began_at = -1
         self._environment: dict[str, Any] = {}
+        self._reasons: tuple[Any, list[str]] = None, []
         self._left_at: float | None = None
         self._costs: list[float] = []
         self._steps: list[float] = []
@@ -82,7 +83,8 @@ class MemoryCopies:
         self._end_if_impossible()
         self._sequence = max((checkpoint.manifest.sequence for checkpoint in store.checkpoints()), default=0)
         self._environment = environment_values(agreement.world_size()) | {"sharding": layout}
-        self._began_at, self._left_at, self._costs, self._steps = trainer.state.iteration, None, [], []
+        self._began_at, self._reasons = trainer.state.iteration, (None, [])
+        self._left_at, self._costs, self._steps = None, [], []
 
     def copy(self, trainer: Trainer, saver: Saver, metrics: Mapping[str, float] | None) -> None:
         """At a step boundary, after a save that is due there; now and then a collective."""
@@ -134,18 +136,24 @@ class MemoryCopies:
         """Copy the state; why that failed."""
         state, saved = trainer.state, saver.store.last_saved
         self._sequence = max(self._sequence, 0 if saved is None else saved.sequence)
+        when = (state.epoch, state.windows, state.checkpoints)
+        if self._reasons[0] != when:  # to find them takes as long as the copy
+            self._reasons = when, trainer.reproducibility(saver.filter)
         try:
-            shared, local, facts = saver.parts(trainer)
-            facts_of_copy = {
+            shared, local, left_out = saver.parts(trainer)
+            facts = {
                 "epoch": state.epoch,
                 "sequence": self._sequence,
                 "metrics": dict(metrics or {}),
                 "environment": self._environment,
-                **{name: facts[name] for name in ("reproducibility", "left_out", "kinds", "parent")},
+                "reproducibility": self._reasons[1],
+                "left_out": left_out,
+                "kinds": dict(trainer.registry.kinds),
+                "parent": saver.parent,
             }
             assert saver.run_id is not None
             boundary = {"iteration": state.iteration, "epochs_completed": trainer.progress.epochs_completed}
-            self._memory.write(facts_of_copy, shared, local, **boundary, run_id=saver.run_id)
+            self._memory.write(facts, shared, local, **boundary, run_id=saver.run_id)
         except (CheckpointError, OSError) as error:
             return one_line(error).rstrip(".")
         return None

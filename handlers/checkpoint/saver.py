@@ -259,8 +259,17 @@ class Saver:
         For the background they are copies.
         """
         trainer.registry.flush_to_disk()
-        shared, local, facts = self.parts(trainer)
         kinds = trainer.registry.kinds
+        shared, local, left_out = self.parts(trainer)
+        facts: Facts = {
+            **self.options.facts,
+            "reproducibility": trainer.reproducibility(self.filter),
+            "left_out": left_out,
+            "kinds": dict(kinds),
+            "parent": self.parent,
+            "run_id": self.run_id,
+            "evaluated_with": trainer.registry.evaluated_with(),
+        }
         if not (background or self.options.delta_rows):
             return shared, local, Extracted(), facts  # the store takes it out
         take_tables = partial(
@@ -273,20 +282,11 @@ class Saver:
             )
         return shared, local, taken, facts
 
-    def parts(self, trainer: Trainer) -> tuple[Mapping[str, Any], Mapping[str, Any], Facts]:
-        """What a checkpoint of this step boundary holds: shared parts, this rank's own, and the manifest's facts."""
+    def parts(self, trainer: Trainer) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, list[str]]]:
+        """What a checkpoint of this step boundary holds: shared parts, this rank's own; and names that are left out."""
         kinds = trainer.registry.kinds
         (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
-        facts: Facts = {
-            **self.options.facts,
-            "reproducibility": trainer.reproducibility(self.filter),
-            "left_out": left_out | own,
-            "kinds": dict(kinds),
-            "parent": self.parent,
-            "run_id": self.run_id,
-            "evaluated_with": trainer.registry.evaluated_with(),
-        }
-        return shared, local, facts
+        return shared, local, left_out | own
 
     def _is_late(self, trainer: Trainer) -> Callable[[Tensor], bool]:
         """Whether a tensor is copied beside the next forward and backward: only optimizers' states are.

@@ -135,8 +135,12 @@ class Memory:
             if not any(problems):
                 return copy
             _ignore(next(filter(None, problems)))
-        if any(everyone) and not wanted:
-            _ignore("it is of other settings" if on_all else "the ranks do not hold the same iteration")
+        if on_all and not wanted:
+            _ignore("it is of other settings")
+        elif any(everyone) and not on_all:
+            _ignore("the ranks do not hold the same iteration")
+        elif not any(everyone) and any(agreement.gather_objects(self._folder is not None and self._folder.ranks())):
+            _ignore("it is torn or damaged")
         return None
 
     def _headers(self) -> dict[Boundary, dict[int, Slot]]:

@@ -294,6 +294,7 @@ def test_with_both_slots_damaged_the_disk_is_taken(
     result = killed_then(tmp_path, lambda: [damage(path, offset) for path in slot_files(shared_memory)])
 
     assert result["resumed_at"] == 8
+    assert said_in(result, "torn or damaged")
     assert ends(result) == ends(undisturbed)
     assert list(shared_memory.iterdir()) == []
 
