@@ -20,7 +20,9 @@ from ignite.engine import Events
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import Checkpoint, MetricLogger
+from ignite_engine.handlers.checkpoint.memory import MemoryCopies
 from ignite_engine.recovery import slots
+from ignite_engine.recovery.packing import Packed
 from tests.builders import linear, numbers_loader, trainer_of, weights
 from tests.checkpointing.file_faults import (
     FileOperations,
@@ -109,11 +111,10 @@ def ends(result: dict[str, Any]) -> tuple[Any, ...]:
     return result["weights"], result["log"], result["checkpoints"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    code, result = in_child(lambda: train(tmp_path_factory.mktemp("undisturbed"), memory=None))
-    assert code == 0
-    return result
+    """In this process, so that the forked ones have imported what it needs."""
+    return train(tmp_path_factory.mktemp("undisturbed"), memory=None)
 
 
 def said_in(result: dict[str, Any], words: str) -> bool:
@@ -156,8 +157,6 @@ def kills_at_write(number: int) -> Prepare:
     """In the middle of a copy: half of the content is written."""
 
     def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
-        from ignite_engine.recovery.packing import Packed
-
         whole, calls = Packed.write, [0]
 
         def write(self: Packed, room: memoryview) -> None:
@@ -244,8 +243,6 @@ def test_auto_says_once_how_often_it_copies(tmp_path: Path, undisturbed: dict[st
 
 
 def test_auto_takes_as_few_iterations_as_keep_the_share(tmp_path: Path) -> None:
-    from ignite_engine.handlers.checkpoint.memory import MemoryCopies
-
     copies = MemoryCopies(tmp_path, "auto", None)
     copies._costs, copies._steps = [0.010, 0.003, 0.003], [0.1, 0.1, 0.1]
 

@@ -85,6 +85,7 @@ def killed(ranks: tuple[int, ...], at: int, event: Any = Events.ITERATION_COMPLE
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    train(tmp_path_factory.mktemp("imports"), memory=None)  # here, so that the forked processes need not
     return finished(2, tmp_path_factory.mktemp("undisturbed") / "run", memory=None)
 
 
