@@ -181,7 +181,7 @@ class RunDirectory:
         """
         summary = self.read_summary()
         written = str(summary.get("reason"))
-        known = f"rank {rank}" in written.lower()
+        known = f"rank {rank}" in written.lower() or summary.get("world_size") == 1
         if killed and "exited without reporting" in written:  # else they know more: it was silent, and they killed it
             _, found, heartbeat = written.partition(" Last heartbeat")
             reason, known = reason + found + heartbeat, False

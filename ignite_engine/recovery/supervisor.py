@@ -53,6 +53,7 @@ class _Death:
         local_rank: on this machine, whose number stays where a rank is left out.
         how: as the end of a sentence about it, with the iteration.
         begun: that iteration; 0: none had begun.
+        phase: of the iteration.
         samples: of its batch, where it had died at the same iteration before.
         number: of the signal that killed it; None: none has.
         traceback: of what it raised.
@@ -63,6 +64,7 @@ class _Death:
     pid: int
     how: str
     begun: int
+    phase: int
     samples: str
     number: int | None = None
     traceback: str = ""
@@ -122,7 +124,9 @@ class _ForkedRanks(Ranks):
     def _death(self, rank: int, how: str, number: int | None = None, traceback: str = "") -> _Death:
         row, pid = self.rows[rank], self.ranks[rank].process.pid
         samples = row.samples if row.suspect == row.begun else ""
-        return _Death(rank, self.local_ranks[rank], pid, f"{how} {row.where}", row.begun, samples, number, traceback)
+        return _Death(
+            rank, self.local_ranks[rank], pid, f"{how} {row.where}", row.begun, row.phase, samples, number, traceback
+        )
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -147,8 +151,8 @@ class Supervisor:
         self._rows = shared_rows(len(self._all))
         self._restarted_at: deque[float] = deque(maxlen=policy.restarts)
         self._restarts = 0
-        self._suspects: dict[int, int] = {}
-        """By local rank the iteration at which it died last."""
+        self._suspects: dict[int, tuple[int, int]] = {}
+        """By local rank the iteration at which it died last, and its phase."""
         self._early: Counter[int] = Counter()
         """By local rank in how many attempts in a row it died before an update."""
         self._in_vain = 0
@@ -196,7 +200,7 @@ class Supervisor:
         ranks.local_ranks, ranks.rows = chosen, self._rows[: len(chosen)]
         for local_rank, row in zip(chosen, ranks.rows, strict=True):
             row.clear()
-            row.suspect = self._suspects.get(local_rank, 0)
+            row.suspect = self._suspects.get(local_rank, (0, 0))[0]
         return ranks
 
     def _count(self, deaths: Sequence[_Death], ranks: _ForkedRanks) -> None:
@@ -206,7 +210,7 @@ class Supervisor:
             ProcessExitedException: another one would come to no more.
         """
         for death in deaths:
-            if death.begun and self._suspects.get(death.local_rank) == death.begun:
+            if death.begun and self._suspects.get(death.local_rank) == (death.begun, death.phase):
                 samples = f" Its batch holds the samples {death.samples}." if death.samples else ""
                 _give_up(death, f", where it died before. The run ends, as it would end there again.{samples}")
         now, restarts = time.monotonic(), self._policy.restarts
@@ -219,8 +223,8 @@ class Supervisor:
             dead = died.get(local_rank)
             self._early[local_rank] = self._early[local_rank] + 1 if dead and not row.updates else 0
             if dead and dead.begun:
-                self._suspects[local_rank] = dead.begun
-            elif row.begun > self._suspects.get(local_rank, 0):
+                self._suspects[local_rank] = (dead.begun, dead.phase)
+            elif row.begun > self._suspects.get(local_rank, (0, 0))[0]:
                 self._suspects.pop(local_rank, None)
         self._in_vain = 0 if any(row.updates for row in ranks.rows) else self._in_vain + 1
 

@@ -1,0 +1,80 @@
+"""A tiny task with dropout whose ranks die where a test wants it.
+
+Options: ``directory``: of the test's files; ``deaths``: a list of ``rank``, ``at`` (an iteration; 0: while the task is
+built; ``sample N``), ``how`` (a signal's name, or ``raise``), ``times`` and ``after`` (the
+place of a death that comes first); ``step_s``: seconds of an iteration. Each rank leaves its
+process id in the file ``pid_RANK``, and its newest iteration in ``at_RANK``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+from ignite.engine import Events
+from torch import nn
+from torch.utils.data import Dataset
+
+from ignite_engine import Task, Trainer
+
+SAMPLES = 160
+
+
+class Points(Dataset[Any]):
+    def __init__(self, deaths: Deaths) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(SAMPLES, 8, generator=generator)
+        self.y = torch.randint(0, 3, (SAMPLES,), generator=generator)
+        self.deaths = deaths
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.deaths.at(f"sample {index}")
+        return self.x[index] + 0.1 * torch.randn(8), self.y[index]
+
+
+class Deaths:
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.folder, self.step_s = Path(options["directory"]), options.get("step_s", 0.0)
+        self.deaths = options.get("deaths", [])
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(Events.ITERATION_STARTED, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        (self.folder / f"at_{idist.get_rank()}").write_text(str(trainer.state.iteration))
+        time.sleep(self.step_s)
+        self.at(trainer.state.iteration)
+
+    def at(self, moment: int | str) -> None:
+        for number, death in enumerate(self.deaths):
+            if death["at"] == moment and death.get("rank", 0) == int(os.environ.get("LOCAL_RANK", "0")):
+                if "after" in death and not (self.folder / f"died_{death['after']}").exists():
+                    continue
+                died = self.folder / f"died_{number}"
+                times = len(died.read_text()) if died.exists() else 0
+                if times < death.get("times", 1):
+                    died.write_text("x" * (times + 1))
+                    if death["how"] == "raise":
+                        raise ArithmeticError("a program's own error")
+                    os.kill(os.getpid(), getattr(signal, death["how"]))
+
+
+def build(options: Mapping[str, Any]) -> Task:
+    deaths = Deaths(options)
+    (deaths.folder / f"pid_{idist.get_rank()}").write_text(str(os.getpid()))
+    deaths.at(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    return Task(model=model, loss_fn=loss_fn, train_set=Points(deaths), handlers=[deaths])
