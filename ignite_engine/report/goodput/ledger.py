@@ -44,11 +44,17 @@ class Ledger:
             of the last one, as far as it is known.
         starts: processes that have trained it.
         verdict: why the last start was not faster, as it said at its end; None: nothing was wrong, or it was killed.
+        failures: starts that were killed or failed, and were followed by another.
+        recovery_s: from the ends of those to the ends of the start-ups that followed.
+        saves: checkpoints on disk.
     """
 
     seconds: Mapping[str, float]
     starts: int
     verdict: str | None = None
+    failures: int = 0
+    recovery_s: float = 0.0
+    saves: int = 0
 
     @property
     def wall_s(self) -> float:
@@ -59,12 +65,30 @@ class Ledger:
         """The share of the wall time that was training that was kept, 0 to 1."""
         return self.seconds["productive"] / self.wall_s if self.wall_s > 0 else 0.0
 
+    @property
+    def bound(self) -> float | None:
+        """The goodput that theory gives for the failures that were seen, 0 to 1; None: there were none.
+
+        Of saves at the best interval for their mean time C, the mean time M between failures and the mean time R to
+        start again it is ``1 - sqrt(2 C / M) - R / M``. A run whose copies are in memory may be above it.
+
+        Source: Young 1974, Communications of the ACM 17(9); Daly 2006, Future Generation Computer Systems 22(3).
+        """
+        if not self.failures or self.wall_s <= 0:
+            return None
+        between_s = self.wall_s / self.failures
+        save_s = self.seconds["checkpoint"] / self.saves if self.saves else 0.0
+        return max(1.0 - math.sqrt(2 * save_s / between_s) - self.recovery_s / self.wall_s, 0.0)
+
     def as_values(self) -> dict[str, Any]:
         """For ``summary.json``."""
         return {
             "goodput": self.goodput,
             "wall_s": self.wall_s,
             "starts": self.starts,
+            "failures": self.failures,
+            "recovery_s": self.recovery_s,
+            "bound": self.bound,
             **{f"{part}_s": seconds for part, seconds in self.seconds.items()},
         }
 
@@ -80,12 +104,24 @@ def goodput_line(values: Mapping[str, Any]) -> str:
     wall = values["wall_s"] or 1.0
     others = sorted(((values[f"{part}_s"] / wall, name) for part, name in PARTS.items() if part != "productive"))
     said = ", ".join(f"{100 * share:.0f} % {name}" for share, name in reversed(others) if share >= 0.01)
-    return f"Goodput {100 * values['goodput']:.0f} %{f'; {said}' if said else ''}."
+    return f"Goodput {100 * values['goodput']:.0f} %{f'; {said}' if said else ''}.{failures_text(values)}"
+
+
+def failures_text(values: Mapping[str, Any]) -> str:
+    """`` 3 failures, ...``: how often the run failed, what that took, and what theory gives for it; or nothing."""
+    if not (failures := values.get("failures")):
+        return ""
+    return (
+        f" {failures} failure{'s' if failures > 1 else ''}, one every {values['wall_s'] / failures:.3g} s, each "
+        f"{values['recovery_s'] / failures:.2g} s until it trained again: at most {100 * values['bound']:.0f} % by "
+        "Young and Daly."
+    )
 
 
 def _summed(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Ledger:
     seconds = dict.fromkeys(PARTS, 0.0)
     cut, until = math.inf, math.inf  # what a later start has trained again, and when the next one began
+    failures, recovery_s, startup_after = 0, 0.0, 0.0
     for number, lines in reversed(list(enumerate(starts))):
         last = lines[-1]
         kept = _kept(lines, cut)
@@ -96,9 +132,13 @@ def _summed(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Ledger:
         seconds["productive"] += max(trained, 0.0)
         seconds["wasted"] += max(last["elapsed"] - kept["elapsed"], 0.0)
         if until < math.inf and last.get("status") != "completed":
-            seconds["downtime"] += max(until - last["began"] - last["elapsed"], 0.0)  # a clock may be set back
-        cut, until = min(cut, last["first"]), last["began"]
-    return Ledger(seconds, len(starts), starts[-1][-1].get("verdict"))
+            pause = max(until - last["began"] - last["elapsed"], 0.0)  # a clock may be set back
+            seconds["downtime"] += pause
+            if last.get("status") != "interrupted":
+                failures, recovery_s = failures + 1, recovery_s + pause + startup_after
+        cut, until, startup_after = min(cut, last["first"]), last["began"], last["startup"]
+    saves = sum(len(lines) - 1 for lines in starts)
+    return Ledger(seconds, len(starts), starts[-1][-1].get("verdict"), failures, recovery_s, saves)
 
 
 def _kept(lines: Sequence[Mapping[str, Any]], cut: float) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from ignite_engine.report.goodput.ledger import PARTS, Ledger
+from ignite_engine.report.goodput.ledger import PARTS, Ledger, failures_text
 
 COLOURS = {
     "productive": "good",
@@ -42,7 +42,8 @@ def goodput_section(ledger: Ledger | None) -> list[str]:
         for part, share in shares.items()
         if share >= SHOWN
     )
-    said = f'<p class="note">{escape(ledger.verdict)}</p>' if ledger.verdict else ""
+    notes = (failures_text(ledger.as_values()).strip(), ledger.verdict or "")
+    said = "".join(f'<p class="note">{escape(note)}</p>' for note in notes if note)
     starts = f" in {ledger.starts} starts" if ledger.starts > 1 else ""
     return [
         f'<h2>Where the time went <span class="unit">{_seconds(ledger.wall_s)}{starts}</span></h2>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint, Evaluation, StepTimes
-from ignite_engine.report.goodput import PARTS, LedgerFile, read_ledger
+from ignite_engine.report.goodput import PARTS, LedgerFile, goodput_line, read_ledger
 from ignite_engine.report.goodput.ledger import COUNTED
 from tests.builders import Numbers, linear, mse, numbers_loader, trainer_of
 
@@ -66,6 +67,30 @@ def test_between_two_lines_time_is_shared_by_iterations(tmp_path: Path) -> None:
     assert ledger_of(tmp_path / "l", *lines) == pytest.approx(
         {"startup": 2.0, "productive": 10.0, "wasted": 20.0, "restart": 3.0}
     )
+
+
+def test_failures_and_what_theory_gives_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    lines = (
+        line(30.0, 10, startup=1.0, checkpoint=0.5),  # saved here, and killed later
+        line(45.0, 20, startup=1.0, checkpoint=0.5),
+        line(40.0, 30, 10, 1049.0, startup=2.0, status="interrupted"),
+        line(10.0, 40, 30, 2000.0, startup=1.0, status="failed"),
+        line(96.0, 90, 40, 2013.0, startup=1.0, status="completed"),
+    )
+    ledger_of(path, *lines)
+    found = read_ledger(path)
+    assert found is not None
+    # 4 s and 3 s without a process, and start-ups of 2 s and 1 s; a user's pause is none
+    assert (found.failures, found.recovery_s, found.saves) == (2, 4.0 + 2.0 + 3.0 + 1.0, 1)
+    between_s = found.wall_s / 2
+    assert found.bound == pytest.approx(1 - math.sqrt(2 * 0.5 / between_s) - 5.0 / between_s)
+    assert "2 failures, one every 554 s, each 5 s until it trained again: at most 95 % by Young and Daly." in (
+        goodput_line(found.as_values())
+    )
+    ledger_of(path, line(10.0, 5, status="completed"))
+    found = read_ledger(path)
+    assert found is not None and found.bound is None and "failure" not in goodput_line(found.as_values())
 
 
 def test_clock_that_is_set_back_and_a_run_that_was_complete(tmp_path: Path) -> None:
