@@ -1,4 +1,4 @@
-"""The commands that go back in runs: ``replay`` and ``audit``."""
+"""The commands that go back in runs: ``replay``, ``compare-runs`` and ``audit``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ignite_engine import devices
 from ignite_engine.errors import ReplayError
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.launch import Parallel, is_launched
-from ignite_engine.replay import Moment, bring_to
+from ignite_engine.replay import Moment, bring_to, compare_runs
 from ignite_engine.replay import audit as make_audit
 from ignite_engine.task import TaskError, find_task
 
@@ -31,6 +31,11 @@ def add_parsers(subparsers: Any, count: Callable[[str], int]) -> None:
     command.add_argument("--call", metavar="FILE:FUNCTION", help="call function(trainer) there, everything in place")
     command.add_argument("--debug", action="store_true", help="open the debugger before the update of iteration N")
     command.add_argument("--save", type=Path, metavar="DIR", help="make a checkpoint of the last one in this folder")
+    _add_shared(command, count)
+    text = "the first difference of two runs that should be equal, named: a sample, a weight, a gradient; code 1 if any"
+    command = subparsers.add_parser("compare-runs", help=text, description=text, allow_abbrev=False)
+    for name in ("first", "second"):
+        command.add_argument(name, type=Path, metavar=name.upper(), help="the directory of a run")
     _add_shared(command, count)
     text = "train segments of a run again, and compare them with its logs and checkpoints; code 1 if one is another"
     command = subparsers.add_parser("audit", help=text, description=text, allow_abbrev=False)
@@ -68,6 +73,18 @@ def _replay(options: argparse.Namespace) -> int:
         if call is not None:
             call(moment.trainer)
     return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Print what differs first; code 1 if anything does."""
+    return _on_ranks(_compare, options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    result = compare_runs(options.first, options.second, None if options.build is None else _function(options.build))
+    if agreement.rank() == 0:
+        print(*result.lines(), sep="\n")
+    return 0 if result.equal else DIFFERS
 
 
 def audit(options: argparse.Namespace) -> int:
@@ -138,4 +155,8 @@ def _rank_main(local_rank: int, work: Callable[[argparse.Namespace], int], optio
         sys.exit(code)
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {"replay": replay, "audit": audit}
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "replay": replay,
+    "compare-runs": compare,
+    "audit": audit,
+}

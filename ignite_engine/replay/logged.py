@@ -14,6 +14,11 @@ _MEASURED = ("memory", "throughput", "time")
 """First words of the names of values that clocks and the machine decide."""
 
 
+def is_measured(name: str) -> bool:
+    """Whether clocks and the machine decide a value of that name."""
+    return name.partition("/")[0] in _MEASURED
+
+
 @dataclass(frozen=True)
 class Difference:
     """A value that a run has logged and that is another one when it is replayed."""
@@ -79,8 +84,12 @@ class LoggedMetrics:
         """Names of values that are averaged from one log point to the next."""
         self._at, self._written = 0, set[str]()
 
-    def write(self, iteration: int, values: Mapping[str, Any]) -> None:
-        """Compare what a sink would write; each value as JSON has it."""
+    def write(self, iteration: int, values: Mapping[str, Any], *, at_end: bool = False) -> None:
+        """Compare what a sink would write; each value as JSON has it.
+
+        Args:
+            at_end: it is written after the last boundary, and a later start of the run has taken it back.
+        """
         if iteration > self.lines.last:
             return
         if iteration != self._at:
@@ -90,7 +99,9 @@ class LoggedMetrics:
         for name, value in values.items():
             self._written.add(name)
             plain = json.loads(json.dumps(json_values(value)))
-            if not self._is_measured(name) and (name not in logged or logged[name] != plain):
+            if self._is_measured(name) or (at_end and name not in logged):
+                continue
+            if name not in logged or logged[name] != plain:
                 self._note(Difference(iteration, name, logged.get(name, "nothing"), plain))
                 return
 
@@ -105,7 +116,7 @@ class LoggedMetrics:
         self._at, self._written = state["line"].get("iteration", 0), set(state["line"])
 
     def _is_measured(self, name: str) -> bool:
-        return name.partition("/")[0] in _MEASURED or name in self.clocks
+        return is_measured(name) or name in self.clocks
 
 
 class LoggedTrail:

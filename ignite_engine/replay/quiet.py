@@ -89,11 +89,12 @@ class Quieted:
 
     def _compare(self, trainer: Trainer) -> None:
         state = trainer.state
+        at_end = state.status == "completed"
         clocks = {name for name, meter in state.meters.items() if isinstance(meter, Stopwatch)}
         for metrics in self.metrics:
             metrics.clocks |= clocks
             metrics.means |= scalars_of(state.output).keys()
-            metrics.write(state.iteration, {"epoch": state.epoch, **state.metrics.fresh})
+            metrics.write(state.iteration, {"epoch": state.epoch, **state.metrics.fresh}, at_end=at_end)
 
     _compare.phase = Phase.LOG  # type: ignore[attr-defined]
 

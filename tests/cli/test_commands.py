@@ -119,7 +119,8 @@ WRONG = [
     (["train", "my_config.yaml", "--nproc-per-node", "0"], "got '0', expected a whole number of at least 1"),
     (
         [],
-        "expected a command: train, evaluate, describe, .*, checkpoints, replay, audit; --help says what each does",
+        "expected a command: train, evaluate, describe, .*, checkpoints, replay, compare-runs, audit; --help says what "
+        "each does",
     ),
     (["train"], "the following arguments are required: CONFIG"),
     (["trian", "my_config.yaml"], "got 'trian', which is not a command; did you mean 'train'?"),

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ignite.engine import Events
+
 from ignite_engine.config.load import config_from_dict
 from ignite_engine.runs.recipe import build_run
 from ignite_engine.runs.run import Run
@@ -32,8 +34,11 @@ def settings(directory: Path, iterations: int, sections: Mapping[str, Mapping[st
     return values
 
 
-def trained(directory: Path, iterations: int = 40, **sections: Mapping[str, Any]) -> Run:
-    """A run that has ended."""
+def trained(directory: Path, iterations: int = 40, *, stop_at: int | None = None, **sections: Mapping[str, Any]) -> Run:
+    """A run that has ended, or was stopped at an iteration."""
     run = build_run(config_from_dict(settings(directory, iterations, sections)))
+    if stop_at is not None:
+        stop = run.trainer.request_stop
+        run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), lambda: stop("that is all for now"))
     run.train()
     return run

@@ -1,6 +1,7 @@
 """A tiny task with everything that a replay must bring back: dropout, augmentation, a metric, an average, workers.
 
-``task_options`` may plant one difference in it: ``{"plant": {"what": "weight", "iteration": 7}}``.
+``task_options`` may plant one difference in it: ``{"plant": {"what": "weight", "iteration": 7}}``; with ``wide`` the
+number of threads decides bits.
 """
 
 from __future__ import annotations
@@ -66,6 +67,18 @@ class Plant:
                 optimizer.param_groups[0]["lr"] *= 1.01
 
 
+class Wide(nn.Module):
+    """A sum of so many numbers that the number of threads decides its last bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("numbers", torch.randn(300_000), persistent=False)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits + 1e-2 * (self.scale * self.numbers).sum()
+
+
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -77,6 +90,9 @@ def predict(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
 def build(options: Mapping[str, Any]) -> Task:
     plant = options.get("plant") or {}
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, CLASSES))
+    if options.get("wide"):
+        model.append(Wide())
+        model.append(nn.Softsign())
     return Task(
         model,
         loss_fn,
