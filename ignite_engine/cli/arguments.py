@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ignite_engine import __version__
-from ignite_engine.cli import checkpoints, commands, doctor, pages, time_travel, verify_resume
+from ignite_engine.cli import checkpoints, commands, doctor, eject, pages, time_travel, verify_resume
 from ignite_engine.config import ConfigWarning
 from ignite_engine.errors import did_you_mean
 from ignite_engine.ranks import signals
@@ -120,6 +120,7 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
                 metavar="PATH|best|last",
                 help="a checkpoint, RUN/best or RUN/last, or which of this run; default: the best, or else the last",
             )
+    eject.add_parser(subparsers)
     doctor.add_parser(subparsers)
     pages.add_parsers(subparsers)
     checkpoints.add_parser(subparsers)

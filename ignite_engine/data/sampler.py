@@ -217,8 +217,8 @@ class SeededDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
-        self._reads_batches = _reads_batches(dataset)
-        self._reading, self._collating = SeededCalls(8 if self._reads_batches else 64), SeededCalls(8)
+        self.reads_batches = _reads_batches(dataset)
+        self._reading, self._collating = SeededCalls(8 if self.reads_batches else 64), SeededCalls(8)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -246,7 +246,7 @@ class SeededDataset(Dataset[Any]):
     def _read(self, of_pass: int, indices: list[int], place: bytes | None) -> Any:
         dataset: Any = self.dataset
         try:
-            if self._reads_batches:
+            if self.reads_batches:
                 seed = rng.mix_next(of_pass, indices[0])
                 return self._reading.each(partial(_read_batch, dataset), [indices], [seed], place=place)[0]
             seeds = rng.mix_each(of_pass, indices)

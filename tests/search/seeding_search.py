@@ -55,7 +55,7 @@ class SeededInFull(SeededDataset):
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
         with rng.isolated():
             (pass_number, first), samples = keys[0], []
-            if self._reads_batches:
+            if self.reads_batches:
                 rng.seed_host(rng.mix(self.seed, pass_number, first))
                 samples = self.dataset.__getitems__([index for _, index in keys])
             else:
