@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import traceback
 import weakref
@@ -439,6 +440,37 @@ def append(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
     optimizer.param_groups[0]["params"].append(parameter)
 
 
+@pytest.mark.parametrize("log_only", [False, True])
+def test_norm_is_summed_in_the_order_of_the_model_whatever_the_groups(log_only: bool) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(5)
+        model = nn.Sequential(*(nn.Linear(31, 31) for _ in range(12)))
+        decayed = [each for each in model.parameters() if each.dim() > 1]
+        others = [each for each in model.parameters() if each.dim() == 1]
+        return model, torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    model, optimizer = made()
+    data, norms = list(torch.randn(8, 4, 31).unbind()), list[Tensor]()
+    options: dict[str, Any] = {"log_grad_norm": True} if log_only else {"clip_norm": 1e-3}
+    trainer = Trainer(Update(model, optimizer, loss_fn, **options))
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda trainer: norms.append(trainer.state.output["grad_norm"].clone())
+    )
+    trainer.run(data, max_epochs=1)
+    other, optimizer = made()
+    expected = list[Tensor]()
+    for batch in data:
+        optimizer.zero_grad()
+        loss_fn(other, batch).backward()
+        expected.append(nn.utils.clip_grad_norm_(other.parameters(), math.inf if log_only else 1e-3))
+        optimizer.step()
+
+    assert torch.equal(torch.stack(norms), torch.stack(expected)) and torch.equal(one(model), one(other))
+
+
 def clear_and_add(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
     kept = [*optimizer.param_groups[0]["params"], parameter]
     optimizer.param_groups.clear()
@@ -480,7 +512,8 @@ def test_parameters_that_change_during_a_run_are_cleared_and_clipped(change: Any
             parameter.grad = None  # else the first one has gathered gradients from before it was added
         for batch in group:
             (mse(other, batch) / 2).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+        in_order = [parameter for parameter in other.parameters() if any(parameter is held for held in parameters)]
+        torch.nn.utils.clip_grad_norm_(in_order, 0.05)
         optimizer.step()
 
     assert torch.equal(one(model), one(other)) and model.grown.item() != 1.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from operator import is_
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_engine.errors import check_type
@@ -19,11 +20,27 @@ class Parameters:
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self._optimizers = optimizers
+        self._known: list[Tensor] = []
+        self._ordered: list[Tensor] = []
 
     def all(self) -> list[Tensor]:
         """Each once, in their order."""
         groups = (group for optimizer in self._optimizers.values() for group in optimizer.param_groups)
         return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
+
+    def in_order_of(self, model: nn.Module) -> list[Tensor]:
+        """As :meth:`all`, in the order of ``model.parameters()``, in which a loop written by hand sums up their norm.
+
+        In the optimizers' order where one of them is none of the model's.
+        """
+        parameters = self.all()
+        if len(parameters) != len(self._known) or not all(map(is_, parameters, self._known)):
+            places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+            are_the_models = all(id(parameter) in places for parameter in parameters)
+            self._known, self._ordered = parameters, parameters
+            if are_the_models:
+                self._ordered = sorted(parameters, key=lambda parameter: places[id(parameter)])
+        return self._ordered
 
     def clear_gradients(self) -> None:
         for optimizer in self._optimizers.values():

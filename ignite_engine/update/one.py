@@ -341,9 +341,10 @@ class Update:
         if clip_and_step is not None:
             pass  # in the graph
         elif self.clip_norm is not None:
-            norm = output["grad_norm"] = clip_gradients(self._parameters.all(), self.clip_norm)
+            norm = output["grad_norm"] = clip_gradients(self._parameters.in_order_of(self.model), self.clip_norm)
         elif self.log_grad_norm or (self.non_finite is not None and self.scaler is None):
-            norm = gradient_norm([p.grad for p in self._parameters.all() if p.grad is not None])
+            ordered = self._parameters.in_order_of(self.model)
+            norm = gradient_norm([p.grad for p in ordered if p.grad is not None])
             if self.log_grad_norm:
                 output["grad_norm"] = norm
         if self.non_finite is not None and not self._is_finite(engine, output["loss"], norm):

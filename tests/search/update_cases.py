@@ -242,6 +242,12 @@ class Built:
         groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
         return list({id(each): each for group in groups for each in group["params"]}.values())
 
+    def parameters_of_the_norm(self) -> list[nn.Parameter]:
+        """As a loop sums them up by ``clip_grad_norm_(model.parameters())``, where all of them are the model's."""
+        held, of_model = {id(each) for each in self.parameters()}, list(self.model.parameters())
+        in_order = [each for each in of_model if id(each) in held]
+        return in_order if len(in_order) == len(held) else self.parameters()
+
 
 def build(case: Case) -> Built:
     """The same in every call."""

@@ -273,7 +273,7 @@ def one_update(
         )
     after(TrainingEvents.OPTIMIZER_STEP_STARTED)
     if case.clip is not None or case.log_grad_norm:
-        trained.norms.append(clip(built.parameters(), case.clip, trained))
+        trained.norms.append(clip(built.parameters_of_the_norm(), case.clip, trained))
     if finite:
         for optimizer in optimizers:
             optimizer.step()
