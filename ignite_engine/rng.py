@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ignite_engine import devices
-from ignite_engine.errors import check_type, is_whole
+from ignite_engine.errors import StateMismatch, check_type, is_whole
 
 T = TypeVar("T")
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -49,22 +49,38 @@ def capture() -> dict[str, Any]:
         this process has used one; on CUDA that copy is 16 bytes a device.
     """
     version, internal, gauss = random.getstate()
-    numpy: Any = np.random.get_state()
-    name, keys, position, has_gauss, cached = numpy
+    numpy = _numpy_state()
+    if not isinstance(numpy, dict):
+        name, keys, position, has_gauss, cached = numpy
+        numpy = name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)
     state: dict[str, Any] = {
         "python": (version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+        "numpy": plain_state(numpy),
         "torch": torch.get_rng_state(),
     }
     return state | devices.generator_states()
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore what :func:`capture` returned. Devices that no longer exist are ignored."""
+    """Restore what :func:`capture` returned. Devices that no longer exist are ignored.
+
+    Raises:
+        StateMismatch: NumPy's global generator is of another kind.
+    """
+    saved = state["numpy"]
+    before, now = saved["bit_generator"] if isinstance(saved, dict) else saved[0], type(_bit_generator()).__name__
+    if before != now:
+        raise StateMismatch(
+            f"NumPy's random numbers were saved of {before}, and this process has {now}: call "
+            f"np.random.set_bit_generator(np.random.{before}()) before the run."
+        )
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    _set_numpy((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if isinstance(saved, dict):
+        _set_numpy(numpy_state(saved))
+    else:
+        name, keys, position, has_gauss, cached = saved
+        _set_numpy((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     devices.set_generator_states(state)
 
@@ -72,7 +88,7 @@ def restore(state: dict[str, Any]) -> None:
 @contextmanager
 def isolated() -> Iterator[None]:
     """Restore the generators after the body, which may draw from them."""
-    outside = _generators(np.random.get_state())
+    outside = _generators(_numpy_state())
     try:
         yield
     finally:
@@ -90,7 +106,7 @@ def undisturbed(function: Callable[[bytes | None], T], *, numpy_rests: bool = Fa
         numpy_rests: ``function`` is not expected to draw from it, so its state is read only if it has moved since the
             last time.
     """
-    place, numpy = _resting_numpy() if numpy_rests else (None, np.random.get_state())
+    place, numpy = _resting_numpy() if numpy_rests else (None, _numpy_state())
     outside = _generators(numpy)
     try:
         return function(place)
@@ -107,8 +123,36 @@ def numpy_place() -> Any:
 
     Reading its state takes 30 µs, this 0.04. A half of a pair of normal numbers is kept elsewhere.
     """
-    get = getattr(np.random, "get_bit_generator", None)  # NumPy 1.24
-    return None if get is None else _end_of_state(get())
+    return _end_of_state(_bit_generator())
+
+
+def _bit_generator() -> Any:
+    """Behind NumPy's global functions: MT19937, unless the user has set another one."""
+    get = getattr(np.random, "get_bit_generator", None)  # NumPy 1.24, which brought set_bit_generator, too
+    return np.random.mtrand._rand._bit_generator if get is None else get()
+
+
+def _numpy_state() -> Any:
+    """Of NumPy's global generator, as its ``set_state`` takes it: a tuple of MT19937, a dict of the others."""
+    return np.random.get_state() if type(_bit_generator()) is np.random.MT19937 else np.random.get_state(legacy=False)
+
+
+def plain_state(state: Any) -> Any:
+    """A state of NumPy's, whose arrays of unsigned words become lists of numbers with their type."""
+    if isinstance(state, dict):
+        return {key: plain_state(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"dtype": str(state.dtype), "words": state.tolist()}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def numpy_state(state: Any) -> Any:
+    """What :func:`plain_state` was made of."""
+    if not isinstance(state, dict):
+        return state
+    if set(state) == {"dtype", "words"}:
+        return np.array(state["words"], dtype=state["dtype"])
+    return {key: numpy_state(value) for key, value in state.items()}
 
 
 @lru_cache(maxsize=1)
@@ -135,7 +179,7 @@ def _resting_numpy() -> tuple[bytes | None, Any]:
     global _numpy_seen  # of this process, as the generator is
     memory = numpy_place()
     if memory is None:
-        return None, np.random.get_state()
+        return None, _numpy_state()
     place: bytes = memory.raw
     if _numpy_seen[0] != place:
         state: Any = np.random.get_state()

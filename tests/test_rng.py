@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 import ignite_engine
-from ignite_engine import rng
+from ignite_engine import loader, rng
+from ignite_engine.errors import StateMismatch
 
 
 def draw() -> tuple[float, ...]:
@@ -25,6 +29,35 @@ def test_captured_generators_go_on_the_same_after_a_file(tmp_path: Path) -> None
     rng.restore(torch.load(tmp_path / "rng", weights_only=True))
 
     assert [draw() for _ in range(3)] == expected
+
+
+@pytest.fixture
+def numpys_own() -> Iterator[None]:
+    yield
+    np.random.set_bit_generator(np.random.MT19937(0))
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_another_bit_generator_of_numpy_goes_on_the_same_too(tmp_path: Path, numpys_own: None, kind: str) -> None:
+    np.random.set_bit_generator(getattr(np.random, kind)(1))
+    test_captured_generators_go_on_the_same_after_a_file(tmp_path)
+    test_isolated_draws_leave_no_trace_on_an_error_too()
+    draws = [[sample.tolist() for sample in loader(NumPysNumbers(), 3, num_workers=workers)] for workers in (0, 1)]
+    assert draws[0] == draws[1]
+    state = rng.capture()
+    np.random.set_bit_generator(np.random.MT19937(0))
+    with pytest.raises(
+        StateMismatch, match=rf"saved of {kind}, and this process has MT19937: call np\.random\.set_bit_"
+    ):
+        rng.restore(state)
+
+
+class NumPysNumbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return 90
+
+    def __getitem__(self, index: int) -> float:
+        return float(np.random.rand())
 
 
 def test_isolated_draws_leave_no_trace_on_an_error_too() -> None:

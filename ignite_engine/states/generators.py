@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ignite_engine import rng
 from ignite_engine.rng import GENERATORS, attributes_of
 from ignite_engine.states.model_and_optimizer import ModelState, unwrap
 
@@ -117,9 +118,9 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
-        return _plain(generator.bit_generator.state)
+        return rng.plain_state(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
-        return _plain(generator.get_state(legacy=False))
+        return rng.plain_state(generator.get_state(legacy=False))
     return generator.getstate()
 
 
@@ -127,26 +128,9 @@ def _restore(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _arrays(state)
+        generator.bit_generator.state = rng.numpy_state(state)
     elif isinstance(generator, np.random.RandomState):
-        generator.set_state(_arrays(state))
+        generator.set_state(rng.numpy_state(state))
     else:
         version, internal, gauss = state
         generator.setstate((version, tuple(internal), gauss))
-
-
-def _plain(state: Any) -> Any:
-    """NumPy's arrays of unsigned words as lists of numbers, with their type."""
-    if isinstance(state, Mapping):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, np.ndarray):
-        return {"dtype": str(state.dtype), "words": state.tolist()}
-    return state.item() if isinstance(state, np.generic) else state
-
-
-def _arrays(state: Any) -> Any:
-    if not isinstance(state, Mapping):
-        return state
-    if set(state) == {"dtype", "words"}:
-        return np.array(state["words"], dtype=state["dtype"])
-    return {key: _arrays(value) for key, value in state.items()}
