@@ -6,6 +6,8 @@ import itertools
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,10 +20,14 @@ from torch import nn
 
 from ignite_engine import Trainer
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.ranks.launch import free_port
 from ignite_engine.recovery import slots
 from ignite_engine.recovery.packing import Packed
 from tests.builders import linear
 from tests.checkpointing.file_faults import kill_this_process, start_child, wait_for
+from tests.faults import processes
+from tests.faults.processes import write_config
+from tests.ranks.test_launch import ROOT, environment, rank_pids
 from tests.recovery.test_memory import Prepare, ends, said_in, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
@@ -216,3 +222,30 @@ def test_where_one_rank_has_no_room_no_rank_copies(tmp_path: Path, shared_memory
     assert all(said_in(result, "No copies of the state in memory, as") for result in results)
     assert list(shared_memory.iterdir()) == []
     shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow  # each rank imports torch
+def test_ranks_that_torchrun_starts_again_go_on_from_memory(tmp_path: Path) -> None:
+    """In this machine's shared memory, of which nothing is left."""
+    digests, name = [], None
+    for how in ("whole", "killed"):
+        options = {"slow_step_s": 0.2, "count_reductions": True}  # until there is a file "fast"
+        config = write_config(tmp_path / how, task_options=options, checkpoint={"every": 1000, "memory": 1})
+        if how == "whole":
+            (tmp_path / how / "fast").touch()
+        torchrun = ["--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}", "-m", "ignite_engine"]
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun, "train", str(config), "--backend", "gloo"]
+        with (tmp_path / how / "output.txt").open("w") as output:
+            process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=output, stderr=output)
+        if how == "killed":
+            processes.wait_until(lambda: len(processes.lines(tmp_path / "killed")) >= 3, process)  # type: ignore[arg-type]  # it has poll(), too
+            name = slots.folder_name(tmp_path / how / "run" / "checkpoints", create=False)
+            assert name in os.listdir("/dev/shm")
+            os.kill(rank_pids(tmp_path / how)[1], signal.SIGKILL)
+            (tmp_path / how / "fast").touch()
+        assert process.wait(timeout=120) == 0, (tmp_path / how / "output.txt").read_text()
+        digests.append(processes.summary(tmp_path / how)["weights_sha256"])
+    said = (tmp_path / "killed" / "run" / "logs" / "rank_0.log").read_text()
+    assert "Resumed from memory at iteration" in said and "(disk has none)" in said
+    assert digests[0] == digests[1]
+    assert name not in os.listdir("/dev/shm")
