@@ -342,6 +342,12 @@ def free_cached_memory() -> None:
         used[1].empty_cache()
 
 
+def wait_for_device() -> None:
+    """Until what was started on the current device is done, for whoever measures it."""
+    if _used() is not None:
+        torch.accelerator.synchronize()
+
+
 def _module(kind: str) -> Any:
     return torch.get_device_module(kind)
 

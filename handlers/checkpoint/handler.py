@@ -350,8 +350,6 @@ class Checkpoint:
         found = loading.resume(trainer.registry, self.store, ignore=names, ignored_up_to=newest, healthy_only=True)
         if found is None:
             return None
-        if self._memory is not None:
-            self._memory.forget()
         saver.resumed(trainer, found, began)
         self._override.apply(trainer)
         return found.path
@@ -496,8 +494,8 @@ class Checkpoint:
         saver.save(trainer, background=background, metrics=self._metrics_of(trainer))
 
     def _copy_into_memory(self, trainer: Trainer) -> None:
-        assert self._memory is not None
-        self._memory.copy(trainer, self._saver, self._metrics_of(trainer))
+        if self._memory is not None:
+            self._memory.copy(trainer, self._saver, self._metrics_of(trainer))
 
     def _save_what_came_late(self, trainer: Trainer) -> None:
         """What a handler has asked for after the last step boundary was saved."""
@@ -519,7 +517,7 @@ class Checkpoint:
         finally:
             self._elsewhere.clear()
             if self._memory is not None:
-                self._memory.end()
+                self._memory.end(trainer)
             self._saver.release()
             if self.mirroring is not None:
                 self.mirroring.end(trainer)

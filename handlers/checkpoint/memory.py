@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+import ignite_engine
+from ignite_engine import devices
 from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, CheckpointStore
 from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.errors import Interrupted, PeerFailed, one_line
@@ -42,7 +44,11 @@ class MemoryCopies:
     """
 
     def __init__(self, directory: Path, every: int | str, config: Mapping[str, Any] | None) -> None:
-        settings = json.dumps(config, sort_keys=True, default=str)  # now: a resume writes into it what is in force
+        values = {**(config or {})}
+        if isinstance(run := values.get("run"), Mapping):
+            values["run"] = {key: value for key, value in run.items() if key != "directory"}  # which may be moved
+        # now: a resume writes into the config what is in force
+        settings = json.dumps([ignite_engine.__version__, values], sort_keys=True, default=str)
         self._memory = Memory(directory, blake3(settings.encode()).hexdigest())
         self._every = None if every == "auto" else int(every)
         self._is_on = self._is_agreed = False
@@ -93,6 +99,8 @@ class MemoryCopies:
             return
         if every is not None and iteration % every:
             return
+        if every is None:  # the copy is not to wait for the iteration, which would count as its cost
+            devices.wait_for_device()
         began = time.perf_counter()
         if self._problem is None:
             self._problem = self._try(trainer, saver, metrics)
@@ -100,7 +108,7 @@ class MemoryCopies:
         if self._left_at is not None:
             self._costs.append(ended - began)
             self._steps.append(began - self._left_at)
-        if not self._is_agreed and (every is not None or iteration >= self._began_at + _MEASURED):
+        if not self._is_agreed and (every is not None or (self._costs and iteration >= self._began_at + _MEASURED)):
             self._agree()
         self._end_if_impossible()
         self._left_at = time.perf_counter()
@@ -158,15 +166,13 @@ class MemoryCopies:
             return one_line(error).rstrip(".")
         return None
 
-    def forget(self) -> None:
-        """The run goes back to a checkpoint: what was copied is of another way."""
-        self._memory.forget()
-
-    def end(self) -> None:
+    def end(self, trainer: Trainer) -> None:
         """The run is over. What was copied stays where a start may go on from there."""
         if self._is_on:
             self._is_on = False
-            self._memory.end(keep=_is_lost(sys.exception()))
+            left = trainer.progress.left
+            failed = left is not None and left.ending.name == "FAILED"
+            self._memory.end(keep=failed and _is_lost(sys.exception()))
 
 
 def _is_lost(error: BaseException | None) -> bool:

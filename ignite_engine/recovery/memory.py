@@ -263,11 +263,6 @@ class Memory:
         if not newer.path.exists():  # that there is room for both is known from the first copy on
             newer.reserve(packed.bytes)
 
-    def forget(self) -> None:
-        """What was copied is not to be resumed from."""
-        if self._folder is not None:
-            self._folder.drop(agreement.rank())
-
     def end(self, *, keep: bool = False) -> None:
         """The run is over.
 

@@ -61,6 +61,7 @@ class Quieted:
         _refuse_what_reads_others(trainer)
         for checkpoint in self.checkpoints:
             checkpoint.announces_best = False
+            checkpoint._memory = None  # its copies belong to the run, which may be running
             checkpoint._saver = CountingSaver(checkpoint._saver, before, config, self._saved)
         self._take_sinks(trainer)
         self.compared += self.metrics

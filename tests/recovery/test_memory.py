@@ -18,11 +18,15 @@ import torch.distributed as dist
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.config.load import config_from_dict
 from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import Checkpoint, MetricLogger
 from ignite_engine.handlers.checkpoint.memory import MemoryCopies
+from ignite_engine.handlers.sinks import LogFile
 from ignite_engine.recovery import slots
 from ignite_engine.recovery.packing import Packed
+from ignite_engine.replay import replay
+from ignite_engine.runs.recipe import build_run
 from tests.builders import linear, numbers_loader, trainer_of, weights
 from tests.checkpointing.file_faults import (
     FileOperations,
@@ -32,6 +36,7 @@ from tests.checkpointing.file_faults import (
     start_child,
     wait_for,
 )
+from tests.replay.runs import settings
 
 EPOCHS, ITERATIONS = 2, 24
 KILLED = -signal.SIGKILL
@@ -498,3 +503,116 @@ def test_off_it_imports_nothing_and_subscribes_to_nothing(tmp_path: Path) -> Non
         return [name for name in sys.modules if name.startswith("ignite_engine.recovery")]
 
     assert in_child(work) == (0, [])
+
+
+# -- beside other parts of the engine --------------------------------------------------------------------------------
+
+
+def test_what_was_copied_before_a_roll_back_is_not_resumed(tmp_path: Path) -> None:
+    def work(directory: Path) -> Any:
+        trainer = trainer_of(linear(dropout=True), non_finite="rollback")
+        torch.manual_seed(1)
+        checkpoint = Checkpoint(directory, memory=1)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=3))
+        generator = torch.Generator().manual_seed(2)
+        data = [(torch.randn(2, 3, generator=generator), torch.ones(2, 1)) for _ in range(9)]
+        data[5] = (torch.full((2, 3), torch.nan), data[5][1])
+        checkpoint.resume()
+        resumed_at = trainer.state.iteration
+        trainer.run(data, max_epochs=1)
+        return [resumed_at, weights(trainer).tolist(), len(trainer.update.non_finite.journal)]  # type: ignore[attr-defined]
+
+    undisturbed = work(tmp_path / "undisturbed")
+    assert in_child(started_twice(lambda: work(tmp_path / "killed")))[0] == KILLED
+    _, result = in_child(lambda: work(tmp_path / "killed"))
+
+    assert result[0] == 3
+    assert result[1:] == undisturbed[1:]
+
+
+def started_twice(work: Callable[[], Any]) -> Callable[[], Any]:
+    """``work``, killed where a run starts the second time."""
+
+    def killed() -> Any:
+        whole, calls = MemoryCopies.begin, [0]
+
+        def begin(self: MemoryCopies, *arguments: Any) -> None:
+            calls[0] += 1
+            whole(self, *arguments)
+            if calls[0] == 2:
+                kill_this_process()
+
+        MemoryCopies.begin = begin  # type: ignore[method-assign]
+        return work()
+
+    return killed
+
+
+def test_of_a_best_one_that_was_being_written_the_next_better_than_on_disk_is_saved(tmp_path: Path) -> None:
+    scores = {4: 1.0, 8: 0.5, 12: 0.7, 16: 0.9, 20: 0.8, 24: 0.9}
+
+    def measures(trainer: Trainer, checkpoint: Checkpoint) -> None:
+        def write() -> None:
+            trainer.state.metrics["score"] = scores[trainer.state.iteration]
+
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), write)
+
+    options: dict[str, Any] = {"best": "score", "mode": "min", "background": True, "save_every": 100}
+
+    def killed_later() -> None:
+        time.sleep(0.5)
+        kill_this_process()
+
+    def work() -> None:
+        with FileOperations(tmp_path / "checkpoints", at=("mkdir", "iteration_00000008"), action=killed_later):
+            train(tmp_path, lambda *parts: (measures(*parts), slow(*parts)), **options)
+
+    def slow(trainer: Trainer, checkpoint: Checkpoint) -> None:
+        trainer.add_event_handler(Events.ITERATION_STARTED, lambda: time.sleep(0.3 * (trainer.state.iteration > 9)))
+
+    assert in_child(work)[0] == KILLED
+    _, result = in_child(lambda: train(tmp_path, measures, **options))
+
+    assert result["resumed_at"] >= 8
+    kept = {path.name for path in (tmp_path / "checkpoints").glob("iteration_*")}
+    assert "iteration_00000012" in kept
+
+
+def test_a_replay_leaves_the_copies_of_a_run_alone(tmp_path: Path, shared_memory: Path) -> None:
+    directory = tmp_path / "run"
+    values = settings(directory, 20, {"checkpoint": {"every": {"iterations": 5}, "memory": 1}})
+
+    def train_config(die_at: int | None) -> str:
+        run = build_run(config_from_dict(values))
+        if die_at is not None:
+            run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=die_at), kill_this_process)
+        return str(run.train()["resumed_from"])
+
+    assert in_child(lambda: train_config(13))[0] == KILLED
+    before = {path: path.read_bytes() for path in slot_files(shared_memory)}
+    with replay(directory, at=7) as trainer:
+        trainer.run(max_iters=9)
+
+    assert {path: path.read_bytes() for path in slot_files(shared_memory)} == before != {}
+    assert in_child(lambda: train_config(None)) == (0, slots.MEMORY_TOKEN)
+
+
+def test_a_run_that_is_moved_with_its_config_finds_its_copies(tmp_path: Path) -> None:
+    def copies(directory: str) -> str:
+        return MemoryCopies(tmp_path, 1, {"run": {"directory": directory, "seed": 1}})._memory._settings
+
+    assert copies("a") == copies("b")
+    assert copies("a") != MemoryCopies(tmp_path, 1, {"run": {"directory": "a", "seed": 2}})._memory._settings
+
+
+def test_files_of_sinks_are_flushed_to_disk_for_a_checkpoint_and_not_for_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+
+    def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+        monkeypatch.setattr(LogFile, "sync", lambda self: flushed.append(trainer.state.iteration))
+
+    train(tmp_path, prepare)
+
+    assert sorted(set(flushed)) == [8, 16, 24]
