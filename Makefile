@@ -16,7 +16,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test device ignite check lint types imports format campaign search bench docs house clean
+.PHONY: help install train test device ignite check lint types imports format campaign search bench goodput docs house clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -70,6 +70,9 @@ search: $(STAMP)  ## compare random updates, calls of fit and resumed runs, also
 
 bench: $(STAMP)  ## run every benchmark (20 idle minutes) and write docs/benchmarks.md; ARGS="--quick", ARGS="--only overhead,ddp"
 	$(BIN)/python -m benchmarks $(ARGS)
+
+goodput: $(STAMP)  ## kill a run on 2 ranks every 15 s for MINUTES=10, and say how much of the time it trained; ARGS="--write"
+	$(BIN)/python -m benchmarks.goodput --minutes $(if $(filter file,$(origin MINUTES)),10,$(MINUTES)) $(ARGS)
 
 docs: $(STAMP)  ## build the site into site/, where a broken link or docstring is an error; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
