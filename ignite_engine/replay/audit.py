@@ -12,6 +12,7 @@ from typing import Any
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore
 from ignite_engine.checkpointing.digests import digests
 from ignite_engine.errors import CheckpointError, ReplayError, shortened
+from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.replay.logged import Kept
 from ignite_engine.replay.moment import bring_to
@@ -117,30 +118,18 @@ def _problem(directory: Path, build: Build | None, segment: Segment) -> str | No
         saved = agreement.together(lambda: _saved(segment.checkpoint))
     except CheckpointError as error:
         return str(error)
-    replayed: dict[str, Mapping[str, str]] = {}
-
-    def on_save(trainer: Trainer, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-        if trainer.state.iteration == segment.last:
-            objects = trainer.registry.objects
-            parts = {**shared, **local}
-            replayed.update(
-                {name: digests(state) for name, state in parts.items() if not isinstance(objects.get(name), Kept)}
-            )
-
-    with bring_to(directory, build, at=segment.last, before=segment.first + 1, on_save=on_save) as moment:
+    end = _End(segment.last)
+    options: dict[str, Any] = {"before": segment.first + 1, "on_save": end.save, "attach": [end.attach]}
+    with bring_to(directory, build, at=segment.last, **options) as moment:
         began = 0 if moment.began_at is None else int(moment.began_at.name.split("_")[1].split(".")[0])
         if moment.difference is not None:
             return str(moment.difference)
-        trainer = moment.trainer
         if began != segment.first:
             return f"the checkpoint of iteration {segment.first} is damaged, so nothing could begin there"
-    if not replayed:  # asked for by a clock or a signal, so the count of saves is not known
-        on_save(trainer, *trainer.registry.capture())
-        replayed["trainer"] = {key: text for key, text in replayed["trainer"].items() if key != "checkpoints"}
     mine = [
         f"{name}.{piece}".rstrip(".")
-        for name in replayed
-        for piece, text in replayed[name].items()
+        for name, pieces in end.parts.items()
+        for piece, text in pieces.items()
         if saved.get(name, {}).get(piece) != text
     ]
     names = list(dict.fromkeys(name for rank in agreement.gather_objects(mine) for name in rank))
@@ -148,6 +137,32 @@ def _problem(directory: Path, build: Build | None, segment: Segment) -> str | No
     if not names:
         return None
     return f"the replayed state is not that of {segment.checkpoint.name}: {shortened(weights or names)}"
+
+
+class _End:
+    """Digests of each part at the end of a segment, as a save there holds them."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+        self.parts: dict[str, dict[str, str]] = {}
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._at_boundary)
+
+    def save(self, trainer: Trainer, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
+        if trainer.state.iteration == self.iteration:
+            objects, parts = trainer.registry.objects, {**shared, **local}
+            self.parts = {
+                name: digests(state) for name, state in parts.items() if not isinstance(objects.get(name), Kept)
+            }
+
+    def _at_boundary(self, trainer: Trainer) -> None:
+        if trainer.state.iteration == self.iteration and not self.parts:
+            # a clock, a signal or a stop has asked for the save, so how many there were is not known
+            self.save(trainer, *trainer.registry.capture())
+            self.parts["trainer"].pop("checkpoints")
+
+    _at_boundary.phase = Phase.LAST  # type: ignore[attr-defined]
 
 
 def _saved(checkpoint: Path) -> dict[str, Mapping[str, str]]:

@@ -66,7 +66,7 @@ def samples_of(trainer: Trainer) -> list[list[int]] | None:
     size: int = source.data.batch_size  # type: ignore[union-attr]  # its loader has our sampler
     before = sampler.start
     # the loader has an iterator of its own; this one reads the order again
-    sampler.start = min(source.place.batch * size, len(sampler))
+    sampler.start = source.place.batch * size
     try:
         indices = [index for _, index in islice(iter(sampler), count * size)]
     finally:

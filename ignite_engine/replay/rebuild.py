@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from ignite_engine.runs.fit import only_building
 from ignite_engine.runs.run import Run
 from ignite_engine.task import IN_PYTHON
 from ignite_engine.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 Build = Callable[[Path], Any]
 """``build(directory)`` builds the run as its script does, without resuming and training.
@@ -112,6 +115,8 @@ def rebuild(directory: Path, build: Build | None, stored: Mapping[str, Any], bef
     rebuilt = Rebuilt(trainer, arguments, Quieted(trainer, before, stored or None))
     if isinstance(run, Run):
         trainer.remove_event_handler(run.keep_record, Events.EPOCH_STARTED)
+        if agreement.rank() == 0 and (changed := RunDirectory(directory).changed_code(run.code)):
+            logger.warning("Other code than that of the run: %s.", ", ".join(changed))
         rebuilt._run, rebuilt._others = run, sorted(run.log_states)
         run.log_states = frozenset()
     return rebuilt
@@ -205,11 +210,13 @@ def check_ranks(directory: Path, stored: Mapping[str, Any]) -> None:
 
 @contextmanager
 def as_it_was(directory: Path) -> Iterator[None]:
-    """The number of threads that the run had; afterwards that and all random numbers are as before."""
+    """The number of threads that the run had; afterwards torch and all random numbers are as before."""
     threads, had = torch.get_num_threads(), environment_of(directory).get("threads")
     with ExitStack() as stack:
         stack.enter_context(rng.isolated())
         stack.callback(torch.set_num_threads, threads)
+        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         if isinstance(had, int) and had != threads:
             torch.set_num_threads(had)
         yield

@@ -47,6 +47,16 @@ def test_forgery_is_found_where_its_segment_is_drawn(
     assert str(segment) in capsys.readouterr().out
 
 
+def test_honest_run_that_was_stopped_went_on_and_was_made_longer_passes(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"schedule": {"name": "constant", "warmup": 0}, "data": {"batch_size": 4}}
+    trained(tmp_path / "run", 18, stop_at=13, **sections)
+    trained(tmp_path / "run", 18, **sections)
+    trained(tmp_path / "run", 24, **sections)
+    result = audit(tmp_path / "run", segments=9)
+    assert [(part.first, part.last) for part in result.drawn] == [(0, 10), (10, 13), (13, 18), (18, 20), (20, 24)]
+    assert result.found == {}
+
+
 def test_damaged_checkpoint_is_named(honest: Path, tmp_path: Path) -> None:
     shutil.copytree(honest, tmp_path / "run")
     with (tmp_path / "run" / "checkpoints" / "iteration_00000020" / "shared.pt").open("r+b") as file:

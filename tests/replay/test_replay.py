@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ignite_engine
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.cli import main
 from ignite_engine.errors import ReplayError
 from ignite_engine.handlers import Checkpoint, MetricLogger
-from ignite_engine.replay import RunDiffers, bring_to, replay
-from ignite_engine.run_directory import weights_sha256
+from ignite_engine.replay import Moment, RunDiffers, bring_to, replay
+from ignite_engine.run_directory import RunDirectory, weights_sha256
 from tests.builders import Numbers, linear, mse, on_two_ranks
 from tests.replay.runs import TASK, trained
 
@@ -252,6 +253,50 @@ def test_task_is_found_where_the_run_has_found_it(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path / "elsewhere")
     with replay(tmp_path / "runs" / "tiny", at=3) as trainer:
         assert trainer.state.iteration == 3
+
+
+NUMBERS = Numbers(26)
+
+
+def invariant_script(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+    torch.manual_seed(1)
+    model = linear(dropout=True)
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=True)
+    trainer = Trainer(update, global_micro_batches=4)
+    MetricLogger(directory, console=False).attach(trainer)
+    Checkpoint(directory / "checkpoints", keep_last=9).attach(trainer)
+    return trainer, {"data": loader(NUMBERS, 3, shuffle=True, seed=4), "max_epochs": 4}
+
+
+def is_described(moment: Moment, number: int) -> bool:
+    """Whether the samples that are told are those of the batch."""
+    samples, batches = moment.iterations[number].samples, moment.trainer.state.batch
+    assert samples is not None
+    return all(torch.equal(batch[0], NUMBERS.inputs[told]) for batch, told in zip(batches, samples, strict=True))
+
+
+@pytest.mark.distributed
+def test_rank_invariant_run_of_two_ranks_is_replayed_on_two_and_on_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def cases(rank: int) -> dict[str, Any]:
+        trainer, arguments = invariant_script(folder)
+        trainer.run(**arguments)
+        if rank == 0:
+            RunDirectory(folder).write_environment(2)
+            RunDirectory(folder).write_config({"update": {"rank_invariant": True}})
+        dist.barrier()
+        right = []
+        for number in (2, 3, 5, 12):  # of which 3 and 12 have one micro-batch for both ranks
+            with bring_to(folder, invariant_script, at=number) as moment:
+                right.append(is_described(moment, number) and moment.difference is None)
+        return {"right": right, "weights": weights_sha256(moment.trainer.update.model)}  # type: ignore[attr-defined]
+
+    answers = on_two_ranks(cases, tmp_path / "meeting")
+    assert answers["right"] == [[True] * 4] * 2
+    with bring_to(folder, invariant_script, at=12) as moment:
+        assert is_described(moment, 12) and moment.difference is None and moment.replayed == 3
+        assert answers["weights"] == [weights_sha256(moment.trainer.update.model)] * 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.distributed
