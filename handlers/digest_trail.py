@@ -61,6 +61,8 @@ class DigestTrail:
             self.write(trainer.state.iteration, digests)
 
     def _append(self, iteration: int, digests: Digests) -> None:
+        if agreement.rank():
+            return
         file = self._file
         if file.is_gone(iteration) or not file.is_open or iteration < self._newest:
             file.drop_from(iteration)

@@ -1,10 +1,10 @@
 """Any moment of a run again, from its checkpoints and its config; and what follows from that."""
 
-from ignite_engine.replay.audit import Audit, Segment, audit
 from ignite_engine.replay.compare import RunComparison, compare_runs
 from ignite_engine.replay.logged import Difference
 from ignite_engine.replay.moment import Moment, RunDiffers, bring_to, replay
 from ignite_engine.replay.rebuild import Build
+from ignite_engine.replay.segments import Audit, Segment, audit
 
 __all__ = [
     "Audit",

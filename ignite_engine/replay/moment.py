@@ -54,6 +54,7 @@ class Moment:
         compared: lines of the logs that were compared on the way.
         iterations: what the iterations asked for were.
         difference: where it stopped as it is not what the run has logged; None: it is.
+        inexact: why what goes on from ``began_at`` may have other bits, as that checkpoint says.
     """
 
     trainer: Trainer
@@ -62,15 +63,17 @@ class Moment:
     compared: int
     iterations: dict[int, Iteration] = field(default_factory=dict)
     difference: Difference | None = None
+    inexact: list[str] = field(default_factory=list)
 
     @property
     def way(self) -> str:
         """Where it comes from, as a sentence."""
         begin = "the start of the run" if self.began_at is None else self.began_at.name
         number, lines = self.replayed, self.compared
+        inexact = f" {begin} may go on with other bits: {'; '.join(self.inexact)}." if self.inexact else ""
         return (
             f"Replayed {number} iteration{'s' * (number != 1)} from {begin}; {lines} logged line{'s' * (lines != 1)} "
-            f"compared, {'the last one differs' if self.difference else 'all equal'}."
+            f"compared, {'the last one differs' if self.difference else 'all equal'}.{inexact}"
         )
 
 
@@ -148,6 +151,7 @@ def bring_to(
         moment = Moment(
             *(trainer, rebuilt.began_at, trainer.state.iteration - first, compared, watch.iterations),
             quieted.difference,
+            rebuilt.inexact,
         )
         if trainer.state.iteration < until and moment.difference is None:
             raise ReplayError(

@@ -15,6 +15,7 @@ import yaml
 from ignite.engine import Events
 
 from ignite_engine import rng
+from ignite_engine.checkpointing import read_manifest
 from ignite_engine.config import Config
 from ignite_engine.config.load import config_from_dict
 from ignite_engine.errors import ReplayError
@@ -62,6 +63,8 @@ class Rebuilt:
     arguments: Mapping[str, Any]
     quieted: Quieted
     began_at: Path | None = None
+    inexact: list[str] = field(default_factory=list)
+    """Why what goes on from that checkpoint may have other bits, as it says itself."""
     _run: Run | None = None
     _others: list[str] = field(default_factory=list)
 
@@ -78,6 +81,8 @@ class Rebuilt:
         else:
             for checkpoint in self.quieted.checkpoints:
                 self.began_at = self.began_at or checkpoint.resume()
+        if self.began_at is not None:
+            self.inexact = read_manifest(self.began_at).reproducibility
         unclaimed = self.trainer.resume_state.unclaimed
         self.quieted.keep_states(self.trainer, [name for name in self._others if name in unclaimed])
 

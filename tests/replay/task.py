@@ -89,7 +89,8 @@ def predict(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
 
 def build(options: Mapping[str, Any]) -> Task:
     plant = options.get("plant") or {}
-    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, CLASSES))
+    norm = nn.LayerNorm if options.get("sharded") else nn.BatchNorm1d  # whose statistics are each rank's own
+    model = nn.Sequential(nn.Linear(FEATURES, 8), norm(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, CLASSES))
     if options.get("wide"):
         model.append(Wide())
         model.append(nn.Softsign())

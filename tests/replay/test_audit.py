@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ignite_engine.cli import main
 from ignite_engine.errors import ReplayError
 from ignite_engine.replay import audit
-from ignite_engine.replay.audit import segments_of
+from ignite_engine.replay.segments import segments_of
+from tests.builders import on_two_ranks
 from tests.replay.forgeries import edit_log, edit_weight, train_with_another_sample
 from tests.replay.runs import trained
 
@@ -55,6 +58,24 @@ def test_honest_run_that_was_stopped_went_on_and_was_made_longer_passes(tmp_path
     result = audit(tmp_path / "run", segments=9)
     assert [(part.first, part.last) for part in result.drawn] == [(0, 10), (10, 13), (13, 18), (18, 20), (20, 24)]
     assert result.found == {}
+
+
+@pytest.mark.distributed
+def test_sharded_run_of_two_ranks_passes_and_has_one_trail(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def cases(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        sections: dict[str, Any] = {"task_options": {"sharded": True}, "distributed": {"strategy": "fsdp"}}
+        sections |= {"ema": {"decay": None}, "logging": {"every": 4, "trail": 5, "console": False, "clearml": False}}
+        trained(folder, 16, **sections)
+        result = audit(folder, segments=5, seed=rank)
+        return {"found": list(result.found.values()), "drawn": len(result.drawn), "seed": result.seed}
+
+    answers = on_two_ranks(cases, tmp_path / "meeting")
+    assert answers == {"found": [[], []], "drawn": [2, 2], "seed": [0, 0]}
+    lines = [json.loads(line)["iteration"] for line in (folder / "trail.jsonl").read_text().splitlines()]
+    assert lines == [5, 10, 15]
 
 
 def test_damaged_checkpoint_is_named(honest: Path, tmp_path: Path) -> None:

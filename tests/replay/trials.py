@@ -16,8 +16,8 @@ from ignite_engine.checkpointing.digests import digests
 from ignite_engine.config.load import config_from_dict
 from ignite_engine.handlers.sinks import SinkState
 from ignite_engine.replay import audit, bring_to, compare_runs
-from ignite_engine.replay.audit import segments_of
 from ignite_engine.replay.logged import Kept, LoggedMetrics, NewestLine
+from ignite_engine.replay.segments import segments_of
 from ignite_engine.runs.recipe import build_run
 from tests.builders import on_two_ranks
 from tests.replay.forgeries import edit_log, edit_weight, train_with_another_sample

@@ -153,7 +153,7 @@ class _End:
         if trainer.state.iteration == self.iteration:
             objects, parts = trainer.registry.objects, {**shared, **local}
             self.parts = {
-                name: digests(state) for name, state in parts.items() if not isinstance(objects.get(name), Kept)
+                name: digests(_whole(state)) for name, state in parts.items() if not isinstance(objects.get(name), Kept)
             }
 
     def _at_boundary(self, trainer: Trainer) -> None:
@@ -163,6 +163,15 @@ class _End:
             self.parts["trainer"].pop("checkpoints")
 
     _at_boundary.phase = Phase.LAST  # type: ignore[attr-defined]
+
+
+def _whole(state: Any) -> Any:
+    """A nested state with sharded tensors whole, as a checkpoint is read; a collective where there are some."""
+    if hasattr(state, "full_tensor"):
+        return state.full_tensor()
+    if isinstance(state, Mapping):
+        return {key: _whole(value) for key, value in state.items()}
+    return type(state)(map(_whole, state)) if type(state) in (list, tuple) else state
 
 
 def _saved(checkpoint: Path) -> dict[str, Mapping[str, str]]:
