@@ -29,17 +29,19 @@ def bring(remote: Remote, directory: Path, parallel: int = 4) -> None:
         CheckpointError: one line, the same on all ranks; the folder holds no checkpoint, and the mirror cannot be read,
             or holds none that is valid: to start over would lose what is there.
     """
+    skipped: list[tuple[str, str]] = []
     problem = ""
     try:
-        names, skipped = _candidates(remote, directory)
+        names, unreadable = _candidates(remote, directory)
+        skipped += unreadable
         for name in names:
             try:
                 _fetch(remote, directory, name, parallel)
-                return
+                break
             except Torn as torn:
                 skipped.append((name, str(torn)))
     except Unreachable as reason:
-        skipped, problem = [], f"{remote.url} cannot be read: {str(reason).rstrip('.')}"
+        problem = f"{remote.url} cannot be read: {str(reason).rstrip('.')}"
     agreement.on_rank_0(lambda: _go_on(remote, directory, skipped, problem))
 
 

@@ -223,9 +223,10 @@ class Uploader:
     def _upload(self, held: Held) -> None:
         if self._contents is None:
             self._contents = Contents(self._remote, self._retention, self._options.parallel)
+        before = signature(held.checkpoint / MANIFEST_NAME)  # values may be added to it meanwhile
         try:
             self._contents.upload(held, self._throttle)
-            self._uploaded[held.checkpoint] = signature(held.checkpoint / MANIFEST_NAME)
+            self._uploaded[held.checkpoint] = before
             self._contents.prune(held.name)
         except (Torn, CheckpointError, FileNotFoundError) as error:
             if isinstance(error, FileNotFoundError) and held.file(held.name, MANIFEST_NAME).exists():

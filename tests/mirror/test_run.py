@@ -1,6 +1,12 @@
+"""The machine is gone: the same command on an empty folder ends with the bits of the undisturbed run."""
+
 from __future__ import annotations
 
+import logging
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,26 +14,201 @@ import pytest
 import torch
 from ignite.engine import Events
 
+from ignite_engine import Trainer
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.mirror.remote import Remote
 from tests.builders import numbers_loader, trainer_of, weights
+from tests.faults.fork_server import shared
+from tests.mirror.runs import KILLED, MODULES, START, end_of
+from tests.mirror.servers import CREDENTIALS, Proxy
 
 
-def train(directory: Path, mirror: Any, iterations: int) -> Any:
+def train(directory: Path, mirror: Any, iterations: int, **options: Any) -> tuple[Trainer, Path | None]:
     trainer = trainer_of()
-    checkpoint = Checkpoint(directory, mirror=mirror)
+    checkpoint = Checkpoint(directory, mirror=mirror, **options)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     found = checkpoint.resume()
     trainer.run(numbers_loader(), max_iters=iterations)
     return trainer, found
 
 
-@pytest.mark.parametrize("kind", ["directory", "memory"])
-def test_a_run_whose_folder_is_gone_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path, kind: str) -> None:
-    mirror = str(tmp_path / "mirror") if kind == "directory" else f"memory://{tmp_path.name}/mirror"
+@pytest.fixture(params=["directory", "memory", "s3"])
+def mirror(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    places = {"directory": str(tmp_path / "mirror"), "memory": f"memory://{tmp_path.name}/mirror"}
+    return places.get(request.param) or str(request.getfixturevalue("s3"))
+
+
+def test_a_run_whose_folder_is_gone_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path, mirror: str) -> None:
     whole, _ = train(tmp_path / "whole", None, 12)
     train(tmp_path / "run", mirror, 7)
     shutil.rmtree(tmp_path / "run")
+
     trainer, found = train(tmp_path / "run", mirror, 12)
+
     assert found is not None and found.name == "iteration_00000007"
     assert torch.equal(weights(trainer), weights(whole))
+    names = [checkpoint.path.name for checkpoint in Remote(mirror).checkpoints()[0]]
+    assert names[-1] == "iteration_00000012" and len(names) == 2  # as many as the run keeps
     assert not (tmp_path / "run" / ".mirror").exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("invariant", "ranks"), [(False, (2, 2)), (True, (2, 1)), (True, (1, 3))])
+def test_ranks_whose_folder_is_gone_end_with_the_bits_of_the_undisturbed_run(
+    tmp_path: Path, s3: str, invariant: bool, ranks: tuple[int, int]
+) -> None:
+    server, options = shared(MODULES), {"invariant": invariant}
+
+    def run(name: str, mirror: Any, count: int, **more: Any) -> int:
+        arguments = (str(tmp_path / name), mirror, count, options | more)
+        return server.call(START, *arguments, output=tmp_path / f"{name}.txt")
+
+    assert run("whole", None, ranks[0]) == 0, (tmp_path / "whole.txt").read_text()
+    assert run("run", s3, ranks[0], kill_at=9) == KILLED
+    shutil.rmtree(tmp_path / "run")
+    assert run("run", s3, ranks[1]) == 0, (tmp_path / "run.txt").read_text()
+
+    resumed, whole = end_of(tmp_path / "run"), end_of(tmp_path / "whole")
+    assert resumed.pop("resumed") is not None and whole.pop("resumed") is None
+    assert resumed == whole
+
+
+def test_a_mirror_that_is_gone_never_stops_training_and_is_one_line(
+    tmp_path: Path, s3: str, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path / "run", s3, 4)
+    proxy.mode = "gone"
+    whole, _ = train(tmp_path / "whole", None, 12)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "ignite_engine"):
+        trainer, found = train(tmp_path / "run", s3, 12)
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING and s3 in record.message]
+
+    assert found is not None and found.name == "iteration_00000004"
+    assert torch.equal(weights(trainer), weights(whole))
+    assert "cannot be read" in said[0] and f"resumes from what {tmp_path / 'run'} holds" in said[0]
+    assert sum("was not uploaded" in line for line in said) == 1
+    assert f"iteration_00000012 is not in {s3}" in said[-1] and "checkpoints push" in said[-1]
+    for line in caplog.text.splitlines():
+        assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in line and CREDENTIALS["AWS_ACCESS_KEY_ID"] not in line
+
+
+def test_an_empty_folder_and_a_mirror_that_is_gone_is_refused(tmp_path: Path, s3: str, proxy: Proxy) -> None:
+    train(tmp_path / "run", s3, 4)
+    shutil.rmtree(tmp_path / "run")
+    proxy.mode = "gone"
+
+    with pytest.raises(CheckpointError, match="holds no checkpoint, so the run would start over") as raised:
+        train(tmp_path / "run", s3, 8)
+
+    assert "\n" not in str(raised.value) and s3 in str(raised.value)
+    proxy.mode = "open"
+    _, found = train(tmp_path / "run", s3, 8)
+    assert found is not None and found.name == "iteration_00000004"
+
+
+@pytest.mark.parametrize("mode", ["error", "cut"])
+def test_a_mirror_that_fails_for_a_while_gets_what_is_saved_then(
+    tmp_path: Path, s3: str, proxy: Proxy, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of()
+    checkpoint = Checkpoint(tmp_path / "run", mirror=s3)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    checkpoint.resume()
+
+    def fail() -> None:
+        proxy.mode = mode
+
+    def recover() -> None:
+        deadline = time.monotonic() + 30
+        while "was not uploaded" not in caplog.text:  # the fault has happened
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        proxy.mode = "open"
+
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), fail)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=6), recover)
+    trainer.run(numbers_loader(), max_iters=8)
+
+    there = Remote(s3).checkpoints()[0]
+    assert there[-1].path.name == "iteration_00000008"
+    assert "takes uploads again" in caplog.text and caplog.text.count("was not uploaded") == 1
+    assert all(Remote(s3).problem(f"{one.path.name}/{file}", record, lambda count: None) is None
+               for one in there for file, record in one.manifest.files.items())  # fmt: skip
+
+
+def test_ctrl_c_gives_up_the_last_upload_and_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    began = time.monotonic()
+    threading.Timer(4.0, signal.raise_signal, [signal.SIGINT]).start()
+
+    train(tmp_path / "run", {"url": str(tmp_path / "mirror"), "max_mib_per_s": 1e-4}, 3)
+
+    assert time.monotonic() - began < 30
+    assert "Uploading iteration_00000003 to" in caplog.text or "Uploading iteration_00000002" in caplog.text
+    assert "left. Ctrl-C gives up." in caplog.text
+    assert f"is not in {tmp_path / 'mirror'}" in caplog.text
+    assert Remote(str(tmp_path / "mirror")).checkpoints() == ([], [])
+
+
+def test_what_retention_deletes_here_is_still_uploaded(tmp_path: Path) -> None:
+    options = {"url": str(tmp_path / "mirror"), "keep_last": 9, "max_mib_per_s": 0.02}
+    train(tmp_path / "run", options, 8, keep_last=1)
+
+    assert [one.path.name for one in CheckpointStore(tmp_path / "run").checkpoints()] == ["iteration_00000008"]
+    there = [one.path.name for one in CheckpointStore(tmp_path / "mirror").checkpoints()]
+    assert there[0] == "iteration_00000002" and there[-1] == "iteration_00000008"
+    assert all(CheckpointStore(tmp_path / "mirror").verify(tmp_path / "mirror" / name) == [] for name in there)
+
+
+def test_values_measured_after_a_save_are_in_the_mirror(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    checkpoint = Checkpoint(tmp_path / "run", mirror=str(tmp_path / "mirror"), best="val/loss")
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+
+    @trainer.on(Events.COMPLETED)
+    def measure() -> None:
+        trainer.state.metrics["val/loss"] = 0.25
+
+    trainer.run(numbers_loader(), max_iters=4)
+
+    newest = CheckpointStore(tmp_path / "mirror").checkpoints()[-1]
+    assert newest.iteration == 4 and newest.manifest.metrics["val/loss"] == 0.25
+    assert CheckpointStore(tmp_path / "mirror").verify(newest.path) == []
+
+
+def test_another_run_that_starts_afresh_leaves_what_the_mirror_holds(tmp_path: Path) -> None:
+    train(tmp_path / "first", str(tmp_path / "mirror"), 5)
+    trainer = trainer_of()
+    Checkpoint(tmp_path / "second", mirror=str(tmp_path / "mirror")).attach(
+        trainer, Events.ITERATION_COMPLETED(every=2)
+    )
+    trainer.run(numbers_loader(), max_iters=8)
+
+    there = CheckpointStore(tmp_path / "mirror").checkpoints()
+    assert len({one.manifest.run_id for one in there}) == 2
+    shutil.rmtree(tmp_path / "second")
+    _, found = train(tmp_path / "second", str(tmp_path / "mirror"), 8)
+    assert found is not None and found.name == "iteration_00000008"  # of the run that has saved last
+
+
+def test_a_mirror_with_checkpoints_is_refused_where_a_run_must_be_new(tmp_path: Path) -> None:
+    train(tmp_path / "first", str(tmp_path / "mirror"), 4)
+
+    with pytest.raises(CheckpointError, match="but must_be_new was given"):
+        train(tmp_path / "second", str(tmp_path / "mirror"), 4, must_be_new=True)
+
+
+def test_checkpoints_of_changed_rows_come_back_with_their_base(tmp_path: Path) -> None:
+    def rows(mirror: Any, folder: str, iterations: int) -> tuple[Trainer, Path | None]:
+        return train(tmp_path / folder, mirror, iterations, delta_rows=["0.weight"], keep_last=1)
+
+    whole, _ = rows(None, "whole", 10)
+    rows(str(tmp_path / "mirror"), "run", 7)
+    mirrored = CheckpointStore(tmp_path / "mirror").checkpoints()[-1]
+    assert mirrored.manifest.needs and CheckpointStore(tmp_path / "mirror").verify(mirrored.path) == []
+    shutil.rmtree(tmp_path / "run")
+    trainer, found = rows(str(tmp_path / "mirror"), "run", 10)
+
+    assert found is not None and found.name == "iteration_00000007"
+    assert torch.equal(weights(trainer), weights(whole))

@@ -1,0 +1,132 @@
+"""Kills of processes that upload or fetch, at random instants; what is in both places afterwards is never torn.
+
+``python -m tests.mirror.kills 50`` is the long form.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ignite_engine.checkpointing import CheckpointStore, Retention
+from ignite_engine.mirror import MirrorOptions
+from ignite_engine.mirror.bring import bring
+from ignite_engine.mirror.remote import Remote
+from ignite_engine.mirror.upload import Uploader
+from tests.checkpointing.states import holds, save
+from tests.mirror.servers import CREDENTIALS, make_bucket, s3_server
+
+SIZE = 12_000
+"""Rows of 100 floats: an upload takes some tenths of a second."""
+
+
+def child(work: Callable[[], object], kill_after_s: float) -> bool:
+    """Do ``work`` in a forked process, which is killed so many seconds later; whether it had ended before."""
+    process = os.fork()
+    if process == 0:
+        torch.set_num_threads(1)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + kill_after_s
+    while time.monotonic() < deadline:
+        if os.waitpid(process, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.002)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return False
+
+
+def uploading(url: str, directory: Path) -> None:
+    uploader = Uploader(Remote(url), MirrorOptions(url=url), Retention(keep_last=2))
+    for checkpoint in CheckpointStore(directory).checkpoints():
+        uploader.offer(checkpoint.path)
+        while uploader.missing:
+            time.sleep(0.001)
+    uploader.end()
+    uploader.wait(30)
+
+
+def check_there(url: str, directory: Path) -> list[int]:
+    """Each checkpoint of a mirror has the bits that were saved; returns their iterations."""
+    in_child: list[int] = []
+    remote = Remote(url)
+    for checkpoint in remote.checkpoints()[0]:
+        for file, record in checkpoint.manifest.files.items():
+            problem = remote.problem(f"{checkpoint.path.name}/{file}", record, lambda count: None)
+            assert problem is None, problem
+        in_child.append(checkpoint.iteration)
+    return in_child
+
+
+def kill_uploads(port: int, folder: Path, times: int, seed: int = 0) -> int:
+    """Kill an upload again and again; each time the mirror holds whole checkpoints alone. How many were killed."""
+    draw = random.Random(seed)
+    url = f"s3://uploads-{seed}-{os.getpid()}/run"
+    make_bucket(port, url.removeprefix("s3://").partition("/")[0])
+    directory, killed, longest = folder / "uploads", 0, 1.0
+    for turn in range(times):
+        for iteration in (100 * turn + 100, 100 * turn + 150):
+            save(CheckpointStore(directory), iteration, size=SIZE, run_id="the run")
+        began = time.monotonic()
+        ended = child(lambda: uploading(url, directory), draw.uniform(0.0, longest))
+        longest = time.monotonic() - began if ended else longest
+        killed += not ended
+        answered = child(lambda: sys.exit(not check(url, directory)), 60)
+        assert answered
+        assert (directory / "right").exists(), f"kill {turn} of an upload"
+        (directory / "right").unlink()
+        CheckpointStore(directory).apply(Retention(keep_last=2))
+    return killed
+
+
+def check(url: str, directory: Path) -> bool:
+    check_there(url, directory)
+    (directory / "right").touch()
+    return True
+
+
+def kill_fetches(port: int, folder: Path, times: int, seed: int = 0) -> int:
+    """Kill a fetch again and again; the folder never holds a torn checkpoint, and the next fetch goes on."""
+    draw = random.Random(seed)
+    url = f"s3://fetches-{seed}-{os.getpid()}/run"
+    make_bucket(port, url.removeprefix("s3://").partition("/")[0])
+    save(CheckpointStore(folder / "source"), 100, size=SIZE, run_id="the run")
+    assert child(lambda: uploading(url, folder / "source"), 60)
+    directory, killed, longest = folder / "fetches", 0, 1.0
+    for turn in range(times):
+        began = time.monotonic()
+        ended = child(lambda: bring(Remote(url), directory), draw.uniform(0.0, longest))
+        longest = time.monotonic() - began if ended else longest
+        killed += not ended
+        newest, skipped = CheckpointStore(directory).latest()
+        assert skipped == [], f"kill {turn} of a fetch"
+        assert newest is None or holds(CheckpointStore(directory), newest.path, 100, SIZE)
+        if newest is not None or draw.random() < 0.3:
+            shutil.rmtree(directory, ignore_errors=True)
+    assert child(lambda: bring(Remote(url), directory), 60)
+    newest = CheckpointStore(directory).latest().checkpoint
+    assert newest is not None and holds(CheckpointStore(directory), newest.path, 100, SIZE)
+    return killed
+
+
+def main(times: int) -> None:
+    with s3_server() as port, tempfile.TemporaryDirectory() as folder:
+        os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}")
+        for name, kill in (("uploads", kill_uploads), ("fetches", kill_fetches)):
+            print(f"{name}: {kill(port, Path(folder), times)} of {times} killed, nothing torn", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

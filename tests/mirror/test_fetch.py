@@ -1,0 +1,186 @@
+"""Which checkpoint a resume brings from a mirror, and what it does with one that is damaged."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME
+from ignite_engine.mirror.bring import bring
+from ignite_engine.mirror.remote import Remote
+from tests.checkpointing.states import holds, save
+from tests.mirror.servers import Proxy
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> CheckpointStore:
+    """A mirror with the checkpoints 100 and 200 of one run."""
+    store = CheckpointStore(tmp_path / "mirror")
+    for iteration in (100, 200):
+        save(store, iteration, run_id="the run")
+    return store
+
+
+def brought(tmp_path: Path) -> CheckpointStore:
+    bring(Remote(str(tmp_path / "mirror")), tmp_path / "here")
+    return CheckpointStore(tmp_path / "here")
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def forge(file: Path) -> None:
+    """Another file's content, with a manifest that knows nothing of it."""
+    shutil.copy(file.parent.parent / "iteration_00000100" / file.name, file)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, forge, Path.unlink])
+@pytest.mark.parametrize("name", ["shared.pt", "rank_0.pt"])
+def test_a_damaged_one_is_skipped_in_one_line_and_the_one_before_is_taken(
+    tmp_path: Path, there: CheckpointStore, damage: object, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(there.directory / "iteration_00000200" / name)  # type: ignore[operator]
+
+    here = brought(tmp_path)
+
+    newest = here.latest().checkpoint
+    assert newest is not None and newest.iteration == 100 and holds(here, newest.path, 100)
+    skipped = [record.message for record in caplog.records if "is skipped" in record.message]
+    assert len(skipped) == 1 and "iteration_00000200" in skipped[0] and name in skipped[0]
+
+
+@pytest.mark.parametrize("text", [b"{", b"", b'{"format_version": 6}'])
+def test_a_damaged_manifest_is_skipped_in_one_line(
+    tmp_path: Path, there: CheckpointStore, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (there.directory / "iteration_00000200" / MANIFEST_NAME).write_bytes(text)
+
+    newest = brought(tmp_path).latest().checkpoint
+
+    assert newest is not None and newest.iteration == 100
+    assert sum("iteration_00000200" in record.message for record in caplog.records) == 1
+
+
+def test_one_without_a_manifest_does_not_exist(
+    tmp_path: Path, there: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    (there.directory / "iteration_00000200" / MANIFEST_NAME).unlink()
+
+    newest = brought(tmp_path).latest().checkpoint
+
+    assert newest is not None and newest.iteration == 100 and "iteration_00000200" not in caplog.text
+
+
+def test_an_empty_folder_is_refused_where_none_is_valid(tmp_path: Path, there: CheckpointStore) -> None:
+    for checkpoint in there.checkpoints():
+        flip(checkpoint.path / "shared.pt")
+
+    with pytest.raises(CheckpointError, match=r"None of the 2 checkpoints in .*mirror is valid \(iteration_00000200"):
+        brought(tmp_path)
+
+
+def test_names_in_a_forged_manifest_lead_nowhere(tmp_path: Path, there: CheckpointStore) -> None:
+    path = there.directory / "iteration_00000200" / MANIFEST_NAME
+    path.write_text(path.read_text().replace("shared.pt", "../../x.pt"))
+
+    newest = brought(tmp_path).latest().checkpoint
+
+    assert newest is not None and newest.iteration == 100 and not (tmp_path / "x.pt").exists()
+
+
+def test_nothing_is_fetched_where_the_folder_has_the_newest(tmp_path: Path, there: CheckpointStore) -> None:
+    shutil.copytree(there.directory, tmp_path / "here")
+    shutil.rmtree(there.directory / "iteration_00000200")
+
+    assert [one.iteration for one in brought(tmp_path).checkpoints()] == [100, 200]
+
+
+def test_a_newer_one_is_fetched_beside_those_that_are_there(tmp_path: Path, there: CheckpointStore) -> None:
+    shutil.copytree(there.directory / "iteration_00000100", tmp_path / "here" / "iteration_00000100")
+
+    here = brought(tmp_path)
+
+    assert [one.iteration for one in here.checkpoints()] == [100, 200]
+    assert holds(here, tmp_path / "here" / "iteration_00000200", 200)
+
+
+def test_a_newer_one_of_another_run_is_not_taken(tmp_path: Path, there: CheckpointStore) -> None:
+    save(CheckpointStore(tmp_path / "here"), 10, run_id="another run")
+
+    assert [one.iteration for one in brought(tmp_path).checkpoints()] == [10]
+
+
+def test_of_one_that_is_damaged_here_only_what_is_damaged_is_fetched(
+    tmp_path: Path, there: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(there.directory, tmp_path / "here")
+    flip(tmp_path / "here" / "iteration_00000200" / "rank_0.pt")
+    size = (there.directory / "iteration_00000200" / "rank_0.pt").stat().st_size
+
+    here = brought(tmp_path)
+
+    newest = here.latest().checkpoint
+    assert newest is not None and newest.iteration == 200 and holds(here, newest.path, 200)
+    assert f"{size / 1024:.1f} KiB in" in caplog.text
+
+
+def test_a_fetch_goes_on_with_the_files_that_a_killed_one_has_left(
+    tmp_path: Path, there: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = tmp_path / "here" / ".mirror" / "fetched" / "iteration_00000200"
+    left.mkdir(parents=True)
+    shutil.copy(there.directory / "iteration_00000200" / "shared.pt", left)
+    (left / "rank_0.pt").write_bytes(b"half")
+    (left / "of_another_time.pt").write_bytes(b"x")
+    size = (there.directory / "iteration_00000200" / "rank_0.pt").stat().st_size
+
+    here = brought(tmp_path)
+
+    assert holds(here, tmp_path / "here" / "iteration_00000200", 200)
+    assert f"{size / 1024:.1f} KiB in" in caplog.text
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["iteration_00000200"]
+    names = {path.name for path in (tmp_path / "here" / "iteration_00000200").iterdir()}
+    assert names == {MANIFEST_NAME, "shared.pt", "rank_0.pt"}
+
+
+def test_a_mirror_that_holds_nothing_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    brought(tmp_path)
+
+    assert [record.message for record in caplog.records] == [f"{tmp_path / 'mirror'} holds no checkpoint."]
+
+
+@pytest.mark.parametrize("mode", ["error", "cut", "gone"])
+def test_a_store_that_fails_in_the_middle_is_a_refusal_and_then_goes_on(
+    tmp_path: Path, there: CheckpointStore, s3: str, proxy: Proxy, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = Remote(s3)
+    for checkpoint in there.checkpoints():
+        for file in (*checkpoint.manifest.files, MANIFEST_NAME):
+            remote.write(f"{checkpoint.path.name}/{file}", (checkpoint.path / file).read_bytes())
+    get = Remote.get
+
+    def get_and_fail(self: Remote, name: str, *arguments: object) -> None:
+        if name.endswith("shared.pt"):
+            proxy.mode = mode
+        get(self, name, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Remote, "get", get_and_fail)
+    with pytest.raises(CheckpointError, match="so the run would start over") as raised:
+        bring(remote, tmp_path / "here")
+    assert "\n" not in str(raised.value)
+
+    monkeypatch.setattr(Remote, "get", get)
+    proxy.mode = "open"
+    bring(remote, tmp_path / "here")
+    newest = CheckpointStore(tmp_path / "here").latest().checkpoint
+    assert newest is not None and newest.iteration == 200
