@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ignite_engine.errors import Interrupted, StopRequested
     from ignite_engine.evaluator import create_evaluator
     from ignite_engine.events import Phase, TrainingEvents
+    from ignite_engine.follower.follow import follow
     from ignite_engine.recovery.parallel import Parallel
     from ignite_engine.rng import seed_everything
     from ignite_engine.runs.fit import fit
@@ -38,6 +39,7 @@ __all__ = [
     "create_evaluator",
     "every",
     "fit",
+    "follow",
     "gradient_sync",
     "load_model",
     "load_weights",
@@ -53,6 +55,7 @@ _HOMES = {
     "errors": ("Interrupted", "StopRequested"),
     "evaluator": ("create_evaluator",),
     "events": ("Phase", "TrainingEvents"),
+    "follower.follow": ("follow",),
     "recovery.parallel": ("Parallel",),
     "rng": ("seed_everything",),
     "runs.fit": ("fit",),

@@ -33,6 +33,10 @@ from ignite_engine.states.model_and_optimizer import clean_name, unwrap
 logger = logging.getLogger(__name__)
 
 
+FOLLOWED_CHECKPOINT = "checkpoint"
+"""In a line of a follower's log: which checkpoint was evaluated."""
+
+
 class RunDirectoryInUse(RuntimeError):
     """Another process trains in the folder; one line, with the remedy."""
 
@@ -56,6 +60,7 @@ class RunDirectory:
         self.goodput = self.path / "goodput.jsonl"
         self.evaluations = self.path / "evaluations"
         self.graphs = self.path / "graphs"
+        self.followed = self.path / "follow" / "metrics.jsonl"
         self.logs = self.path / "logs"
 
     def files_of_a_run(self) -> list[str]:
@@ -166,6 +171,22 @@ class RunDirectory:
             if isinstance(line.get("iteration"), int) and "what" in line:
                 history = [line] if line["what"] == "started" else [*history, line]
         return history
+
+    def logged(self) -> Iterator[dict[str, Any]]:
+        """The lines of the log, joined with what a follower has measured beside the run at the same iterations."""
+        lines = {line.get("iteration"): line for line in lines_of(self.followed)}
+        waiting = sorted(iteration for iteration in lines if isinstance(iteration, int))[::-1]
+
+        def take() -> dict[str, Any]:
+            return {name: value for name, value in lines[waiting.pop()].items() if name != FOLLOWED_CHECKPOINT}
+
+        for line in lines_of(self.metrics):
+            iteration = line.get("iteration")
+            while isinstance(iteration, int) and waiting and waiting[-1] < iteration:
+                yield take()
+            yield {**take(), **line} if waiting and waiting[-1] == iteration else line
+        while waiting:
+            yield take()
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Store how the run ended; numbers as in the other files, see :func:`checkpointing.manifest.json_number`."""

@@ -127,7 +127,7 @@ class Checkpoint:
         if self._memory is not None:
             trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._copy_into_memory)
         if self._followed is not None:
-            trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
+            trainer.add_event_handler(Events.COMPLETED, self._warn_if_never_written)
         if self.mirroring is not None:
             self.mirroring.attach(trainer)
 
@@ -459,6 +459,11 @@ class Checkpoint:
                 self._saver.add_metrics(values)
         (measured_at, before), iteration = self._measured, trainer.state.iteration
         self._measured = (iteration, before | values if measured_at == iteration else values)
+
+    def _warn_if_never_written(self, trainer: Trainer) -> None:
+        assert self._followed is not None
+        if self.best is None:  # else a follower has written it beside the run
+            self._followed.warn_if_never_written(trainer)
 
     def _note_evaluation(self, trainer: Trainer) -> None:
         self._evaluated = trainer.registry.times_replaced

@@ -265,6 +265,18 @@ def held(directory: Path) -> Iterator[None]:
         yield
 
 
+def is_held(directory: Path) -> bool:
+    """Whether another process holds a directory by :func:`held`. It asks, and takes nothing."""
+    try:
+        with open(directory / LOCK_NAME, "rb") as file:
+            os.lockf(file.fileno(), os.F_TEST, 0)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:  # there is no lock, or there are none on this file system
+        return False
+    return False
+
+
 def _unlink_quietly(path: Path) -> None:
     """An unlocked file that is left does no harm, and its folder may be read-only or gone by now."""
     with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -14,6 +15,7 @@ LOOKS = 10
 """So often a checkpoint is chosen, if each one is deleted before it was read."""
 _WAIT_S = 0.5
 """A save holds its checkpoint a moment longer than until it is committed, a prune until it is renamed."""
+_WRITE_WITHIN_S = 10.0
 T = TypeVar("T")
 
 
@@ -66,6 +68,27 @@ def unused(checkpoints: Iterable[Path]) -> Iterator[set[Path]]:
         yield found
     if errors:
         raise errors[0]
+
+
+@contextlib.contextmanager
+def one_writer(directory: Path) -> Iterator[None]:
+    """Let one process at a time change manifests of a folder of checkpoints: what each one adds to them stays.
+
+    Raises:
+        OSError: the folder is not there, or another process has changed some for too long.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _WRITE_WITHIN_S
+        while not _lock(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise OSError(errno.EBUSY, "Another process is changing a manifest", str(directory))
+            time.sleep(0.005)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def read_chosen(

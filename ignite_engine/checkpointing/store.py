@@ -15,7 +15,7 @@ from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.commit import Commit
 from ignite_engine.checkpointing.contents import Extracted, joined
-from ignite_engine.checkpointing.in_use import LOOKS, in_use, unused
+from ignite_engine.checkpointing.in_use import LOOKS, in_use, one_writer, unused
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Facts, Manifest, plain_metrics, read_manifest
 from ignite_engine.checkpointing.part_file import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
@@ -229,7 +229,7 @@ class CheckpointStore:
         self, path: str | Path, *, labels: Iterable[str] | None = None, pinned: bool | None = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> Manifest:  # fmt: skip
-        """Change what the manifest says, without touching the data; a collective.
+        """Change what the manifest says, without touching the data; a collective. Another process may do so as well.
 
         Args:
             path: a committed checkpoint.
@@ -245,14 +245,15 @@ class CheckpointStore:
         """
 
         def rewrite() -> Manifest:
-            manifest = read_manifest(Path(path))
-            changed = replace(
-                manifest,
-                labels=manifest.labels if labels is None else list(labels),
-                pinned=manifest.pinned if pinned is None else pinned,
-                metrics={**manifest.metrics, **plain_metrics(metrics)},
-            )
-            filesystem.replace_file(Path(path) / MANIFEST_NAME, lambda file: file.write(changed.to_json()))
+            with one_writer(Path(path).parent):
+                manifest = read_manifest(Path(path))
+                changed = replace(
+                    manifest,
+                    labels=manifest.labels if labels is None else list(labels),
+                    pinned=manifest.pinned if pinned is None else pinned,
+                    metrics={**manifest.metrics, **plain_metrics(metrics)},
+                )
+                filesystem.replace_file(Path(path) / MANIFEST_NAME, lambda file: file.write(changed.to_json()))
             return changed
 
         return self._ranks.rank_zero(rewrite, lambda causes: f"{path} was not annotated: {causes}.")

@@ -120,6 +120,18 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
                 metavar="PATH|best|last",
                 help="a checkpoint, RUN/best or RUN/last, or which of this run; default: the best, or else the last",
             )
+            command.add_argument(
+                "--follow", action="store_true", help="each new checkpoint of the run, beside its training, to its end"
+            )
+            command.add_argument(
+                "--all", action="store_true", help="with --follow: the oldest first, and none is left out"
+            )
+            command.add_argument(
+                "--wait",
+                type=_seconds,
+                metavar="SECONDS",
+                help="with --follow: for a run that has not begun, or was killed; default: 300",
+            )
     eject.add_parser(subparsers)
     doctor.add_parser(subparsers)
     pages.add_parsers(subparsers)
@@ -156,6 +168,16 @@ def _count(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds of at least 0")
     return number
 
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
@@ -17,7 +17,9 @@ from ignite_engine.checkpointing.naming import followed
 from ignite_engine.cli import checkpoints, doctor, eject, pages, time_travel
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
+from ignite_engine.config.load import default_values
 from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, ReplayError, StateMismatch
+from ignite_engine.follower.follow import follow_with
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.launch import is_launched
 from ignite_engine.recovery.parallel import Parallel
@@ -51,8 +53,12 @@ def train(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Print the metrics of a checkpoint as one line of JSON."""
-    _on_ranks(options, _evaluate)
+    """Print the metrics of a checkpoint as one line of JSON; of a run that is followed a line for each checkpoint."""
+    if options.follow and options.checkpoint is not None:
+        raise ConfigError("--checkpoint: --follow evaluates all that the run saves; leave one of them out.")
+    if not options.follow and (options.all or options.wait is not None):
+        raise ConfigError(f"--{'all' if options.all else 'wait'}: it belongs to --follow, which is not given.")
+    _on_ranks(options, _follow if options.follow else _evaluate)
 
 
 def describe(options: argparse.Namespace) -> None:
@@ -198,3 +204,19 @@ def _evaluate(config: Config, options: argparse.Namespace) -> None:
     result = recipe.build_run(config).evaluate(options.checkpoint)
     if agreement.rank() == 0:
         print(json.dumps(json_values(result)))
+
+
+def _follow(config: Config, options: argparse.Namespace) -> None:
+    run = recipe.build_run(config)
+    if run.load is not None and run.always_load:
+        run.load()
+    evaluations: list[Any] = list(run.evaluations())
+    during_the_run = [evaluation for evaluation in evaluations if evaluation.name in run.trainer.registry.objects]
+
+    def announce(values: Mapping[str, Any]) -> None:
+        print(json.dumps(json_values(values)), flush=True)
+
+    settings: dict[str, Any] = {"every_checkpoint": options.all, "announce": announce, "defaults": default_values()}
+    if options.wait is not None:
+        settings["wait_s"] = options.wait
+    follow_with(config.directory, run.trainer, during_the_run, **settings)

@@ -101,7 +101,8 @@ class LivePage:
     def _stamps(self) -> tuple[object, ...]:
         """Size and time of what the page is made of."""
         run = self.run
-        files = (run.metrics, run.summary, run.config, run.history, run.goodput, run.code, run.path / "notes.md")
+        logs = (run.metrics, run.followed, run.history, run.goodput)
+        files = (*logs, run.summary, run.config, run.code, run.path / "notes.md")
         return tuple(map(_stamp, (*files, run.logs / "rank_0.log", run.path / "media" / "index.jsonl")))
 
 

@@ -16,7 +16,7 @@ import yaml
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.report.goodput import Ledger, read_ledger
 from ignite_engine.report.series import EXACT, Logged, Series
-from ignite_engine.run_directory import RunDirectory, lines_of
+from ignite_engine.run_directory import RunDirectory
 
 LOG_LINES = 40
 NOTES = "notes.md"
@@ -144,7 +144,7 @@ def read_run(directory: str | Path) -> Record:
             f"{run.path} is not the directory of a run: it has neither {run.metrics.name} nor "
             f"{run.summary.name}; give the one that the config names as run.directory."
         )
-    series, not_finite = _read_metrics(run.metrics)
+    series, not_finite = _read_metrics(run)
     summary, best = _usable(run.read_summary()), _part(checkpoint, "best")
     history = run.read_history()
     if not summary:  # a run of the Python API
@@ -216,10 +216,10 @@ def _newest_manifest(run: RunDirectory) -> dict[str, Any]:
     )
 
 
-def _read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, Sequence[int]]]:
+def _read_metrics(run: RunDirectory) -> tuple[dict[str, Series], dict[str, Sequence[int]]]:
     series: dict[str, Series] = {}
     not_finite: dict[str, array[int]] = {}
-    for row in lines_of(path):
+    for row in run.logged():
         iteration = row.pop("iteration", None)
         if not isinstance(iteration, int) or not 0 <= iteration <= _LAST_ITERATION:
             continue

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
-from ignite_engine.run_directory import lines_of
+from ignite_engine.run_directory import RunDirectory
 
 _NOT_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
 
@@ -27,9 +26,9 @@ class Records(list[dict[str, Any]]):
         return pandas.DataFrame(list(self))
 
 
-def read_records(path: Path) -> Records:
-    """The lines of a ``metrics.jsonl``; numbers that are not finite as floats."""
+def read_records(run: RunDirectory) -> Records:
+    """The lines of a run's log; numbers that are not finite as floats."""
     return Records(
         {name: _NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in line.items()}
-        for line in lines_of(path)
+        for line in run.logged()
     )

@@ -34,7 +34,7 @@ from ignite_engine.runs.history import Records, read_records
 from ignite_engine.runs.in_force import put_in_force
 from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
-from ignite_engine.states.loading import load_part
+from ignite_engine.states.loading import load_evaluated
 from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.text import in_notebook, show_page
 from ignite_engine.trainer import Trainer
@@ -130,8 +130,8 @@ class Run:
 
     @property
     def history(self) -> Records:
-        """What was logged at each log point, as ``metrics.jsonl`` has it; ``to_pandas()`` makes a table of it."""
-        return read_records(self.directory.metrics)
+        """What was logged at each log point, and by a follower; ``to_pandas()`` makes a table of it."""
+        return read_records(self.directory)
 
     def __repr__(self) -> str:
         if not self.summary:
@@ -316,7 +316,7 @@ class Run:
 
         def load(path: Path) -> Loaded:
             loaded = agreement.together(lambda: store.load(path, agreement.rank(), whole=False))
-            agreement.agreed(lambda: self._load_weights(loaded))
+            agreement.agreed(lambda: load_evaluated(self.trainer.registry, loaded))
             return loaded
 
         loaded = read_chosen(lambda: self._chosen(store, checkpoint), load, agreement.on_rank_0)
@@ -329,14 +329,6 @@ class Run:
         self.trainer.state.media.clear()  # they are of another moment than what is logged next
         values |= self.trainer.state.metrics
         return {"checkpoint": str(loaded.path), "iteration": loaded.manifest.iteration, **dict(sorted(values.items()))}
-
-    def _load_weights(self, loaded: Loaded) -> None:
-        for name, part in self.trainer.registry.objects.items():
-            if name == "model" or getattr(part, "serves_evaluation", False):
-                if name in loaded.shared:
-                    load_part(self.trainer.registry, name, loaded)
-                else:
-                    logger.warning("%s holds no %s: the model's own weights are evaluated.", loaded.path, name)
 
     def describe(self) -> str:
         """What will run, the learning rate over the run, and all that ``trainer.describe()`` tells, as text."""
@@ -420,12 +412,10 @@ class Run:
 
     def _set_old_metrics_aside(self) -> None:
         """Log points of a run that left no checkpoint would appear twice."""
-        if self.directory.metrics.exists():
-            aside = self.directory.metrics.with_suffix(".jsonl.old")
-            os.replace(self.directory.metrics, aside)
-            logger.warning(
-                "%s belonged to a run without a checkpoint: it is now %s.", self.directory.metrics, aside.name
-            )
+        for path in filter(Path.exists, (self.directory.metrics, self.directory.followed)):
+            aside = path.with_suffix(".jsonl.old")
+            os.replace(path, aside)
+            logger.warning("%s belonged to a run without a checkpoint: it is now %s.", path, aside.name)
 
     def _chosen(self, store: CheckpointStore, asked: Path | str | None) -> Path:
         if asked is not None and str(asked) not in NAMES:

@@ -124,6 +124,16 @@ def load_part(registry: Registry, name: str, loaded: Loaded) -> None:
     load_state(obj, state)
 
 
+def load_evaluated(registry: Registry, loaded: Loaded) -> None:
+    """Load what an evaluation of a checkpoint needs: the model, and averages that take its place."""
+    for name, part in registry.objects.items():
+        if name == "model" or getattr(part, "serves_evaluation", False):
+            if name in loaded.shared:
+                load_part(registry, name, loaded)
+            else:
+                logger.warning("%s holds no %s: the model's own weights are evaluated.", loaded.path, name)
+
+
 def load_state(obj: Stateful, state: Any) -> None:
     """Load what was read from a checkpoint into an object whose state is the same on all ranks."""
     own = obj.state_dict()

@@ -160,6 +160,7 @@ def test_annotating_replaces_the_manifest_by_a_durable_one(tmp_path: Path) -> No
         store.annotate(path, pinned=True)
     temporary = "iteration_00000200/.manifest.json.tmp"
     assert operations(tmp_path, seen) == [
+        ("open", "."),  # the lock of whoever changes a manifest
         ("open", temporary),
         ("write", temporary),
         ("fsync", temporary),

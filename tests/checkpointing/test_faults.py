@@ -202,7 +202,7 @@ def test_an_error_in_a_prune_leaves_the_newest_and_the_next_prune_finishes(tmp_p
 def test_an_error_while_annotating_leaves_the_old_manifest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = save(store, 100, labels=["old"])
-    for number in range(4):  # open, write, fsync, rename
+    for number in range(5):  # its lock, open, write, fsync, rename
         fault = Fault(OSError(errno.ENOSPC, "No space left on device"))
         with FileOperations(tmp_path, at=number, action=fault), pytest.raises(CheckpointError, match="No space left"):
             store.annotate(path, labels=["new"])

@@ -173,3 +173,17 @@ def test_deleted_at_each_look_it_is_the_true_error_in_the_end(
         found = store.latest().checkpoint if what == "latest" else store.best("val/loss", "min")
         assert found is None
     assert len(looks) == in_use.LOOKS
+
+
+@pytest.mark.faults
+def test_two_processes_annotate_one_checkpoint_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path), 1)
+
+    def annotate(name: str) -> None:
+        for number in range(15):
+            CheckpointStore(tmp_path).annotate(path, metrics={f"{name}/{number}": number})
+
+    children = [start_child(lambda name=name: annotate(name)) for name in ("a", "b")]  # type: ignore[misc]  # binds it
+    assert [wait_for(child)[0] for child in children] == [0, 0]
+    metrics = CheckpointStore(tmp_path).checkpoints()[0].manifest.metrics
+    assert metrics == {f"{name}/{number}": number for name in ("a", "b") for number in range(15)}

@@ -1,0 +1,260 @@
+"""Evaluate each checkpoint of a run beside its training, so that log, report and retention know its metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ignite_engine import rng
+from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, CheckpointStore
+from ignite_engine.checkpointing.filesystem import DirectoryInUse, held
+from ignite_engine.checkpointing.in_use import in_use
+from ignite_engine.checkpointing.retention import of_one_run
+from ignite_engine.data.windows import Windows
+from ignite_engine.errors import check_type, is_number
+from ignite_engine.follower.life import Life
+from ignite_engine.follower.log import FollowedLog, identity_of
+from ignite_engine.ranks import agreement
+from ignite_engine.report import write_report
+from ignite_engine.run_directory import FOLLOWED_CHECKPOINT, RunDirectory, RunDirectoryInUse
+from ignite_engine.states.loading import load_evaluated
+from ignite_engine.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+"""Seconds between two looks for a new checkpoint."""
+Announce = Callable[[Mapping[str, Any]], object]
+
+
+class Evaluates(Protocol):
+    """What is needed of an evaluation."""
+
+    def __call__(self, trainer: Trainer, /) -> None: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+def follow(
+    directory: str | Path,
+    build: Callable[[], Trainer],
+    *,
+    every_checkpoint: bool = False,
+    wait_s: float = 300.0,
+    announce: Announce | None = None,
+) -> int:
+    """Evaluate each new checkpoint of a run once, beside its training, until the run has ended; a collective.
+
+    What each :class:`~ignite_engine.handlers.Evaluation` measures has the bits that the run itself would measure at
+    that iteration, on as many ranks. It is in ``follow/metrics.jsonl`` of the run's folder, with which the report,
+    ``compare`` and ``run.history`` join the run's log, and in the checkpoint's manifest: the run keeps the best ones by
+    it, and ``RUN/best`` finds them. A checkpoint is not deleted while it is evaluated. Killed and started again it
+    continues; nothing that was measured is measured again.
+
+    Args:
+        directory: of the run; its checkpoints are there, or in its ``checkpoints``.
+        build: makes a trainer as the run's program does, with an Evaluation for each set and, if it has one, the EMA
+            attached. Nothing is trained in it.
+        every_checkpoint: evaluate all of them, the oldest first, and let none that was seen be deleted before that;
+            False: the newest first, and older ones, if they are still there, when there is no newer one.
+        wait_s: seconds for which a run that has not begun, or was killed, is waited for.
+        announce: called on rank 0 with ``checkpoint``, ``iteration`` and what was measured, by name.
+
+    Returns:
+        How many were evaluated.
+
+    Raises:
+        RunDirectoryInUse: another process follows the run.
+        StateMismatch: the model is another one than the run's.
+        TypeError, ValueError: a setting is of another type or out of its range, or no Evaluation is attached.
+    """
+    check_type("build", build, callable(build), "a function that makes the trainer")
+    trainer = build()
+    check_type("what build() returns", trainer, isinstance(trainer, Trainer), "a Trainer")
+    evaluations = [obj for name, obj in trainer.registry.objects.items() if name.startswith("evaluation/")]
+    options: dict[str, Any] = {"every_checkpoint": every_checkpoint, "wait_s": wait_s, "announce": announce}
+    return follow_with(directory, trainer, evaluations, **options)
+
+
+def follow_with(
+    directory: str | Path,
+    trainer: Trainer,
+    evaluations: Iterable[Any],
+    *,
+    every_checkpoint: bool = False,
+    wait_s: float = 300.0,
+    announce: Announce | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> int:
+    """As :func:`follow`, with the trainer and the evaluations themselves.
+
+    Args:
+        defaults: of the run's config, for the report.
+    """
+    check_type("wait_s", wait_s, is_number(wait_s), "a number of seconds")
+    if not wait_s >= 0:
+        raise ValueError(f"wait_s must be at least 0 s, got {wait_s}.")
+    if not (evaluations := list(evaluations)):
+        raise ValueError("There is nothing to evaluate: attach an Evaluation to the trainer, in a config add val_sets.")
+    for evaluation in evaluations:
+        if isinstance(evaluation.data, Windows) or not isinstance(evaluation.data, Iterable):
+            raise ValueError(
+                f"{evaluation.name} takes other data each time, such as windows, so it cannot be followed."
+            )
+    run = RunDirectory(directory)
+    with contextlib.ExitStack() as stack:
+        agreement.on_rank_0(lambda: _take(run, stack))
+        follower = Follower(run, trainer, evaluations, every_checkpoint=every_checkpoint, announce=announce)
+        stack.callback(follower.release)
+        count = follower.follow(Life(run, wait_s))
+        if agreement.rank() == 0 and (run.path / "report.html").exists():
+            write_report(run.path, None, defaults)
+        return count
+
+
+def _take(run: RunDirectory, stack: contextlib.ExitStack) -> None:
+    try:
+        stack.enter_context(held(run.followed.parent))
+    except DirectoryInUse as holder:
+        raise RunDirectoryInUse(
+            f"{run.path} is followed by {holder}: one is enough; stop it to start another."
+        ) from None
+
+
+class Follower:
+    """One process, or group of ranks, that evaluates the checkpoints of a run."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        trainer: Trainer,
+        evaluations: Sequence[Evaluates],
+        *,
+        every_checkpoint: bool,
+        announce: Announce | None,
+    ) -> None:
+        self.run, self.trainer, self.evaluations = run, trainer, evaluations
+        self.every_checkpoint, self.announce = every_checkpoint, announce
+        self.log = FollowedLog(run)
+        self._held: dict[Path, contextlib.ExitStack] = {}
+        self._refused: list[dict[str, Any]] = []
+
+    def follow(self, life: Life) -> int:
+        """Evaluate what comes until the run has ended or is given up; returns how many."""
+        count = 0
+        for path, values in agreement.on_rank_0(self._not_in_manifests):
+            self._annotate(path, values)
+        while True:
+            # asked first: what the run has saved before it ended is seen after that
+            has_ended, is_given_up = agreement.on_rank_0(lambda: (life.has_ended(), life.is_given_up()))
+            chosen = agreement.on_rank_0(self._choose)
+            if chosen is not None:
+                count += self._evaluate(chosen)
+            elif has_ended:
+                logger.info("The run in %s has ended; %d of its checkpoints were evaluated.", self.run.path, count)
+                return count
+            elif is_given_up:
+                logger.warning(
+                    "%s shows no sign of a run for %g s: it has not begun, or was killed. The same command goes on.",
+                    *(self.run.path, life.wait_s),
+                )
+                return count
+            else:
+                time.sleep(LOOK_EVERY_S)
+
+    def release(self) -> None:
+        """Let retention delete what was held."""
+        for path in list(self._held):
+            self._held.pop(path).close()
+
+    def _choose(self) -> CheckpointInfo | None:
+        """The checkpoint that is evaluated next, held; None: there is none now."""
+        while waiting := self._waiting():
+            if self.every_checkpoint:
+                held_now = [checkpoint for checkpoint in waiting if self._hold(checkpoint)]
+                if held_now:
+                    return held_now[0]
+            elif self._hold(waiting[-1]):
+                return waiting[-1]
+        return None
+
+    def _waiting(self) -> list[CheckpointInfo]:
+        """Those of the run that were not evaluated yet, in the order in which it has saved them."""
+        saved = of_one_run(self._store().checkpoints())
+        seen = [*self._refused, *(line[FOLLOWED_CHECKPOINT] for line in self.log.lines())]
+        earliest_since, waiting = math.inf, []
+        for checkpoint in reversed(saved):  # without iterations that the run has left, resumed before them
+            if checkpoint.iteration < earliest_since and identity_of(checkpoint) not in seen:
+                waiting.append(checkpoint)
+            earliest_since = min(earliest_since, checkpoint.iteration)
+        return waiting[::-1]
+
+    def _store(self) -> CheckpointStore:
+        is_folder_of_its_own = self.run.checkpoints.is_dir() or not self.run.path.is_dir()
+        return CheckpointStore(self.run.checkpoints if is_folder_of_its_own else self.run.path)
+
+    def _hold(self, checkpoint: CheckpointInfo) -> bool:
+        """Keep retention from deleting it; False: it has been deleted."""
+        if checkpoint.path not in self._held:
+            with contextlib.ExitStack() as stack:
+                if not stack.enter_context(in_use(checkpoint.path)):
+                    return False
+                self._held[checkpoint.path] = stack.pop_all()
+        return True
+
+    def _evaluate(self, checkpoint: CheckpointInfo) -> bool:
+        """Measure, write, let it go; False: it cannot be read, which is a warning."""
+        path, trainer = checkpoint.path, self.trainer
+        try:
+            loaded = agreement.together(lambda: self._store().load(path, agreement.rank(), whole=False))
+            agreement.agreed(lambda: load_evaluated(trainer.registry, loaded))
+        except CheckpointError as error:
+            if agreement.rank() == 0:
+                logger.warning("%s is not evaluated: %s", path, error)
+            self._refused.append(identity_of(checkpoint))
+            self._let_go(path)
+            return False
+        trainer.state.iteration = loaded.manifest.iteration
+        trainer.state.metrics.clear()
+        with rng.isolated():
+            if "rng" in loaded.local:  # where the run's own evaluation of this iteration began
+                rng.restore(loaded.local["rng"])
+            for evaluation in self.evaluations:
+                evaluation.load_state_dict({"evaluated_at": None, "unfinished_at": None, "rng": None})
+                evaluation(trainer)
+        trainer.state.media.clear()
+        values = {name: float(value) for name, value in trainer.state.metrics.items()}
+        if agreement.rank() == 0:
+            self.log.add(checkpoint, values)
+        self._annotate(path, values)
+        self._let_go(path)
+        if agreement.rank() == 0 and self.announce is not None:
+            self.announce({"checkpoint": str(path), "iteration": checkpoint.iteration, **values})
+        return True
+
+    def _annotate(self, path: Path, values: Mapping[str, float]) -> None:
+        try:
+            self._store().annotate(path, metrics=values)
+        except CheckpointError as error:
+            logger.warning("%s", error)
+
+    def _let_go(self, path: Path) -> None:
+        if path in self._held:
+            self._held.pop(path).close()
+
+    def _not_in_manifests(self) -> list[tuple[Path, dict[str, float]]]:
+        """What a follower that was killed between the two has written to its log alone."""
+        measured = [(line[FOLLOWED_CHECKPOINT], _values_of(line)) for line in self.log.lines()]
+        saved = self._store().checkpoints()
+        pairs = [(info, values) for info in saved for known, values in measured if known == identity_of(info)]
+        return [(info.path, values) for info, values in pairs if values.keys() - info.manifest.metrics.keys()]
+
+
+def _values_of(line: Mapping[str, Any]) -> dict[str, float]:
+    names = line.keys() - {"iteration", "epoch", FOLLOWED_CHECKPOINT}
+    return {name: float(line[name]) for name in names}

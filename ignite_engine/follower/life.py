@@ -1,0 +1,54 @@
+"""Whether a run that another process trains goes on, as its folder shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ignite_engine.checkpointing.filesystem import is_held
+from ignite_engine.run_directory import RunDirectory
+
+_ENDED = ("completed", "interrupted", "failed")
+
+
+class Life:
+    """Looks at the files and locks of a run; nothing is taken or changed.
+
+    Args:
+        wait_s: seconds without a sign of life after which a run that has not begun, or was killed, is given up.
+    """
+
+    def __init__(self, run: RunDirectory, wait_s: float) -> None:
+        self.run, self.wait_s = run, wait_s
+        self._stamps: Sequence[object] = ()
+        self._seen = time.monotonic()
+
+    def has_ended(self) -> bool:
+        """Whether it says so itself, and nobody has started it again."""
+        return not self._is_held() and self._status() in _ENDED
+
+    def is_given_up(self) -> bool:
+        """Whether it says that it trains, or nothing, and there was no sign of it for ``wait_s``."""
+        stamps = [_stamp(path) for path in (self.run.summary, self.run.metrics, self.run.history, self.run.checkpoints)]
+        if self._is_held() or stamps != self._stamps:
+            self._stamps, self._seen = stamps, time.monotonic()
+        return time.monotonic() - self._seen > self.wait_s
+
+    def _is_held(self) -> bool:
+        # of a run of a config or of fit(), and of Checkpoint alone
+        return is_held(self.run.path) or is_held(self.run.checkpoints)
+
+    def _status(self) -> str | None:
+        if "status" in (summary := self.run.read_summary()):
+            return str(summary["status"])
+        history = self.run.read_history()
+        return str(history[-1]["what"]) if history else None
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
