@@ -177,8 +177,11 @@ def kills_at_write(number: int) -> Prepare:
 
 
 @pytest.mark.parametrize("number", [1, 2, 9])
-def test_killed_within_a_copy_the_other_slot_is_valid(number: int, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_killed_within_a_copy_the_other_slot_is_valid(
+    number: int, tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
+) -> None:
     assert in_child(lambda: train(tmp_path, kills_at_write(number)))[0] == KILLED
+    assert [slots.Slot(path).header is None for path in slot_files(shared_memory)].count(True) == 1
     _, result = in_child(lambda: train(tmp_path))
 
     assert result["resumed_at"] == number - 1
