@@ -181,8 +181,11 @@ def follow(
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The ranks, or none where not all of them live."""
-    children = psutil.Process(process.pid).children()
-    ranks = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    try:
+        children = psutil.Process(process.pid).children()
+        ranks = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    except psutil.Error:  # one has ended meanwhile
+        return []
     return ranks if len(ranks) == RANKS else []
 
 
@@ -202,7 +205,7 @@ def settings(folder: Path, iterations: int) -> dict[str, Any]:
         "task": f"{Path(__file__)}:build",
         "task_options": {"progress": str(folder / "progress")},
         "run": {"directory": str(folder / "run"), "max_iterations": iterations, "seed": 1, "threads": 1},
-        "data": {"batch_size": 4},
+        "data": {"batch_size": 8},
         "optimizer": {"name": "AdamW", "lr": 0.001, "fused": True},
         "update": {"clip_norm": 1.0},
         "checkpoint": {"every": {"minutes": 1}, "memory": 1, "keep_last": 2},
@@ -256,7 +259,13 @@ def write(rows: Mapping[str, str], killed: Measured, whole: Measured) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(PICTURE, bbox_inches="tight", pil_kwargs={"optimize": True})
-    lines = ["| measured | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+    lines = [
+        "![Iterations over time, and the kills](images/goodput.png)",
+        "",
+        "| measured | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows.items()),
+    ]
     lines += [
         "",
         "| published | goodput |",

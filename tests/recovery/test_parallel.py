@@ -83,6 +83,7 @@ def test_parent_that_has_computed_on_several_threads_forks_ranks_that_compute(tm
         (torch.randn(600, 600) @ torch.randn(600, 600)).relu().sum().item()
 
         def compute(local_rank: int) -> None:
+            signal.alarm(30)
             weight = torch.randn(600, 600, requires_grad=True)
             (weight @ weight).relu().sum().backward()
             (tmp_path / "done").touch()

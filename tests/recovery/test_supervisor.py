@@ -146,6 +146,48 @@ def test_killed_at_random_instants_it_ends_with_the_same_bits_and_leaves_nothing
 
 
 @pytest.mark.faults
+@pytest.mark.distributed
+@pytest.mark.slow  # 100 kills take minutes
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hundred_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ranks: int) -> None:
+    length = {"run": {**BASE["run"], "max_epochs": 40}}
+    whole = supervised(tmp_path / "whole", "--traceback", ranks=ranks, checkpoint={"every": 50}, **length)
+    expected = finish(tmp_path / "whole", whole)["weights_sha256"]
+    draw, folder, kills = random.Random(10 + ranks), tmp_path / "run", 0
+    options = {"step_s": 0.005}
+
+    def begin() -> Run:
+        memory = {"every": 50, "memory": 1}
+        return supervised(folder, "--restarts", "999", ranks=ranks, task_options=options, checkpoint=memory, **length)
+
+    process = begin()
+    while kills < 100 and process.poll() is None:
+        before, pid = iteration(folder), (folder / "pid_0").read_text() if (folder / "pid_0").exists() else ""
+        time.sleep(draw.uniform(0.0, 0.3))
+        with contextlib.suppress(psutil.Error):
+            if draw.random() < 0.1:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+                assert group_is_gone(process.pid, timeout_s=40)
+                process = begin()
+            else:
+                living = ranks_of(process)
+                for rank in living if draw.random() < 0.3 else living[-1:]:
+                    rank.kill()
+            kills += 1
+        # sometimes within the restart: when the rank is built, before its first iteration
+        deadline, within = time.monotonic() + 20.0, draw.random() < 0.3
+        while process.poll() is None and time.monotonic() < deadline:
+            again = (folder / "pid_0").exists() and (folder / "pid_0").read_text() not in ("", pid)
+            if (again and within) or iteration(folder) > before + 2:
+                break
+            time.sleep(0.002)
+    ended = finish(folder, process)
+    assert ended["weights_sha256"] == expected, output(folder)
+    assert kills >= 30, kills
+
+
+@pytest.mark.faults
 def test_iteration_that_dies_twice_is_named_with_its_samples_and_ends_the_run(tmp_path: Path) -> None:
     process = supervised(tmp_path, task_options={"deaths": [{"at": 7, "how": "SIGABRT", "times": 9}]})
     ended = finish(tmp_path, process, code=1)
