@@ -158,7 +158,10 @@ def bring_to(
                 f"The replayed run ends at iteration {trainer.state.iteration}, and the run has come to {until}: it "
                 f"was trained further with other settings, or ended by a handler."
             )
-        yield moment
+        try:
+            yield moment
+        finally:
+            rebuilt.close()
 
 
 class _Watch:

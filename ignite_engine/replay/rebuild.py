@@ -18,6 +18,7 @@ from ignite_engine import rng
 from ignite_engine.checkpointing import read_manifest
 from ignite_engine.config import Config
 from ignite_engine.config.load import config_from_dict
+from ignite_engine.data.workers import end_workers
 from ignite_engine.errors import ReplayError
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
@@ -40,6 +41,7 @@ It returns what ``fit`` returns, or the trainer and the arguments of its ``run()
 
 _OFF: dict[str, dict[str, Any]] = {
     "run": {"time_limit": None, "stop_file": None, "must_be_new": False, "restart": False},
+    "data": {"persistent_workers": False},
     "evaluation": {"progress_every": None, "sanity_batches": 0},
     "logging": dict.fromkeys(
         ("console", "progress", "memory", "throughput", "clearml", "tensorboard", "wandb", "mlflow", "csv", "report"),
@@ -72,6 +74,11 @@ class Rebuilt:
     def checkpoint(self) -> Checkpoint | None:
         """The handler that saves the run."""
         return next(iter(self.quieted.checkpoints), None)
+
+    def close(self) -> None:
+        """The replay is over: end the workers of a loader of the user's own that are persistent."""
+        data = self.arguments.get("data")
+        end_workers(getattr(data, "_iterator", None), data)
 
     def begin(self) -> None:
         """Load the checkpoint from which it is replayed, or what a fresh start loads; a collective."""

@@ -86,6 +86,7 @@ class Steps:
 
     def _others(self, trainer: Trainer) -> None:
         pieces = self.pieces.get(trainer.state.iteration, {})
+        pieces |= {f"{name} after the step": _hash(tensor) for name, tensor in weights_now(trainer).items()}
         for part, obj in trainer.registry.objects.items():
             logs = isinstance(obj, Kept | LoggedMetrics | NewestLine)
             if not logs and part not in _ELSEWHERE and not isinstance(obj, ModelState | OptimizerState):
@@ -96,8 +97,16 @@ class Steps:
 
 
 _ORDER = (
-    *("the samples", "the bytes", "the random generator", "weights", "the output loss", "the gradient", "the rate"),
-    *("the output", "the state"),
+    *(
+        "the samples",
+        "the bytes",
+        "the random generator",
+        "weights before",
+        "the output loss",
+        "the gradient",
+        "the rate",
+    ),
+    *("the output", "weights after", "the state"),
 )
 
 
@@ -114,7 +123,8 @@ def first_piece(first: Mapping[int, Pieces], second: Mapping[int, Pieces], rank:
 
 def _place(what: str) -> int:
     for place, beginning in enumerate(_ORDER):
-        if what.startswith(beginning) or (beginning == "weights" and what.endswith(" before the step")):
+        is_weight = beginning.startswith("weights") and what.endswith(f"{beginning.removeprefix('weights ')} the step")
+        if what.startswith(beginning) or is_weight:
             return place
     return len(_ORDER)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import pdb
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,6 +71,23 @@ def test_every_iteration_is_the_one_that_was_trained(tmp_path: Path) -> None:
             if iteration < 12:
                 trainer.run()  # it goes on from there to the end of the run
             assert weights_sha256(trainer.update.model) == run.summary["weights_sha256"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_no_worker_is_left(persistent: bool, tmp_path: Path) -> None:
+    def build(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+        trainer, arguments = own_script(directory)
+        data = loader(Numbers(20), 4, num_workers=1, persistent_workers=persistent)
+        return trainer, {**arguments, "data": data}
+
+    trainer, arguments = build(tmp_path / "run")
+    trainer.run(**arguments)
+    del trainer, arguments
+    gc.collect()
+    before = set(multiprocessing.active_children())
+    with replay(tmp_path / "run", build, at=7):
+        pass
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_random_numbers_and_threads_are_as_before(tmp_path: Path) -> None:
