@@ -217,7 +217,7 @@ class SeededDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
-        self.reads_batches = _reads_batches(dataset)
+        self.reads_batches = reads_whole_batches(dataset)
         self._reading, self._collating = SeededCalls(8 if self.reads_batches else 64), SeededCalls(8)
 
     def __len__(self) -> int:
@@ -277,7 +277,7 @@ def _read_batch(dataset: Any, indices: Sequence[int]) -> Any:
     return dataset.__getitems__([*indices])  # its own list: a call may be repeated, and may have used it up
 
 
-def _reads_batches(dataset: Any) -> bool:
+def reads_whole_batches(dataset: Any) -> bool:
     """Whether ``dataset`` itself reads several samples at once; torch's Subset only passes that on."""
     while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
         dataset = dataset.dataset

@@ -24,6 +24,7 @@ from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
 from ignite_engine.replay.logged import Lines
 from ignite_engine.replay.quiet import Quieted
+from ignite_engine.replay.stored import loadable
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.runs import recipe
 from ignite_engine.runs.fit import only_building
@@ -181,17 +182,15 @@ def _config(directory: Path, stored: Mapping[str, Any]) -> Config:
         raise ReplayError(
             f"{directory} was made by fit() in Python: give the function that calls it (build, --build FILE:FUNCTION)."
         )
-    values: dict[str, Any] = {
-        key: dict(value) if isinstance(value, Mapping) else value for key, value in stored.items()
-    }
+    values = loadable(stored)
     for section, settings in _OFF.items():
         values.setdefault(section, {}).update(settings)
     values["run"]["directory"] = str(directory)
-    values["task"] = _where_it_was(values["task"], directory)
+    values["task"] = where_it_was(values["task"], directory)
     return config_from_dict(values)
 
 
-def _where_it_was(task: str, directory: Path) -> str:
+def where_it_was(task: str, directory: Path) -> str:
     """A task's file with its whole path, where it was found when the run was started."""
     file, _, function = task.rpartition(":")
     if not file.endswith(".py") or Path(file).is_absolute():

@@ -81,6 +81,7 @@ _ARGUMENTS = {
 """The argument of :func:`fit` for each dotted key that has one; how other words of a config are written in Python."""
 
 _ONLY_BUILDS: ContextVar[bool] = ContextVar("only_builds", default=False)
+_EXCLUDES: ContextVar[str | None] = ContextVar("excludes", default=None)
 
 
 @contextmanager
@@ -91,6 +92,16 @@ def only_building() -> Iterator[None]:
         yield
     finally:
         _ONLY_BUILDS.reset(token)
+
+
+@contextmanager
+def excluding(path: Path) -> Iterator[None]:
+    """Within it :func:`fit` leaves out the samples of this file, as with ``data={"exclude": path}``."""
+    token = _EXCLUDES.set(str(path))
+    try:
+        yield
+    finally:
+        _EXCLUDES.reset(token)
 
 
 @readable
@@ -221,6 +232,8 @@ def fit(
     check_type("resume", resume, are_names, "a mapping such as {'lr': 0.0001}")
     override = None if resume is None else {_setting(key): value for key, value in _plain(resume).items()}
     values = _values(sections)
+    if (excludes := _EXCLUDES.get()) is not None:
+        values["data"] = {**values.get("data", {}), "exclude": excludes}
     given: dict[str, dict[str, Any]] = {
         "run": {
             "directory": str(directory),

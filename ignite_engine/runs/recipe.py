@@ -46,6 +46,7 @@ from ignite_engine.runs.components import (
     settings_of,
     steps_per_epoch,
 )
+from ignite_engine.runs.exclusion import UpdateOfKept, without_excluded
 from ignite_engine.runs.loaders import data_loader, epochs_of, is_loader, say_how_it_resumes, updates_of
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
@@ -95,6 +96,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         seed_everything(config.run.seed)
         task = task or agreed_task(config)
         check_fit(config, task)
+        task = without_excluded(config, task)
     with startup("model"):
         task = wrap(config, task, arranged)
         model = task.model
@@ -104,7 +106,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         total = updates_of(config, train_loader)
     with startup("trainer"):
         optimizers = make_optimizers(config, task, model)
-        update = Update(
+        update = (Update if config.data.exclude is None else UpdateOfKept)(
             model,
             optimizers,
             task.loss_fn,

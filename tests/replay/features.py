@@ -21,19 +21,34 @@ WIDTH = 6
 class Noisy:
     """Samples ``(inputs, target, weight)``: what is added to them is drawn anew each time."""
 
+    def __init__(self, count: int = 38) -> None:
+        self.count, self.read = count, list[int]()
+
     def __len__(self) -> int:
-        return 38
+        return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, float]:
-        inputs = torch.linspace(-1, 1, WIDTH) * index / 38 + 0.1 * torch.randn(WIDTH)
+        self.read.append(index)
+        inputs = torch.linspace(-1, 1, WIDTH) * index / self.count + 0.1 * torch.randn(WIDTH)
         noise = random.random() + float(np.random.rand())
         return inputs + noise, torch.tensor(index % 3), float(index % 4 > 0)
 
 
+class InBatches(Noisy):
+    """Read a batch at a time."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return default_collate([self[index] for index in indices])
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3))
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 16), norm(16), nn.ReLU(), nn.Dropout(0.3))
         self.head = nn.Linear(16, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -60,23 +75,28 @@ def heaviness(batch: Any) -> float:
     return float(batch[2].sum()) if batch[2][0] else 0.0
 
 
+def total_weight(batch: Any) -> float:
+    return 1.0 + float(batch[2].sum())
+
+
 def announce(trainer: Any) -> None:
-    print("evaluated")
+    trainer.state.metrics["val/announced"] = 1.0
 
 
 def build(options: Mapping[str, Any]) -> Task:
-    model = Net()
+    model = Net(nn.LayerNorm if options.get("layer_norm") else nn.BatchNorm1d)
+    kind, count = InBatches if options.get("batches") else Noisy, options.get("samples", 38)
     metric = Loss(functional.cross_entropy)
     groups = {"body": list(model.layers.parameters()), "head": list(model.head.parameters())}
     return Task(
         model,
         two_losses if options.get("losses") else cross_entropy,
-        Noisy(),
-        {"val": Noisy()},
+        kind(count),
+        {"val": kind(8)},
         predict=lambda model, batch: (model(batch[0]), batch[1]),
         metrics={"loss": metric},
-        parameter_groups=groups if options.get("groups") else None,
-        weight_fn=heaviness if options.get("weights") else None,
-        collate_fn=jittered if options.get("collate") else None,
+        parameter_groups=groups if options.get("groups") else groups["body"] if options.get("body") else None,
+        weight_fn={"some": heaviness, "all": total_weight}.get(options.get("weights", "")),
+        collate_fn=as_it_is if options.get("batches") else jittered if options.get("collate") else None,
         handlers=[(announce, TrainingEvents.EVALUATION_COMPLETED)],
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from ignite_engine import fit, seed_everything
+from ignite_engine.runs.fit import excluding
 from ignite_engine.runs.run import Run
 
 torch.set_printoptions(precision=4)
@@ -45,6 +46,11 @@ def of_columns(directory: Path) -> Run:
         optimizer={"name": "SGD", "momentum": 0.9},
         logging=QUIET,
     )
+
+
+def excluding_some(directory: Path, samples: Path) -> Run:
+    with excluding(samples):
+        return of_columns(directory)
 
 
 def of_a_loader(directory: Path) -> Run:
