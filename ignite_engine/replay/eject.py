@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from ignite_engine import rng
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.config.load import validated
-from ignite_engine.config.sections import OptimizerSection, ScheduleSection, Section
 from ignite_engine.config.yaml_file import read_config_source
 from ignite_engine.data import Windows
 from ignite_engine.data.sampler import DrawnSampler, ResumableSampler
@@ -41,6 +40,7 @@ from ignite_engine.replay.eject_text import (
     whole,
 )
 from ignite_engine.replay.rebuild import Build
+from ignite_engine.replay.stored import loadable
 from ignite_engine.run_directory import RunDirectory, weights_sha256
 from ignite_engine.runs import recipe
 from ignite_engine.runs.components import steps_per_epoch
@@ -91,16 +91,8 @@ def eject(path: str | Path, overrides: Sequence[str] = (), build: Build | None =
 
 
 def _stored_config(directory: Path, overrides: Sequence[str]) -> Config:
-    """The config of a run, without the sections in the place of which its task has made something."""
-    from pydantic import ValidationError
-
     source = read_config_source(directory / "config.yaml", overrides)
-    models: dict[str, type[Section]] = {"optimizer": OptimizerSection, "schedule": ScheduleSection}
-    for section, model in models.items():
-        try:
-            model.model_validate(source.values.get(section, {}))
-        except ValidationError:
-            del source.values[section]
+    source.values = loadable(source.values)
     return validated(source)
 
 
@@ -113,7 +105,9 @@ def _refuse(config: Config, summary: Mapping[str, Any], *, has_ended: bool) -> N
         "distributed.strategy": (ranks.strategy if ranks.strategy != "ddp" else None, "a sharded model"),
         "distributed.tensor_parallel": (ranks.tensor_parallel if ranks.tensor_parallel > 1 else None, "a split model"),
         "update.rank_invariant": (update.rank_invariant or None, "sums in a tree over micro-batches"),
+        "update.capture": (update.capture or None, "graphs of torch.compile"),
         "update.non_finite": (update.non_finite, "a policy of values that are not finite"),
+        "data.exclude": (data.exclude, "batches without some samples"),
         "data.max_read_errors": (data.max_read_errors or None, "batches that are left out"),
         "run.max_windows": (config.run.max_windows, "a limit of windows"),
         "checkpoint.load": (
@@ -278,7 +272,10 @@ def _plain(live: _Live, code: Code, function: str, iterations: int | None, sourc
         data = "tensors"
     optimizer, schedule, per_epoch = live.own("optimizer"), live.own("schedule"), live.steps_per_epoch
     steps = config.update.accumulation_steps or config.update.global_micro_batches
-    end = iterations or config.run.max_iterations or (live.run.total if data != "windows" else None)
+    end = iterations or (config.run.max_iterations if data == "windows" else live.run.total)
+    held = {one for made in update.optimizers.values() for group in made.param_groups for one in group["params"]}
+    if config.update.clip_norm is not None and not held <= {*update.model.parameters()}:
+        raise config.error("update.clip_norm", "got a limit for parameters that are not the model's; set it to null.")
     is_ours = any(type(one) is RowwiseAdagrad for one in update.optimizers.values())
     left_out = {"the average of the weights": config.ema.decay is not None, "the task's handlers": code.has_handlers}
     sampler: Any = batches.sampler
@@ -310,6 +307,7 @@ def _plain(live: _Live, code: Code, function: str, iterations: int | None, sourc
         has_several=len(update.optimizers) > 1,
         scheduler_steps=None if schedule is None else "epoch" if per_epoch else "step",
         clip_norm=config.update.clip_norm,
+        trains_all=held >= {parameter for parameter in update.model.parameters() if parameter.requires_grad},
         precision=config.update.precision,
         scaler=config.update.grad_scaler or {},
         device=update.device.type,

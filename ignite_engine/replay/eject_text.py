@@ -78,6 +78,8 @@ class Plain:
     has_several: bool
     scheduler_steps: Literal["step", "epoch"] | None
     clip_norm: float | None
+    trains_all: bool
+    """Of the model's parameters the optimizers hold each that has a gradient."""
     precision: Literal["fp32", "bf16", "fp16"]
     scaler: Mapping[str, Any]
     device: str
@@ -192,7 +194,7 @@ def _loop_constants(plain: Plain) -> str:
         lines.append(f"ORDER_SEED = {plain.order_seed}  # of the order of the samples, and of what each draws")
     if plain.iterations is not None:
         lines.append(f"ITERATIONS = {plain.iterations}")
-    elif plain.epochs is not None:
+    if plain.epochs is not None and plain.data == "windows":
         lines.append(f"EPOCHS = {plain.epochs}")
     lines.append(f"BATCH_SIZE = {plain.batch_size}")
     if plain.steps is not None:
@@ -293,7 +295,7 @@ def _epoch(plain: Plain) -> str:
 
 def _windows(plain: Plain) -> str:
     names = "itertools.cycle(windows.stream)"
-    if plain.iterations is None:
+    if plain.epochs is not None:
         names = "itertools.chain.from_iterable(itertools.repeat(windows.stream, EPOCHS))"
     own = ", collate_fn" if plain.collate else ""
     return "\n".join(
@@ -399,12 +401,13 @@ def _make_optimizers(plain: Plain) -> list[str]:
         lines += ["]"]
     else:
         lines += [f"optimizer = {plain.optimizers[0].made}"]
-    if plain.clip_norm is not None:
+    if plain.clip_norm is not None and not plain.trains_all:
         lines += [
             "groups = [group for optimizer in optimizers for group in optimizer.param_groups]"
             if plain.has_several
             else "groups = optimizer.param_groups",
-            'parameters = [parameter for group in groups for parameter in group["params"]]',
+            'trained = {parameter for group in groups for parameter in group["params"]}',
+            "parameters = [parameter for parameter in model.parameters() if parameter in trained]",
         ]
     functions = rate_names(plain)
     if functions:
@@ -489,7 +492,8 @@ def _optimize(plain: Plain) -> list[str]:
     if plain.precision == "fp16":
         lines += ["scaler.unscale_(optimizer)"]
     if plain.clip_norm is not None:
-        lines += [f"torch.nn.utils.clip_grad_norm_(parameters, {plain.clip_norm!r})"]
+        parameters = "model.parameters()" if plain.trains_all else "parameters"
+        lines += [f"torch.nn.utils.clip_grad_norm_({parameters}, {plain.clip_norm!r})"]
     stepped = ["steps += 1"] if _counts_steps(plain) else []
     follow = ["for scheduler in schedulers:", "    scheduler.step()"] if plain.has_several else ["scheduler.step()"]
     if plain.scheduler_steps == "step":
