@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -96,6 +97,11 @@ class RunDirectory:
             os.rename(self.path, aside)
             (aside / LOCK_NAME).unlink(missing_ok=True)
         return aside
+
+    def put_back(self, aside: Path) -> None:
+        """Undo :meth:`move_aside`; what is in the folder now, the log of a start that has begun no run, is deleted."""
+        shutil.rmtree(self.path)
+        os.rename(aside, self.path)
 
     @contextmanager
     def held(self) -> Iterator[None]:

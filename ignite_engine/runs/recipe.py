@@ -180,12 +180,19 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
             f"got true, but {config.directory} holds a run ({', '.join(held)}); give another run.directory, or set it "
             "to false to resume.",
         )
-    with RunDirectory(config.directory).logging_to(agreement.rank(), console=console):
-        if aside is not None and agreement.rank() == 0:
-            logger.info("The run that was in %s is now in %s.", config.directory, aside)
-        if status.started_again is not None:
-            logger.warning("%s", status.started_again, extra={"console": False})  # the parent has shown it
-        yield
+    directory = RunDirectory(config.directory)
+    try:
+        with directory.logging_to(agreement.rank(), console=console):
+            if aside is not None and agreement.rank() == 0:
+                logger.info("The run that was in %s is now in %s.", config.directory, aside)
+            if status.started_again is not None:
+                logger.warning("%s", status.started_again, extra={"console": False})  # the parent has shown it
+            yield
+    except BaseException:
+        if aside is not None and agreement.rank() == 0 and not directory.files_of_a_run():  # it was refused
+            directory.put_back(aside)
+            logger.warning("The run that was moved aside to %s is in %s again.", aside, config.directory)
+        raise
 
 
 def _move_aside(config: Config) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ignite.metrics import Accuracy
 from torch import Tensor, nn
 
 from ignite_engine import fit
@@ -135,6 +136,32 @@ def test_ranks_go_on_where_one_of_them_knows_that_it_was_started_again(tmp_path:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("wrong", ["optimizer", "data", "metric"])
+def test_run_stays_where_the_program_that_restarts_it_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    directory = tmp_path / "run"
+    run_of(directory)
+    before = files_in(directory)
+    arguments: dict[str, Any] = {
+        "optimizer": {"optimizer": lambda model: 1 / 0},
+        "data": {"batch_size": 10**9, "data": {"drop_last": True}},
+        "metric": {"metrics": {"accuracy": Accuracy(output_transform=lambda output: 1 / 0)}},
+    }[wrong]
+    with pytest.raises((ZeroDivisionError, ConfigError)):
+        run_of(directory, restart=True, **arguments)
+
+    assert f"The run that was moved aside to {directory}.1 is in {directory} again." in caplog.messages
+    assert files_in(directory) == before
+    assert not Path(f"{directory}.1").exists()
+    run_of(directory, restart=True)
+    assert Path(f"{directory}.1").is_dir()
+
+
+def files_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
 def test_ranks_move_it_aside_once(tmp_path: Path) -> None:
     fitted(tmp_path / "run", max_epochs=1)
 
