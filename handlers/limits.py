@@ -182,7 +182,8 @@ class RequestFiles:
 
     A file is removed when its request is taken, so it can be made again. A stop is that of ``trainer.request_stop``:
     the run is saved, and ends as ``interrupted``. The evaluation comes two iterations later, on several ranks up to
-    about 0.25 s more. A file that is there before a run starts is removed without effect, in one warning.
+    about 0.25 s more, and at the end of the run where that is before. The last iteration of a run whose length is known
+    has a look, too. A file that is there before a run starts is removed without effect, in one warning.
     """
 
     def __init__(self, directory: str | Path, evaluations: Sequence[Callable[[Trainer], object]] = ()) -> None:
@@ -190,6 +191,8 @@ class RequestFiles:
         self._paths = [self.directory / name for name in _REQUESTS]
         self._next_look = math.inf
         self._evaluates = False
+        self._end: int | None = None
+        """The run's last iteration, on the rank that looks; None: it is not known."""
         self._evaluation: Any = None
         """The handler of the next iteration, while an evaluation is due."""
         self._taken: dict[Path, tuple[int, int]] = {}
@@ -201,12 +204,32 @@ class RequestFiles:
         # at each boundary, whichever the event: what was agreed on is known there alone
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._agree_to_evaluate)
         trainer.add_event_handler(event, self)
+        trainer.add_event_handler(Events.EPOCH_STARTED, self._find_the_end)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._look_at_the_last)
+        trainer.add_event_handler(Events.COMPLETED, self._evaluate_at_the_end)
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
         trainer.check_while_waiting(lambda: self._look(trainer))
 
     def __call__(self, trainer: Trainer) -> None:
         if time.monotonic() >= self._next_look:
             self._look(trainer)
+
+    def _find_the_end(self, trainer: Trainer) -> None:
+        self._end = trainer.last_iteration if agreement.rank() == 0 else None
+
+    def _look_at_the_last(self, trainer: Trainer) -> None:
+        if trainer.state.iteration == self._end:  # before the last vote
+            self._next_look = 0.0
+            self._look(trainer)
+
+    def _evaluate_at_the_end(self, trainer: Trainer) -> None:
+        """A collective: what was asked for and has not come yet, unless the run was stopped."""
+        asked = agreement.rank() == 0 and (self._evaluates or self._evaluation is not None)
+        self._evaluates = False
+        if agreement.gather_objects(asked)[0] and not trainer.state.stopping:
+            self._evaluate(trainer)
+
+    _evaluate_at_the_end.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before what logs its metrics
 
     def _start(self, trainer: Trainer) -> None:
         self._next_look, self._evaluates = math.inf, False

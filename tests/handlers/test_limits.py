@@ -376,6 +376,24 @@ def test_requests_are_done_at_step_boundaries_and_change_no_bit(clock: Clock, tm
     assert torch.equal(weights(trainer), weights(other))
 
 
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("at", [10, 11, 12])
+def test_requests_of_the_last_iterations_are_done(clock: Clock, tmp_path: Path, at: int, sized: bool) -> None:
+    trainer, evaluated = trainer_of(), list[int]()
+    Checkpoint(tmp_path / "saved", save_at_end=False).attach(trainer, Events.ITERATION_COMPLETED(once=99))
+    passing(trainer, clock, 1.0 if at < 12 else 0.0)  # the last is not within a second
+    RequestFiles(tmp_path, [evaluation_of(trainer)]).attach(trainer)
+    trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: evaluated.append(trainer.state.iteration))
+    requested(tmp_path, trainer, "evaluate", "save", at=at)
+    data = list(numbers_loader(24))
+    state = trainer.run(data if sized else (batch for batch in data), max_epochs=1)
+
+    assert state.status == "completed" and state.iteration == 12
+    if sized or at < 12:  # else nobody has known that it is the last
+        assert evaluated == [12] and saved(tmp_path / "saved") == [min(at + 1, 12)]
+        assert not list(tmp_path.glob("*.request"))
+
+
 def test_stop_request_ends_the_run_saved_and_the_next_one_is_not_stopped(
     clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
