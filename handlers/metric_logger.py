@@ -211,11 +211,12 @@ class MetricLogger:
         if self._not_finite_at is None and first < math.inf:
             self._not_finite_at = trainer.state.not_finite_at = int(first)
             ranks = [rank for rank, iteration in enumerate(firsts) if iteration == first]
+            is_of_all = getattr(trainer.update, "rank_invariant", False)  # each rank has the mean of all micro-batches
             if agreement.rank() == 0:
                 logger.warning(
                     "The %s of iteration %d is %s%s, the first that is not finite; the run continues. "
                     "Check the data of that iteration, the learning rate and the precision.",
-                    *(name, self._not_finite_at, value, agreement.on_ranks(ranks)),
+                    *(name, self._not_finite_at, value, "" if is_of_all else agreement.on_ranks(ranks)),
                 )
 
     def _write_rest(self, trainer: Trainer) -> None:

@@ -151,11 +151,14 @@ def described(iteration: int, losses: Sequence[float], norms: Sequence[float | N
     return f"The gradient norm of iteration {iteration} is {values}, its loss is finite"
 
 
-def warn_of_first(losses: FirstNonFinite, parameters: Iterable[Tensor], iteration: int) -> int | None:
+def warn_of_first(
+    losses: FirstNonFinite, parameters: Iterable[Tensor], iteration: int, *, rank_invariant: bool = False
+) -> int | None:
     """At the end of a run of which nobody has read the losses: one line if it went wrong; a collective.
 
     Args:
         iteration: the run's last.
+        rank_invariant: each rank has the loss of all micro-batches, so none is named.
 
     Returns:
         The iteration that the line names; None: all is finite.
@@ -166,8 +169,9 @@ def warn_of_first(losses: FirstNonFinite, parameters: Iterable[Tensor], iteratio
     first = min((first for first, _ in rows if first is not None), default=None)
     broken = [rank for rank, (_, healthy) in enumerate(rows) if not healthy]
     if agreement.rank() == 0 and first is not None:
-        ranks = agreement.on_ranks([rank for rank, (found, _) in enumerate(rows) if found == first])
-        logger.warning("The loss of iteration %d was the first that is not finite%s. %s", first, ranks, ADVICE)
+        ranks = [] if rank_invariant else [rank for rank, (found, _) in enumerate(rows) if found == first]
+        where = agreement.on_ranks(ranks) if ranks else ""
+        logger.warning("The loss of iteration %d was the first that is not finite%s. %s", first, where, ADVICE)
     elif agreement.rank() == 0 and broken:
         logger.warning(
             "The weights are not finite at the end of the run, iteration %d%s, though every loss was: the gradients of "

@@ -303,7 +303,9 @@ class Update:
         """A run has ended without an error: one warning if it went wrong and nobody has said so; a collective."""
         state: Any = engine.state
         if state.not_finite_at is None:
-            state.not_finite_at = warn_of_first(self._losses, self._parameters.all(), state.iteration)
+            state.not_finite_at = warn_of_first(
+                self._losses, self._parameters.all(), state.iteration, rank_invariant=self.rank_invariant
+            )
 
     def _scales_of(self, engine: Any, share: Share) -> list[float] | None:
         if self._invariance is not None:

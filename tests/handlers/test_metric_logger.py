@@ -19,11 +19,11 @@ import torch
 from ignite.engine import Engine, Events
 from torch import Tensor
 
-from ignite_engine import Trainer, TrainingEvents
+from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.checkpointing.nested import walk
 from ignite_engine.handlers import Checkpoint, LRSchedule, Meter, MetricLogger, warmup_linear
 from ignite_engine.handlers.meters import CHUNK
-from tests.builders import linear, numbers_loader, resume_and_run, trainer_of
+from tests.builders import Numbers, linear, mse, numbers_loader, on_two_ranks, resume_and_run, trainer_of
 from tests.ranks.forkserver import on_ranks
 
 READS = ("item", "tolist", "__float__", "__bool__", "__int__", "__index__", "numpy", "cpu", "__array__")
@@ -482,3 +482,33 @@ def test_two_loggers_of_one_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"MetricLogger 'metric_logger' writes to .* already: give"):
         MetricLogger(f"{tmp_path}/.", console=False, name="second").attach(trainer)
     MetricLogger(tmp_path / "second", console=False, name="third").attach(trainer)
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_loss_that_is_not_finite_names_no_rank_where_each_has_that_of_all(tmp_path: Path, logs: bool) -> None:
+    data = Numbers(8)
+    data.targets[5] = math.nan
+
+    def made(*, rank_invariant: bool, global_micro_batches: int | None) -> Trainer:
+        model = linear()
+        update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=rank_invariant)
+        return Trainer(update, global_micro_batches=global_micro_batches)
+
+    def cases(rank: int) -> dict[str, Any]:
+        lines = dict[str, Any]()
+        for invariant in (True, False):
+            said: list[str] = []
+            handler = logging.Handler()
+            handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # noqa: B023
+            logging.getLogger("ignite_engine").addHandler(handler)
+            trainer = made(rank_invariant=invariant, global_micro_batches=4 if invariant else None)
+            if logs:
+                MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=1))
+            trainer.run(loader(data, 2), max_epochs=1)
+            logging.getLogger("ignite_engine").removeHandler(handler)
+            lines[f"{invariant}"] = [line for line in said if "the first that is not finite" in line]
+        return lines
+
+    lines = on_two_ranks(cases, tmp_path / "meet")
+    ((line,), _), ((named,), _) = lines["True"], lines["False"]
+    assert "rank" not in line and "on rank" in named
