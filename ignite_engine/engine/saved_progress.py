@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from ignite_engine import rng
 from ignite_engine.engine.grouping import Grouping
@@ -51,7 +53,17 @@ def counters(progress: Progress) -> dict[str, Any]:
         "epoch_ends": progress.epoch_ends,
         "micro_batch_limit": state.micro_batch_limit,
         **progress.groupings.state_dict(),
+        "output": _numbers(state.output),  # where this iteration turns out to be its epoch's last, its end reads it
     }
+
+
+def _numbers(output: Any) -> Any:
+    """What an update has returned, as far as it is numbers; tensors of one element stay tensors."""
+    if isinstance(output, Mapping):
+        return {str(name): value for name, part in output.items() if (value := _numbers(part)) is not None}
+    if isinstance(output, Tensor):
+        return output.detach().clone() if output.numel() == 1 else None
+    return output if isinstance(output, int | float) else None
 
 
 def _set_counters(progress: Progress, saved: dict[str, Any]) -> None:
@@ -63,6 +75,7 @@ def _set_counters(progress: Progress, saved: dict[str, Any]) -> None:
     state.micro_batch_limit, state.epoch = saved["micro_batch_limit"], saved["epochs_completed"]
     progress.epochs_completed, progress.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
     progress.epoch_ends = saved["epoch_ends"]
+    state.output = saved.get("output")
     progress.groupings.load_state_dict(saved)
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, RandomSampler, TensorDataset, Weighte
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, rng
 from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation
+from tests.builders import Numbers, trainer_of
 
 Seen = list[tuple[Any, ...]]
 Made = tuple[Trainer, Seen]
@@ -342,3 +343,43 @@ def test_interrupt_after_the_vote_pauses_at_that_boundary(event: Any, at: int, t
         assert saved == ([] if asks == "nothing" else [at])
         trainer.run(data, max_epochs=2)
         assert [number for _, number, _ in seen if number] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("kind", ["update", "mapping", "number", "other"])
+def test_end_of_data_that_a_resume_finds_has_the_output_of_the_last_iteration(tmp_path: Path, kind: str) -> None:
+    def run(folder: Path | None, stop_at: int | None = None) -> list[Any]:
+        outputs, seen = iter(range(1, 9)), list[Any]()
+        if kind == "update":
+            trainer = trainer_of(clip_norm=1.0)
+        elif kind == "other":
+            trainer = Trainer(lambda engine, batch: [batch])
+        else:
+            trainer = Trainer(
+                lambda engine, batch: {"a": engine.state.iteration, "b": batch} if kind == "mapping" else next(outputs)
+            )
+        if folder is not None:
+            checkpoint = Checkpoint(folder)
+            checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100))
+            checkpoint.resume()
+        if stop_at is not None:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), lambda: trainer.request_stop("here"))
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(copy.deepcopy(trainer.state.output)))
+        trainer.run(Once([Numbers(4)[index] for index in (0, 1, 2)]), max_epochs=1)
+        return seen
+
+    (whole,) = run(None)
+    assert run(tmp_path, stop_at=3) == []
+    (resumed,) = run(tmp_path)
+    if kind == "mapping":  # what is numbers
+        whole.pop("b")
+    assert str(resumed) == str(None if kind == "other" else whole)
+
+
+class Once:
+    """Data without a length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
