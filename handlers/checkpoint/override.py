@@ -4,51 +4,37 @@ from __future__ import annotations
 
 import inspect
 import logging
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from ignite.handlers.param_scheduler import CyclicalScheduler, ParamGroupScheduler, ParamScheduler, PiecewiseLinear
-from ignite.handlers.param_scheduler import LRScheduler as IgniteTorchScheduler
+from ignite.handlers.param_scheduler import ParamScheduler
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    LRScheduler,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
 
 from ignite_engine import Trainer
 from ignite_engine.errors import StateMismatch, check_type, did_you_mean, dotted_part, is_number
+from ignite_engine.handlers.checkpoint.scheduler_bases import (
+    Change,
+    Setting,
+    atoms_of,
+    base_of,
+    cannot_rebase,
+    expected_lr,
+    is_near,
+    named_schedulers_of,
+    places_of,
+    put,
+    remember_lr,
+    scale,
+    schedulers_of,
+)
 from ignite_engine.ranks import agreement
-from ignite_engine.schedules import Schedule
 from ignite_engine.states.model_and_optimizer import OptimizerState
 
 logger = logging.getLogger(__name__)
 
 _KERNELS = ("params", "foreach", "fused", "capturable", "differentiable")
-
-
-class Setting(NamedTuple):
-    """One option of one parameter group."""
-
-    part: str
-    """The name under which the optimizer is registered."""
-    group: int
-    option: str
-
-
-class _Change(NamedTuple):
-    key: str
-    """As the user wrote it."""
-    setting: Setting
-    value: Any
-    before: Any
-    """The option in the parameter group, which a schedule may have scaled."""
 
 
 class Override:
@@ -80,7 +66,7 @@ class Override:
         self._begun_again: set[str] = set()
         """The parts of optimizers that were not resumed, so that nothing of what was given before is in them."""
         self._given_in_vain: dict[str, Any] | None = None
-        self._changes: list[_Change] = []
+        self._changes: list[Change] = []
         self._made: list[Any] = []
         """What each change has made of its option."""
         self._rebased: list[Any] = []
@@ -127,7 +113,7 @@ class Override:
                 group = optimizers[setting.part].param_groups[setting.group]
                 before = group[setting.option]
                 before = before.clone() if isinstance(before, Tensor) else before
-                change = _Change(key, setting, _fitting(key, value, before), before)
+                change = Change(key, setting, _fitting(key, value, before), before)
                 self._check(trainer, change, optimizers[setting.part])
                 self._changes.append(change)
         self._check_shared(trainer, optimizers)
@@ -135,7 +121,7 @@ class Override:
         words: dict[str, str] = {}
         bases = [self._base_of(trainer, change.setting, optimizers[change.setting.part]) for change in self._changes]
         for part in optimizers:
-            self._rebase(trainer, part, _schedulers_of(trainer, optimizers[part]), self._changes)
+            self._rebase(trainer, part, schedulers_of(trainer, optimizers[part]), self._changes)
         self._made = [
             float(optimizers[part].param_groups[group][option]) if is_number(value) else value
             for _, (part, group, option), value, _ in self._changes
@@ -157,17 +143,17 @@ class Override:
         for part, optimizer in _optimizers_of(trainer).items() if self._changes else ():
             late = [
                 scheduler
-                for scheduler in _schedulers_of(trainer, optimizer)
+                for scheduler in schedulers_of(trainer, optimizer)
                 if not any(scheduler is rebased for rebased in self._rebased)
             ]
             if not late:
                 continue
             changes = []
             for change, made in zip(self._changes, self._made, strict=True):
-                if any(_held(scheduler, change.setting, optimizer) is not None for scheduler in late):
+                if any(base_of(scheduler, change.setting, optimizer) is not None for scheduler in late):
                     changes.append(change)
                 elif change.setting.part == part:  # what was loaded into a schedule of another option has undone it
-                    _put(optimizer.param_groups[change.setting.group], change.setting.option, made)
+                    put(optimizer.param_groups[change.setting.group], change.setting.option, made)
             self._rebase(trainer, part, late, changes)
         self._changes = []
 
@@ -226,13 +212,13 @@ class Override:
             settings |= {setting: (key, value) for setting in new}
         return settings
 
-    def _check(self, trainer: Trainer, change: _Change, optimizer: Optimizer) -> None:
+    def _check(self, trainer: Trainer, change: Change, optimizer: Optimizer) -> None:
         _, group, option = change.setting
-        for scheduler, part in _named_schedulers_of(trainer, optimizer):
-            for atom in _atoms(scheduler):
-                if reason := _cannot_rebase(atom, option):
+        for scheduler, part in named_schedulers_of(trainer, optimizer):
+            for atom in atoms_of(scheduler):
+                if reason := cannot_rebase(atom, option):
                     raise _refusal(change.key, f"{type(atom).__name__} {reason}")
-            if part not in trainer.resume_state.loaded and _held(scheduler, change.setting, optimizer):
+            if part not in trainer.resume_state.loaded and base_of(scheduler, change.setting, optimizer):
                 raise _refusal(
                     change.key,
                     f"{part} is not resumed, so it begins with what the program builds: give the value there.",
@@ -246,62 +232,62 @@ class Override:
         new = {change.setting: change.value for change in self._changes}
         for change in self._changes:
             optimizer = optimizers[change.setting.part]
-            for atom in (atom for scheduler in _schedulers_of(trainer, optimizer) for atom in _atoms(scheduler)):
-                if not isinstance(atom, ParamScheduler) or not _held_by(atom, change.setting, optimizer):
+            for atom in (atom for scheduler in schedulers_of(trainer, optimizer) for atom in atoms_of(scheduler)):
+                if not isinstance(atom, ParamScheduler) or not places_of(atom, change.setting, optimizer):
                     continue
                 for index in range(len(optimizer.param_groups)):
                     other = change.setting._replace(group=index)
-                    if _held_by(atom, other, optimizer) and new.get(other) != change.value:
+                    if places_of(atom, other, optimizer) and new.get(other) != change.value:
                         kind = type(atom).__name__
                         raise _refusal(change.key, f"{kind} sets all groups to one value: give all of them the same.")
 
     def _base_of(self, trainer: Trainer, setting: Setting, optimizer: Optimizer) -> Any:
         held = [
             base
-            for scheduler in _schedulers_of(trainer, optimizer)
-            if (base := _held(scheduler, setting, optimizer)) is not None
+            for scheduler in schedulers_of(trainer, optimizer)
+            if (base := base_of(scheduler, setting, optimizer)) is not None
         ]
         value = optimizer.param_groups[setting.group][setting.option]
         return held[0] if held else float(value) if isinstance(value, Tensor) else value
 
-    def _rebase(self, trainer: Trainer, part: str, schedulers: Sequence[Any], changes: Iterable[_Change]) -> None:
+    def _rebase(self, trainer: Trainer, part: str, schedulers: Sequence[Any], changes: Iterable[Change]) -> None:
         """Replace the values of one optimizer, and in these of its schedulers."""
         obj, optimizer = trainer.registry.objects[part], _optimizers_of(trainer)[part]
         scaled: set[tuple[int, Any]] = set()
         changes = [change for change in changes if change.setting.part == part]
         for change in changes:
-            _put(optimizer.param_groups[change.setting.group], change.setting.option, change.before)
+            put(optimizer.param_groups[change.setting.group], change.setting.option, change.before)
         bases_of = {
-            change: [_held(scheduler, change.setting, optimizer) for scheduler in schedulers] for change in changes
+            change: [base_of(scheduler, change.setting, optimizer) for scheduler in schedulers] for change in changes
         }
-        was_set = {change: [_expected(scheduler, change.setting) for scheduler in schedulers] for change in changes}
+        was_set = {change: [expected_lr(scheduler, change.setting) for scheduler in schedulers] for change in changes}
         for change in changes:
             group, option = optimizer.param_groups[change.setting.group], change.setting.option
             bases = bases_of[change]
             base = next((base for base in bases if base is not None), None)
             if base is None:
-                _put(group, option, change.value)
+                put(group, option, change.value)
             else:
                 ratio = change.value / base if base else 0.0
                 for scheduler in schedulers:
-                    _scale(scheduler, change, base, optimizer, scaled)
+                    scale(scheduler, change, base, optimizer, scaled)
                 now = float(group[option]) * ratio
                 for scheduler, expected in zip(schedulers, was_set[change], strict=True):
                     # one with a floor, such as CosineAnnealingLR, is not a multiple of its base
                     is_alone = sum(base is not None for base in bases) == 1
-                    if expected is not None and is_alone and _is_near(expected, float(change.before)):
-                        now = _expected(scheduler, change.setting) or now
-                _put(group, option, now)
-                _remember(schedulers, change.setting.group, group[option])
+                    if expected is not None and is_alone and is_near(expected, float(change.before)):
+                        now = expected_lr(scheduler, change.setting) or now
+                put(group, option, now)
+                remember_lr(schedulers, change.setting.group, group[option])
             if isinstance(obj, OptimizerState):
                 obj.note_override(change.setting.group, option, change.value)
         self._rebased += schedulers
 
-    def _words(self, trainer: Trainer, change: _Change, base: Any, optimizer: Optimizer) -> str:
+    def _words(self, trainer: Trainer, change: Change, base: Any, optimizer: Optimizer) -> str:
         said = f"{change.key} {base} -> {change.value}"
         now = optimizer.param_groups[change.setting.group][change.setting.option]
         if any(
-            _held(scheduler, change.setting, optimizer) is not None for scheduler in _schedulers_of(trainer, optimizer)
+            base_of(scheduler, change.setting, optimizer) is not None for scheduler in schedulers_of(trainer, optimizer)
         ):
             said += f" (the schedule's base; of the next update {float(change.before):g} -> {float(now):g})"
         return said
@@ -392,129 +378,3 @@ def _try(key: str, optimizer: Optimizer, group: Mapping[str, Any], option: str, 
     except Exception as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise _refusal(key, f"{kind.__name__} cannot go on with it: {said.rstrip('.')}.") from None
-
-
-# -- schedules ---------------------------------------------------------------------------------------------------------
-
-
-def _named_schedulers_of(trainer: Trainer, optimizer: Optimizer) -> Iterator[tuple[Any, str]]:
-    for name, obj in trainer.registry.objects.items():
-        scheduler = obj.scheduler if trainer.registry.kinds[name] == "schedule" and hasattr(obj, "scheduler") else obj
-        is_one = scheduler is not obj or isinstance(scheduler, LRScheduler | ParamScheduler | ParamGroupScheduler)
-        theirs = getattr(scheduler, "optimizer", None) if is_one or isinstance(scheduler, Schedule) else None
-        if any(each is optimizer for each in (theirs if isinstance(theirs, list) else [theirs])):
-            yield scheduler, name
-
-
-def _schedulers_of(trainer: Trainer, optimizer: Optimizer) -> list[Any]:
-    return [scheduler for scheduler, _ in _named_schedulers_of(trainer, optimizer)]
-
-
-def _atoms(scheduler: Any) -> Iterator[Any]:
-    """The schedulers that one is made of."""
-    if isinstance(scheduler, IgniteTorchScheduler):
-        inner = scheduler.lr_scheduler
-        scheduler = getattr(inner, "_lr_scheduler", inner)
-    parts: Iterable[Any] | None = getattr(scheduler, "_schedulers", None)
-    if isinstance(scheduler, ParamScheduler | ParamGroupScheduler):
-        parts = getattr(scheduler, "schedulers", None)
-    if parts is None:
-        yield scheduler
-        return
-    for part in parts:
-        yield from _atoms(part)
-
-
-def _cannot_rebase(atom: Any, option: str) -> str | None:
-    if isinstance(atom, ParamScheduler):
-        known = isinstance(atom, CyclicalScheduler | PiecewiseLinear)
-        return None if known or atom.param_name != option else "sets it, and what it holds of it is not known."
-    cycled = isinstance(atom, CyclicLR | OneCycleLR) and atom.cycle_momentum
-    if cycled and option in ("momentum", "betas"):
-        return "sets it: build the schedule with other momenta."
-    if option != "lr" or isinstance(atom, ReduceLROnPlateau | Schedule) or hasattr(atom, "base_lrs"):
-        return None
-    return (
-        "sets it, and has no base_lrs, the list of the groups' base LRs, which is replaced: give it one, or begin it "
-        "again with ignore=['schedule']."
-    )
-
-
-def _held_by(atom: Any, setting: Setting, optimizer: Optimizer) -> list[tuple[Any, Any]]:
-    """Where a scheduler keeps the numbers that make up an option of a group: object and key."""
-    index, group = setting.group, optimizer.param_groups[setting.group]
-    if isinstance(atom, ParamScheduler):
-        if atom.param_name != setting.option or atom.optimizer is not optimizer:
-            return []
-        if atom.param_group_index not in (None, index):
-            return []
-        if isinstance(atom, PiecewiseLinear):
-            return [(atom.values, place) for place in range(len(atom.values))]
-        return [(vars(atom), "start_value"), (vars(atom), "end_value")]
-    if setting.option != "lr" or isinstance(atom, ReduceLROnPlateau) or atom.optimizer is not optimizer:
-        return []
-    bases = getattr(atom, "base_lrs", ())
-    held: list[tuple[Any, Any]] = [(bases, index)] if index < len(bases) else []
-    if isinstance(atom, CyclicLR):
-        held.append((atom.max_lrs, index))
-    if isinstance(atom, OneCycleLR):
-        held += [(group, "max_lr"), (group, "min_lr")]
-    if "swa_lr" in group and type(atom).__name__ == "SWALR":
-        held.append((group, "swa_lr"))
-    return held
-
-
-def _held(scheduler: Any, setting: Setting, optimizer: Optimizer) -> float | None:
-    """The base of an option; None: the scheduler does not set it."""
-    values = [float(owner[key]) for atom in _atoms(scheduler) for owner, key in _held_by(atom, setting, optimizer)]
-    return max(values, default=None)
-
-
-def _scale(scheduler: Any, change: _Change, base: float, optimizer: Optimizer, scaled: set[tuple[int, Any]]) -> None:
-    """Scale what a scheduler holds, so that ``base`` becomes the new value."""
-    group = optimizer.param_groups[change.setting.group]
-    held = [place for atom in _atoms(scheduler) for place in _held_by(atom, change.setting, optimizer)]
-    if held and "initial_lr" in group and change.setting.option == "lr":
-        held.append((group, "initial_lr"))
-    for owner, key in held:
-        if (id(owner), key) in scaled:  # by another group that the scheduler sets, too
-            continue
-        scaled.add((id(owner), key))
-        value = float(owner[key])
-        _put(owner, key, change.value if value == base else value * (change.value / base))
-
-
-def _expected(scheduler: Any, setting: Setting) -> float | None:
-    """The LR that a scheduler's closed form has for the next update; None: it has none."""
-    while isinstance(scheduler, SequentialLR):
-        passed = sum(scheduler.last_epoch >= milestone for milestone in scheduler._milestones)
-        scheduler = scheduler._schedulers[passed]
-    if isinstance(scheduler, Schedule):
-        return scheduler.lrs_at(scheduler.steps)[setting.group] if scheduler.is_known else None
-    if isinstance(scheduler, CosineAnnealingWarmRestarts) and setting.option == "lr":
-        with warnings.catch_warnings():  # of a call outside of step()
-            warnings.simplefilter("ignore")
-            return float(scheduler.get_lr()[setting.group])
-    closed_form = getattr(scheduler, "_get_closed_form_lr", None)
-    return None if closed_form is None or setting.option != "lr" else float(closed_form()[setting.group])
-
-
-def _remember(schedulers: Iterable[Any], index: int, lr: Any) -> None:
-    """Let torch's schedulers say the LR that is set now."""
-    for scheduler in schedulers:
-        for torchs in (scheduler, *_atoms(scheduler)):
-            last = getattr(torchs, "_last_lr", None)
-            if isinstance(last, list) and index < len(last):
-                last[index] = lr.clone() if isinstance(lr, Tensor) else lr
-
-
-def _put(owner: Any, key: Any, value: Any) -> None:
-    """In place where it is a tensor."""
-    if isinstance(owner[key], Tensor):
-        owner[key].fill_(value)
-    else:
-        owner[key] = value
-
-
-def _is_near(first: float, second: float) -> bool:
-    return abs(first - second) <= 1e-6 * max(abs(first), abs(second))
