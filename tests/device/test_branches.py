@@ -1,0 +1,218 @@
+"""What a device does not have, what cannot be moved or split, and where ranks do not reduce on it."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+
+from ignite_engine import Trainer, devices
+from ignite_engine.checkpointing import Snapshot
+from ignite_engine.cli import main
+from ignite_engine.handlers import MemoryLogger
+from ignite_engine.step import out_of_memory
+from ignite_engine.step.device import device_of, to_device
+from tests.device.training import DEVICE, PLAIN, net, trainer_of
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),  # the fake device's mse_loss
+]
+ASKED = (devices._has_side_streams, devices._has, devices.has_timing_events, devices.has_memory_statistics)
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    for ask in ASKED:
+        ask.cache_clear()
+    devices._said.clear()
+    yield
+    for ask in ASKED:
+        ask.cache_clear()
+
+
+def has_not(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_a_kind_without_events_statistics_streams_and_autocast_gets_the_plain_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "Event", has_not)
+    monkeypatch.setattr(torch.Tensor, "record_stream", has_not)
+    monkeypatch.setattr(torch.accelerator, "memory_stats", has_not)
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: False)
+    with caplog.at_level(logging.INFO, "ignite_engine.devices"):
+        for _ in range(2):
+            assert not devices.has_timing_events(DEVICE.type) and devices.side_stream(DEVICE) is None
+            assert not devices.pins_memory() and devices.memory_statistics(DEVICE) == {}
+            assert devices.autocast(DEVICE.type, torch.bfloat16) is None
+    said = sorted(line.removeprefix(DEVICE.type).partition(":")[0] for line in caplog.messages)
+    lacks = [
+        "does not count its memory",
+        "has no autocast",
+        "has no events",
+        "has no streams for copies beside computing",
+    ]
+    assert said == [f" {words}" for words in lacks]
+
+
+def test_a_run_takes_the_plain_way_to_the_same_weights(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
+    def trained() -> list[Tensor]:
+        model, batches = net(DEVICE), [(torch.ones(4, 3) * at, torch.ones(4, 1)) for at in range(4)]
+        trainer = trainer_of(model)
+        MemoryLogger().attach(trainer)
+        trainer.run(batches, max_epochs=1)
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    whole = trained()
+    monkeypatch.setattr("ignite_engine.step.device._streams", {})
+    monkeypatch.setattr(torch.Tensor, "record_stream", has_not)
+    monkeypatch.setattr(torch.accelerator, "memory_stats", has_not)
+    for ask in ASKED:
+        ask.cache_clear()
+    assert all(torch.equal(*pair) for pair in zip(whole, trained(), strict=True))
+
+
+def test_models_go_where_their_ranks_reduce(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    devices._said.clear()
+    assert devices.for_models() == devices.current() != torch.device("cpu")
+    monkeypatch.setattr(devices.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(devices.dist, "get_world_size", lambda: 2)
+    backends = dict.fromkeys(("here", "elsewhere"))
+    monkeypatch.setattr(
+        devices.dist.Backend, "backend_capability", {"here": [DEVICE.type], "elsewhere": ["cpu"], "nccl": [DEVICE.type]}
+    )
+    for backend in backends:
+        monkeypatch.setattr(devices.dist, "get_backend", lambda backend=backend: backend)
+        backends[backend] = devices.for_models().type
+    assert backends == {"here": DEVICE.type, "elsewhere": "cpu"}
+    assert f"Models stay on the CPU: the backend elsewhere does not reduce tensors on {DEVICE.type}." in caplog.messages
+    monkeypatch.setattr(devices.dist.Backend, "default_device_backend_map", {DEVICE.type: "nccl"})
+    monkeypatch.setattr(devices.dist, "is_backend_available", lambda backend: True)
+    assert devices.default_backend() == "nccl" and devices.backend_is_usable("nccl")
+    assert {kind.type for kind in devices.kinds_of_groups()} == {"cpu", DEVICE.type}
+    assert devices.has_sync_batch_norm(DEVICE.type) == (DEVICE.type == "cuda")
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    inputs: Tensor
+    name: str = "a"
+
+
+class Movable:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def to(self, device: torch.device) -> Movable:
+        return Movable(self.tensor.to(device))
+
+
+def test_batches_of_each_shape_are_moved() -> None:
+    one = torch.arange(6.0).reshape(2, 3)
+    batch = {
+        "ordered": OrderedDict(inputs=one),
+        "read only": MappingProxyType({"inputs": one}),
+        "pair": Pair(one, "word"),
+        "frozen": Frozen(one),
+        "own": Movable(one),
+        "others": [one, b"bytes", 3, None, ["no tensor"]],
+        "half": (one.half(), float),
+    }
+    moved = next(iter(to_device([batch], DEVICE)))
+    tensors = [
+        *(moved["ordered"]["inputs"], moved["read only"]["inputs"], moved["pair"].first, moved["frozen"].inputs),
+        *(moved["own"].tensor, moved["half"][0].float()),
+    ]
+    assert all(tensor.device.type == DEVICE.type and torch.equal(tensor.cpu(), one) for tensor in tensors)
+    assert type(moved["ordered"]) is OrderedDict and type(moved["pair"]) is Pair and moved["frozen"].name == "a"
+    assert moved["others"][1:] == [b"bytes", 3, None, ["no tensor"]] and moved["half"][1] is float
+    assert moved["others"][4] is batch["others"][4] and batch["pair"].first is one  # type: ignore[index, attr-defined]
+    assert device_of(nn.BatchNorm1d(2, affine=False).to(DEVICE)).type == DEVICE.type
+    assert device_of(nn.ReLU()) == torch.device("cpu")
+
+
+def test_a_batch_that_cannot_be_moved_is_named() -> None:
+    class Fails(Movable):
+        def to(self, device: torch.device) -> Movable:
+            raise RuntimeError("no room")
+
+    one = torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match="no room") as error:
+        list(to_device([one, Fails(one)], DEVICE, iteration=7))
+    assert error.value.__notes__ == [f"Raised while micro-batch 2 of iteration 7 was moved to {DEVICE}."]
+
+
+@pytest.mark.parametrize(
+    ("batch", "why"),
+    [
+        ((torch.ones(1, 3), torch.ones(1, 1)), "one sample cannot be split"),
+        ((torch.ones(4, 3), torch.ones(3, 1)), "as its tensors have no dimension 0 of one size"),
+    ],
+)
+def test_a_micro_batch_that_cannot_be_split_is_refused_with_its_shapes(batch: Any, why: str) -> None:
+    def too_much(model: nn.Module, batch: Any) -> Tensor:
+        torch.empty(2**50, dtype=torch.uint8, device=DEVICE)
+        raise AssertionError
+
+    trainer = trainer_of(net(DEVICE), steps=None, loss_fn=too_much)
+    with pytest.raises(torch.OutOfMemoryError, match=rf"in iteration 1 with a micro-batch .*{why}: use a smaller"):
+        trainer.run([batch], max_epochs=1)
+
+
+def test_parts_of_a_batch_have_their_samples_and_what_belongs_to_all() -> None:
+    inputs, total = torch.arange(5.0, device=DEVICE), torch.tensor(2.0, device=DEVICE)
+    batch = {"inputs": inputs, "names": list("abcde"), "pair": Pair(inputs, total), "scale": 3}
+    parts, scales = out_of_memory.split([batch, batch], [1.0, 0.0], 2, None)
+    assert [part["inputs"].tolist() for part in parts] == [[0], [1, 2], [3, 4], [0, 1, 2, 3, 4]]
+    assert [part["names"] for part in parts[:3]] == [["a"], ["b", "c"], ["d", "e"]]
+    assert all(part["pair"].second is total and part["scale"] == 3 for part in parts)
+    assert scales == pytest.approx([0.2, 0.4, 0.4, 0.0])
+    weighed, scales = out_of_memory.split([batch], [1.0], 2, lambda part: float(part["inputs"].sum()))
+    assert len(weighed) == 2 and scales == pytest.approx([0.3, 0.7])  # a part of no weight is left out
+
+
+def test_a_snapshot_takes_what_is_no_plain_tensor() -> None:
+    weight, sparse = torch.ones(4, device=DEVICE), torch.eye(3).to_sparse()
+    state = {
+        "weight": weight,
+        "tied": weight,
+        "meta": torch.ones(2, device="meta"),
+        "sparse": sparse,
+        "b": bytearray(2),
+    }
+    copied = Snapshot().take(state, lambda tensor: False)
+    torch.accelerator.synchronize()
+    assert copied["tied"] is copied["weight"] is not weight and copied["meta"].is_meta  # type: ignore[attr-defined]
+    assert torch.equal(copied["sparse"].to_dense(), torch.eye(3)) and copied["sparse"] is not sparse
+    assert copied["b"] == bytearray(2) and copied["b"] is not state["b"]
+
+
+def test_memory_of_an_update_without_a_device_is_that_of_the_device_in_use() -> None:
+    held = torch.ones(1000, device=DEVICE)
+    trainer = Trainer(lambda engine, batch: {"loss": held.sum()})
+    MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run([1, 2], max_epochs=1)
+    assert devices.in_use().type == DEVICE.type
+    assert ("memory/peak_mib" in trainer.state.metrics) == devices.has_memory_statistics(DEVICE.type)
+
+
+def test_doctor_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert DEVICE.type in said and ("beside computing" in said) != PLAIN
