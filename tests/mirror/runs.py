@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, Update
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.mirror.remote import Remote
 from ignite_engine.ranks import agreement
 from tests.builders import linear, mse, numbers_loader
 from tests.ranks.forked import on_ranks
@@ -41,7 +43,7 @@ def train(
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     found = checkpoint.resume()
     if kill_at is not None:
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=kill_at), kill)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=kill_at), lambda: kill(mirror))
     trainer.run(numbers_loader(96, 2, shuffle=True), max_iters=iterations)
     if agreement.rank() == 0:
         end = {
@@ -53,7 +55,10 @@ def train(
     return trainer
 
 
-def kill() -> None:
+def kill(mirror: str) -> None:
+    """The machine is gone, after something was uploaded."""
+    while agreement.rank() == 0 and not Remote(mirror).checkpoints()[0]:
+        time.sleep(0.05)
     agreement.wait_for_all()
     os.killpg(0, signal.SIGKILL)
 
