@@ -66,6 +66,7 @@ BENCHMARKS = (
     Benchmark("captured_update", "the update as one graph", "--rounds 15", "--rounds 2 --micro-batches 48"),
     Benchmark("long_interval", "a log point in 100,000 iterations", "", "--iterations 2000 --saves 3"),
     Benchmark("save_and_load", "saves and restores of 604 MB", "--rounds 15", "--rounds 2 --width 64"),
+    Benchmark("mirror", "training beside uploads", "--rounds 15", "--rounds 2 --iterations 40 --mib 1"),
     Benchmark("delta_saves", "tables saved by changed rows", "--mib 256 --rounds 15", "--mib 4 --rounds 2"),
     Benchmark("ddp", "a step on two ranks", "--rounds 20", "--rounds 2 --steps 3"),
     Benchmark(

@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slow", action="store_true", help="an upload at 1 MiB/s")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
     times: dict[str, list[float]] = {WITH: [], WITHOUT: []}
     for turn in range(options.rounds):
         kinds = [WITH, WITHOUT]
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 mirror = place if kind == WITH else None
                 times[kind].append(measure(Path(folder) / "run", mirror, options.iterations, options.mib))
     ratio = ratio_of_medians(times[WITH], times[WITHOUT])
-    goals = [Goal("iteration with a mirror / without", ratio.value, GOAL)]
+    goals = [Goal.of("iteration with a mirror / without", ratio, GOAL)]
     for kind, values in times.items():
         print(f"{kind:15} {1e3 * median(values):.3f} ms an iteration")
     print_goals(goals)

@@ -59,6 +59,7 @@ class Mirroring:
 
     @cached_property
     def _uploader(self) -> Uploader:
+        held.sweep(self._directory)  # of a process that was killed
         return Uploader(self._remote, self.options, self._retention)
 
     def attach(self, trainer: Trainer) -> None:
@@ -67,7 +68,15 @@ class Mirroring:
         Raises:
             ValueError: one line; the URL cannot be used.
         """
-        _ = self._remote
+        url = self.options.url
+        if self._remote.is_within(self._directory):
+            raise ValueError(f"The mirror {url} is in the folder of the checkpoints itself: give another place.")
+        for name, other in trainer.registry.objects.items():
+            mirroring = getattr(other, "mirroring", None)
+            if isinstance(mirroring, Mirroring) and mirroring is not self and mirroring.options.url == url:
+                raise ValueError(
+                    f"The checkpoint handler {name!r} has the mirror {url}, too: give each one of its own."
+                )
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._offer_saved)
 
@@ -109,8 +118,11 @@ class Mirroring:
     def end(self, trainer: Trainer) -> None:
         """Wait until all is uploaded, with a progress line, or name what is not; a collective at the end of a run.
 
-        A run that was forced to end, or that failed on several ranks, does not wait.
+        A run that was forced to end, or that failed on several ranks, does not wait. One that only goes back to an
+        earlier checkpoint, or pauses, has not ended: its uploads go on.
         """
+        if trainer.state.status not in ("completed", "interrupted", "failed"):
+            return
         self._runs = False
         failed = trainer.progress.left is not None and trainer.progress.left.ending.name == "FAILED"
         waits = not failed or (trainer.state.status == "failed" and agreement.world_size() == 1)
@@ -149,7 +161,6 @@ class Mirroring:
             push = f"python -m ignite_engine checkpoints push {self._directory} {url}"
             logger.warning("%s is not in %s%s. To upload it later: %s", shortened(missing), url, reason, push)
         uploader.release()
-        held.sweep(self._directory)
 
 
 @contextlib.contextmanager

@@ -63,19 +63,23 @@ def check_new(remote: Remote) -> None:
 
 
 def _candidates(remote: Remote, directory: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    def ask(_: Throttle) -> tuple[list[str], list[tuple[str, str]]]:
-        if agreement.rank() != 0:
-            return [], []
-        newer, unreadable = newer_than_local(remote, directory)
-        return [checkpoint.path.name for checkpoint in newer], unreadable
-
-    return together(ask, _ANSWERS_WITHIN_S)[0]
+    """Names of the checkpoints to fetch, the newest first; and name and reason of those whose manifest is damaged."""
+    readable, unreadable = together(
+        lambda _: remote.checkpoints() if agreement.rank() == 0 else ([], []), _ANSWERS_WITHIN_S
+    )[0]
+    # by rank 0, which may have to read what is here: that is no wait for the store
+    newer = agreement.on_rank_0(lambda: [one.path.name for one in newer_than_local(readable, directory)])
+    holds_any = agreement.on_rank_0(lambda: any(scan(directory)))
+    return newer, [] if holds_any and not newer else unreadable
 
 
 def _fetch(remote: Remote, directory: Path, name: str, parallel: int) -> None:
     work, rank = Fetch(remote, directory, name, parallel), agreement.rank()
     began = time.perf_counter()
     todo = together(lambda _: work.missing() if rank == 0 else [])[0]
+    if rank == 0:
+        size = sum(record.bytes for _, manifest in todo for record in manifest.files.values())
+        logger.info("Fetching %s from %s: at most %s.", name, remote.url, in_units(size))
     for checkpoint, manifest in todo:
         moved = _fetch_one(work, checkpoint, manifest)
         if rank == 0:

@@ -27,16 +27,12 @@ _TRIES = 3
 _OF_A_RANK = re.compile(r"[a-z]+_(\d+)\.pt")
 
 
-def newer_than_local(remote: Remote, directory: Path) -> tuple[list[CheckpointInfo], list[tuple[str, str]]]:
+def newer_than_local(there: Sequence[CheckpointInfo], directory: Path) -> list[CheckpointInfo]:
     """Checkpoints of a mirror that would be resumed rather than those of a folder, the newest first.
 
     Only those of the run that saved the newest valid one of the folder count; in a folder without one, those of the
     run that has saved there last.
-
-    Returns:
-        They; and those whose manifest is damaged, by name, with the reason.
     """
-    there, unreadable = remote.checkpoints()
     verification = Verification()
     for local in reversed(layout.scan(directory)[0]):
         newer = [
@@ -45,13 +41,13 @@ def newer_than_local(remote: Remote, directory: Path) -> tuple[list[CheckpointIn
             if checkpoint.manifest.run_id == local.manifest.run_id and order(checkpoint) > order(local)
         ]
         if newer:
-            return newer[::-1], unreadable
+            return newer[::-1]
         if not verification.problems(local.path, local.manifest):
-            return [], []
+            return []
     last = max(there, key=lambda checkpoint: checkpoint.manifest.created_at, default=None)
     if last is None:
-        return [], unreadable
-    return [one for one in reversed(there) if one.manifest.run_id == last.manifest.run_id], unreadable
+        return []
+    return [one for one in reversed(there) if one.manifest.run_id == last.manifest.run_id]
 
 
 class Fetch:

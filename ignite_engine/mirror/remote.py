@@ -64,6 +64,10 @@ class Remote:
         except (ImportError, ValueError) as error:
             raise ValueError(f"{url} cannot be used: {without_secrets(str(error)).rstrip('.')}.") from None
 
+    def is_within(self, directory: Path) -> bool:
+        """Whether it is a directory, this one or one in it."""
+        return self._directory is not None and self._directory.resolve().is_relative_to(directory.resolve())
+
     def names(self) -> list[str]:
         """Names of the checkpoints of which anything is there, whole or not."""
         found = self._list("")
@@ -116,7 +120,7 @@ class Remote:
             Torn: the file here is not what the manifest says.
         """
         digest, told = new_hash(record.algorithm), hashlib.md5(usedforsecurity=False)
-        tells = self._directory is None and self._tells_md5()
+        tells = self._directory is None and self._tells_md5(record.bytes)
         with open_regular(source) as file, self._writer(name, record.bytes) as write:
             while piece := file.read(PIECE_BYTES):
                 digest.update(piece)
@@ -252,9 +256,10 @@ class Remote:
             raise
         file.close()
 
-    def _tells_md5(self) -> bool:
-        protocol = self._store.protocol
-        return bool({"s3", "gs"} & {protocol, *(protocol if isinstance(protocol, tuple) else ())})
+    def _tells_md5(self, size: int) -> bool:
+        """Whether a store tells the MD5 of a file: GCS does, S3 of one that is not sent in parts."""
+        protocols = self._store.protocol if isinstance(self._store.protocol, tuple) else (self._store.protocol,)
+        return "gs" in protocols or ("s3" in protocols and size < _BLOCK_BYTES)
 
     def _check(self, name: str, record: FileRecord, md5: str | None) -> None:
         if (size := self._size(name)) != record.bytes:
@@ -265,7 +270,7 @@ class Remote:
         told = str(info.get("ETag", "")).strip('"')
         if "md5Hash" in info:
             told = base64.b64decode(info["md5Hash"]).hex()
-        # of an upload in parts, and of some encryptions, it is no MD5: then what is there is read
+        # with some encryptions it is no MD5: then what is there is read
         if _MD5.fullmatch(told) and told != md5 and (problem := self.problem(name, record, lambda count: None)):
             raise OSError(f"{problem} after the upload")
 

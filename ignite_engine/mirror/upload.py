@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,7 +123,7 @@ class Uploader:
         """Checkpoints that were uploaded, by the manifest that was."""
         self._failures = 0
         self._why = ""
-        self._is_stalled = False
+        self._sending = self._was_stalled = False
 
     def offer(self, checkpoint: Path) -> None:
         """Upload a committed checkpoint, after the one that is being uploaded and instead of one that waits."""
@@ -134,19 +135,18 @@ class Uploader:
         if self._thread is None or not self._thread.is_alive():
             self._ending.clear()
             self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
-            self._throttle(0)
             self._thread.start()
         self._offered.set()
-        if self.stalled and not self._is_stalled:
+        if self.stalled and not self._was_stalled:
             logger.warning(
                 "Nothing has been sent to %s for %.0f s; what is saved meanwhile waits.", self._remote.url, STALLED_S
             )
-        self._is_stalled = self.stalled
+        self._was_stalled = self.stalled
 
     @property
     def stalled(self) -> bool:
         """It is uploading, and no byte has moved for long."""
-        return self._current is not None and not self._failures and self._throttle.stalled_s > STALLED_S
+        return self._sending and self._throttle.stalled_s > STALLED_S
 
     @property
     def missing(self) -> list[str]:
@@ -192,6 +192,7 @@ class Uploader:
         """Let go of what was not uploaded."""
         with self._lock:
             held, self._current, self._waiting = [self._current, self._waiting], None, None
+        self._failures = 0
         for checkpoint in held:
             if checkpoint is not None:
                 checkpoint.release()
@@ -208,6 +209,8 @@ class Uploader:
             if self._current is None and not self._ending.is_set():
                 continue
             ending, sent = self._ending.is_set(), self._throttle.moved
+            self._throttle(0)  # the time without a byte begins here
+            self._sending = True
             try:
                 if self._current is None:
                     self._replace_changed_manifests()
@@ -215,10 +218,13 @@ class Uploader:
                 self._upload(self._current)
             except Exception as error:  # a store may raise anything; training goes on, and the upload is tried again
                 tries = tries + 1 if ending else 0
+                self._sending = False
                 self._failed(error, sent)
                 if tries >= _LAST_TRIES:
                     return
                 self._pause()
+            finally:
+                self._sending = False
 
     def _upload(self, held: Held) -> None:
         if self._contents is None:
@@ -274,7 +280,7 @@ class Uploader:
     def _pause(self) -> None:
         seconds = min(2.0 ** (self._failures - 1), _LONGEST_PAUSE_S)
         if self._ending.is_set():
-            threading.Event().wait(min(seconds, 2.0))
+            time.sleep(min(seconds, 2.0))
         else:
             self._ending.wait(seconds)
 

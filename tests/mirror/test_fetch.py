@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
+from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.mirror.bring import bring
 from ignite_engine.mirror.remote import Remote
 from tests.checkpointing.states import holds, save
@@ -184,3 +187,20 @@ def test_a_store_that_fails_in_the_middle_is_a_refusal_and_then_goes_on(
     bring(remote, tmp_path / "here")
     newest = CheckpointStore(tmp_path / "here").latest().checkpoint
     assert newest is not None and newest.iteration == 200
+
+
+def test_a_long_look_at_the_folder_is_no_silence_of_the_mirror(
+    tmp_path: Path, there: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(there.directory, tmp_path / "here")
+    problems = Verification.problems
+
+    def slowly(self: Verification, *arguments: Any) -> list[str]:
+        time.sleep(1.5)
+        return problems(self, *arguments)
+
+    monkeypatch.setattr(Verification, "problems", slowly)
+    monkeypatch.setattr("ignite_engine.mirror.bring._ANSWERS_WITHIN_S", 0.5)
+    brought(tmp_path)
+
+    assert caplog.records == []

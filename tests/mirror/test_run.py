@@ -212,3 +212,47 @@ def test_checkpoints_of_changed_rows_come_back_with_their_base(tmp_path: Path) -
 
     assert found is not None and found.name == "iteration_00000007"
     assert torch.equal(weights(trainer), weights(whole))
+
+
+def test_a_roll_back_does_not_wait_for_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of(non_finite="rollback")
+    checkpoint = Checkpoint(tmp_path / "run", mirror={"url": str(tmp_path / "mirror"), "max_mib_per_s": 0.002})
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    uploader = checkpoint.mirroring._uploader  # type: ignore[union-attr]  # it has one
+    missing: list[int] = []
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def damage() -> None:
+        if trainer.state.iteration == 5 and not missing:
+            missing.append(len(uploader.missing))
+            trainer.state.batch[0].fill_(torch.nan)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=6))
+    def let_it_go() -> None:
+        missing.append(len(uploader.missing))
+        assert "goes back to a checkpoint" in caplog.text and "Uploading" not in caplog.text
+        uploader._throttle._bytes_per_s = None
+
+    trainer.run(numbers_loader(), max_iters=8)
+
+    assert min(missing) > 0 and len(missing) == 2
+    assert CheckpointStore(tmp_path / "mirror").checkpoints()[-1].iteration == 8
+
+
+def test_a_mirror_in_the_folder_itself_or_of_another_handler_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is in the folder of the checkpoints itself"):
+        Checkpoint(tmp_path / "run", mirror=str(tmp_path / "run" / "mirror")).attach(trainer_of())
+    trainer = trainer_of()
+    Checkpoint(tmp_path / "run", mirror="memory://mirror", name="first").attach(trainer)
+    with pytest.raises(ValueError, match="'first' has the mirror memory://mirror, too"):
+        Checkpoint(tmp_path / "other", mirror="memory://mirror", name="second").attach(trainer)
+
+
+def test_links_that_a_killed_process_has_left_are_removed(tmp_path: Path) -> None:
+    left = tmp_path / "run" / ".mirror" / "held" / "0123abcd" / "iteration_00000100"
+    left.mkdir(parents=True)
+    (left / "shared.pt").write_bytes(b"x")
+
+    train(tmp_path / "run", str(tmp_path / "mirror"), 3)
+
+    assert not (tmp_path / "run" / ".mirror").exists()
