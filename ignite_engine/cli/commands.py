@@ -26,6 +26,7 @@ from ignite_engine.recovery.parallel import Parallel
 from ignite_engine.report import NoSuchKey, NotLogged
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
 from ignite_engine.runs import recipe
+from ignite_engine.runs.followed_loggers import followed_loggers
 from ignite_engine.task import TaskError, find_task
 
 FAILED, USAGE_ERROR = 1, 2
@@ -239,10 +240,13 @@ def _follow(config: Config, options: argparse.Namespace) -> None:
     evaluations: list[Any] = list(run.evaluations())
     during_the_run = [evaluation for evaluation in evaluations if evaluation.name in run.trainer.registry.objects]
 
-    def announce(values: Mapping[str, Any]) -> None:
-        print(json.dumps(json_values(values)), flush=True)
-
-    settings: dict[str, Any] = {"every_checkpoint": options.all, "announce": announce, "defaults": default_values()}
+    settings: dict[str, Any] = {"every_checkpoint": options.all, "defaults": default_values()}
     if options.wait is not None:
         settings["wait_s"] = options.wait
-    follow_with(config.directory, run.trainer, during_the_run, **settings)
+    with followed_loggers(config) as report:
+
+        def announce(values: Mapping[str, Any]) -> None:
+            print(json.dumps(json_values(values)), flush=True)
+            report(values)
+
+        follow_with(config.directory, run.trainer, during_the_run, announce=announce, **settings)

@@ -63,7 +63,7 @@ def follow(
         every_checkpoint: evaluate all of them, the oldest first, and let none that was seen be deleted before that;
             False: the newest first, and older ones, if they are still there, when there is no newer one.
         wait_s: seconds for which a run that has not begun, or was killed, is waited for.
-        announce: called on rank 0 with ``checkpoint``, ``iteration`` and what was measured, by name.
+        announce: called on rank 0 with ``checkpoint``, ``iteration``, ``epoch`` and what was measured, by name.
 
     Returns:
         How many were evaluated.
@@ -234,7 +234,8 @@ class Follower:
         self._annotate(path, values)
         self._let_go(path)
         if agreement.rank() == 0 and self.announce is not None:
-            self.announce({"checkpoint": str(path), "iteration": checkpoint.iteration, **values})
+            manifest = checkpoint.manifest
+            self.announce({"checkpoint": str(path), "iteration": manifest.iteration, "epoch": manifest.epoch, **values})
         return True
 
     def _annotate(self, path: Path, values: Mapping[str, float]) -> None:
