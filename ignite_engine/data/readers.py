@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
 
 from ignite_engine.data.place import Held, Place
 from ignite_engine.data.sampler import ResumableSampler
@@ -80,13 +80,23 @@ class Replayed:
             return chain(fetched, iterator)
         if place.batch:
             logger.warning(
-                "%s keeps no state: the %d batches that were consumed are loaded again and skipped.",
+                "%s keeps no state: the %d batches that were consumed are loaded again and skipped%s.",
                 type(self.data).__name__,
                 place.batch,
+                f", in an order that {drawn} draws anew" if (drawn := self._drawn_by()) else "",
             )
             for _ in islice(iterator, place.batch):
                 pass
         return iterator
+
+    def _drawn_by(self) -> str | None:
+        """The sampler whose order is another one each time; None: none is known to be."""
+        samplers = [
+            order
+            for order in orders_of(self.data)[1:]
+            if not isinstance(order, SequentialSampler | DistributedSampler | BatchSampler)
+        ]
+        return next((type(order).__name__ for order in samplers if not hasattr(order, "set_epoch")), None)
 
     def held(self) -> Held:
         """What a place holds of the loader as it is now."""
