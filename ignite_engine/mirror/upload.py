@@ -229,6 +229,7 @@ class Uploader:
     def _upload(self, held: Held) -> None:
         if self._contents is None:
             self._contents = Contents(self._remote, self._retention, self._options.parallel)
+        sent = self._throttle.moved
         before = signature(held.checkpoint / MANIFEST_NAME)  # values may be added to it meanwhile
         try:
             self._contents.upload(held, self._throttle)
@@ -247,7 +248,8 @@ class Uploader:
         if self._failures:
             logger.warning("%s takes uploads again: %s is there.", self._remote.url, held.name)
         self._failures = 0
-        logger.info("Uploaded %s to %s.", held.name, self._remote.url)
+        if self._throttle.moved > sent:
+            logger.info("Uploaded %s to %s.", held.name, self._remote.url)
 
     def _replace_changed_manifests(self) -> None:
         """Values that were measured after a save are in its manifest here by now."""

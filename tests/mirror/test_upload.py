@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +223,27 @@ def test_uploads_take_no_more_than_the_bandwidth_that_is_set() -> None:
         thread.join()
 
     assert throttle.moved == 300_000 and time.monotonic() - began >= 0.3
+
+
+@pytest.mark.parametrize("damage", [lambda piece: piece[:-1], lambda piece: piece[:-1] + bytes([piece[-1] ^ 1])])
+def test_a_store_that_keeps_something_else_than_was_sent_is_found_and_gets_it_again(
+    tmp_path: Path, s3: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, damage: Any
+) -> None:
+    writer, damaged = Remote._writer, []
+
+    @contextlib.contextmanager
+    def damaging(self: Remote, name: str, size: int) -> Iterator[Any]:
+        with writer(self, name, size) as write:
+            first = not damaged and name.endswith("shared.pt")
+            damaged.extend([name] if first else [])
+            yield (lambda piece: write(damage(piece))) if first else write
+
+    monkeypatch.setattr(Remote, "_writer", damaging)
+    uploader = uploader_to(s3)
+    uploader.offer(save(CheckpointStore(tmp_path / "run"), 100, run_id="the run"))
+    uploader.end()
+    assert uploader.wait(30)
+
+    assert len(damaged) == 1 and caplog.text.count("was not uploaded") == 1
+    bring(Remote(s3), tmp_path / "here")
+    assert holds(CheckpointStore(tmp_path / "here"), tmp_path / "here" / "iteration_00000100", 100)
