@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import itertools
 import logging
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -641,7 +642,14 @@ class Ranks:
         if not ended:
             return
         # its peers, which end with a bare 1, may have noticed it before this process did
-        cause, end = min(ended, key=lambda each: (each[0].killed_by is None, each[1].code == 1, each[1].at))
+        cause, end = min(
+            ended,
+            key=lambda each: (
+                each[0].killed_by is None or self.has_aborted_for_a_peer(each[0]),
+                each[1].code == 1,
+                each[1].at,
+            ),
+        )
         if end.code is not None:
             own = [end.code for rank, end in ended if end.code is not None and not rank.ended_here]
             sys.exit(max(own, default=end.code))  # that of a peer which was ended here is of no interest
@@ -652,6 +660,11 @@ class Ranks:
         name = signals.name_of(number)
         text = f"Rank {cause.number} (process {pid}) was killed by {name}."
         raise ProcessExitedException(text, cause.number, pid, exit_code=-number, signal_name=name)
+
+    def has_aborted_for_a_peer(self, rank: _Rank) -> bool:
+        """Whether a library has ended it after a peer had raised, which is the cause."""
+        raised = [peer.end.at for peer in self.ranks if peer.end is not None and peer.end.traceback]
+        return rank.killed_by == signal.SIGABRT and rank.end is not None and rank.end.at > min(raised, default=math.inf)
 
 
 @contextmanager

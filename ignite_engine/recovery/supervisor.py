@@ -96,7 +96,8 @@ class _ForkedRanks(Ranks):
     @property
     def killed(self) -> list[int]:
         """Those that a signal has ended which asks for no stop, and which this process has not sent."""
-        return [rank.number for rank in self.ranks if rank.killed_by and rank.end and rank.end.code is None]
+        killed = [rank for rank in self.ranks if rank.killed_by and rank.end and rank.end.code is None]
+        return [rank.number for rank in killed if not self.has_aborted_for_a_peer(rank)]
 
     @property
     def stopped(self) -> bool:

@@ -1,8 +1,8 @@
 """A tiny task with dropout whose ranks die where a test wants it.
 
-Options: ``directory``: of the test's files; ``deaths``: a list of ``rank``, ``at`` (an iteration; 0: while the task is
-built; ``sample N``), ``how`` (a signal's name, ``raise`` or ``hang``), ``times`` and ``after`` (the
-place of a death that comes first); ``step_s``: seconds of an iteration. Each rank leaves its
+Options: ``directory``: of the test's files; ``step_s``: seconds of an iteration; ``deaths``: a list of ``rank``, ``at``
+(an iteration; 0: while the task is built; ``sample N``), ``how`` (a signal's name, ``raise`` or ``hang``), ``times``,
+``after_s`` (seconds before it aborts) and ``after`` (the place of a death that comes first). Each rank leaves its
 process id in the file ``pid_RANK``, and its newest iteration in ``at_RANK``.
 """
 
@@ -65,6 +65,8 @@ class Deaths:
                     died.write_text("x" * (times + 1))
                     if death["how"] == "hang":
                         time.sleep(1000.0)
+                    if death["how"] == "SIGABRT":
+                        time.sleep(death.get("after_s", 0.0))
                     if death["how"] == "raise":
                         raise ArithmeticError("a program's own error")
                     os.kill(os.getpid(), getattr(signal, death["how"]))

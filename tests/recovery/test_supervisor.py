@@ -230,8 +230,13 @@ def test_exception_ends_the_run_unless_asked(tmp_path: Path, weights: dict[int, 
 
 @pytest.mark.faults
 @pytest.mark.distributed
-def test_exception_of_one_rank_ends_all(tmp_path: Path) -> None:
-    process = supervised(tmp_path, ranks=2, task_options={"deaths": [{"rank": 1, "at": 7, "how": "raise"}]})
+@pytest.mark.parametrize("peer_aborts", [False, True])
+def test_exception_of_one_rank_ends_all(tmp_path: Path, peer_aborts: bool) -> None:
+    """Also where a library of the peer's aborts because of it."""
+    deaths: list[dict[str, Any]] = [{"rank": 1, "at": 7, "how": "raise"}]
+    if peer_aborts:
+        deaths.append({"rank": 0, "at": 7, "how": "SIGABRT", "after_s": 1.0})
+    process = supervised(tmp_path, ranks=2, task_options={"deaths": deaths})
     ended = finish(tmp_path, process, code=1)
     assert "rank 1 failed at iteration 7" in ended["reason"]
     assert "Restart" not in output(tmp_path)
