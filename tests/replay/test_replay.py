@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import os
 import pdb
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +16,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 import ignite_engine
-from ignite_engine import Trainer, Update, loader
+from ignite_engine import Trainer, Update, Windows, loader
 from ignite_engine.cli import main
 from ignite_engine.errors import ReplayError
 from ignite_engine.handlers import Checkpoint, MetricLogger
 from ignite_engine.replay import Moment, RunDiffers, bring_to, replay
 from ignite_engine.run_directory import RunDirectory, weights_sha256
 from tests.builders import Numbers, linear, mse, on_two_ranks
-from tests.replay.runs import TASK, trained
+from tests.replay.runs import TASK, settings, trained
+
+ROOT = Path(__file__).resolve().parents[2]
 
 VARIANTS: dict[str, dict[str, Mapping[str, Any]]] = {
     "all of it": {},
@@ -215,6 +221,50 @@ def test_run_of_a_script_is_built_by_its_function(tmp_path: Path) -> None:
         assert moment.difference is None and moment.compared == 5
         assert weights_sha256(moment.trainer.update.model) == last  # type: ignore[attr-defined]
     assert content(tmp_path / "run") == before
+
+
+def test_run_of_windows_is_replayed_within_them(tmp_path: Path) -> None:
+    def build(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+        trainer, _ = own_script(directory)
+        windows = Windows([5, 0, 9, 6], lambda count: loader(Numbers(count), 2, shuffle=True) if count else None)
+        return trainer, {"data": windows, "max_epochs": 3}
+
+    trainer, arguments = build(tmp_path / "run")
+    trainer.run(**arguments)
+    last = weights_sha256(trainer.update.model)  # type: ignore[attr-defined]
+    assert trainer.state.iteration == 33
+    for number in (4, 12, 33):
+        with bring_to(tmp_path / "run", build, at=number) as moment:
+            samples = moment.iterations[number].samples
+            assert moment.difference is None and samples is not None
+            window = Numbers(moment.trainer.state.window or 6)
+            assert torch.equal(moment.trainer.state.batch[0], window.inputs[samples[0]])
+    assert weights_sha256(moment.trainer.update.model) == last  # type: ignore[attr-defined]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow  # four commands, of which each starts two processes
+def test_commands_on_two_ranks_agree_and_end_with_their_codes(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", 20, {"distributed": {"nproc_per_node": 2}})
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        line = [sys.executable, "-m", "ignite_engine", *arguments]
+        return subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+
+    assert command("train", "tiny.yaml").returncode == 0
+    two = ("--nproc-per-node", "2")
+    done = command("replay", "run", "--at", "20", "--save", "saved", *two)
+    assert done.returncode == 0 and "Replayed 10 iterations from iteration_00000010" in done.stdout, done.stderr
+    assert done.stdout.count("iteration 20, epoch") == 1 and "samples of rank 1" in done.stdout
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"lr": 0.0', '"lr": 0.1', 1))
+    assert command("replay", "run", "--at", "8", *two).returncode == 1
+    audited = command("audit", "run", "--segments", "2", *two)
+    assert audited.returncode == 1 and "iterations 11 to 20: as saved and logged" in audited.stdout, audited.stderr
+    refused = command("replay", "run", "--at", "8", "--nproc-per-node", "3")
+    assert refused.returncode == 2 and "was trained on 2 ranks, and this is 3" in refused.stderr
 
 
 @pytest.mark.parametrize(
