@@ -33,7 +33,19 @@ _HANDLERS = "ignite_engine.handlers."
 _TAKEN_OFF = tuple(
     f"{_HANDLERS}{name}"
     for name in (
-        *("clearml", "history", "limits", "media", "memory", "profiler", "progress", "sinks", "step_times"),
+        *(
+            "checkpoint.mirroring",
+            "clearml",
+            "export",
+            "history",
+            "limits",
+            "media",
+            "memory",
+            "profiler",
+            "progress",
+            "sinks",
+            "step_times",
+        ),
         *("tensorboard_sink", "throughput", "trackers"),
     )
 )
@@ -62,6 +74,7 @@ class Quieted:
         for checkpoint in self.checkpoints:
             checkpoint.announces_best = False
             checkpoint._memory = None  # its copies belong to the run, which may be running
+            checkpoint._memory = checkpoint.mirroring = None  # the other places of its checkpoints
             checkpoint._saver = CountingSaver(checkpoint._saver, before, config, self._saved)
         self._take_sinks(trainer)
         self.compared += self.metrics

@@ -17,12 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from ignite.engine import Events
 
 import ignite_engine
 from ignite_engine import Trainer, Update, Windows, loader
 from ignite_engine.cli import main
 from ignite_engine.errors import ReplayError
-from ignite_engine.handlers import Checkpoint, MetricLogger
+from ignite_engine.handlers import Checkpoint, Export, MetricLogger
 from ignite_engine.replay import Moment, RunDiffers, bring_to, replay
 from ignite_engine.run_directory import RunDirectory, weights_sha256
 from tests.builders import Numbers, linear, mse, on_two_ranks
@@ -221,6 +222,25 @@ def test_run_of_a_script_is_built_by_its_function(tmp_path: Path) -> None:
         assert moment.difference is None and moment.compared == 5
         assert weights_sha256(moment.trainer.update.model) == last  # type: ignore[attr-defined]
     assert content(tmp_path / "run") == before
+
+
+def test_mirror_and_exports_are_as_they_were(tmp_path: Path) -> None:
+    def build(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+        torch.manual_seed(1)
+        model = linear()
+        trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
+        options = {"mirror": str(tmp_path / "mirror"), "memory": 1}
+        Checkpoint(directory / "checkpoints", keep_last=9, **options).attach(trainer)  # type: ignore[arg-type]
+        Export(tmp_path / "exports", format="pt").attach(trainer, Events.ITERATION_COMPLETED(every=3))
+        return trainer, {"data": loader(Numbers(20), 4), "max_epochs": 4}
+
+    trainer, arguments = build(tmp_path / "run")
+    trainer.run(**arguments)
+    before = content(tmp_path)
+    assert any(name.startswith("mirror/") for name in before) and any(name.startswith("exports/") for name in before)
+    with replay(tmp_path / "run", build, at=13) as again:
+        assert again.state.iteration == 13
+    assert content(tmp_path) == before
 
 
 def test_run_of_windows_is_replayed_within_them(tmp_path: Path) -> None:
