@@ -29,24 +29,11 @@ from ignite_engine.runs.run import Run
 from ignite_engine.state import Start
 from ignite_engine.trainer import Trainer
 
-_HANDLERS = "ignite_engine.handlers."
 _TAKEN_OFF = tuple(
-    f"{_HANDLERS}{name}"
+    f"ignite_engine.handlers.{name}"
     for name in (
-        *(
-            "checkpoint.mirroring",
-            "clearml",
-            "export",
-            "history",
-            "limits",
-            "media",
-            "memory",
-            "profiler",
-            "progress",
-            "sinks",
-            "step_times",
-        ),
-        *("tensorboard_sink", "throughput", "trackers"),
+        *("checkpoint.mirroring", "clearml", "export", "history", "limits", "media", "memory", "profiler", "progress"),
+        *("sinks", "step_times", "tensorboard_sink", "throughput", "trackers"),
     )
 )
 """Modules whose handlers write, measure time or watch for requests; none has a part in what is trained."""
