@@ -15,11 +15,12 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     WeightedRandomSampler,
     get_worker_info,
 )
 
-from ignite_engine import loader
+from ignite_engine import Windows, loader
 from tests.search.resume_plan import Plan
 
 CLASSES = 10
@@ -211,7 +212,12 @@ def data_of(plan: Plan) -> Any:
             return StatefulDataLoader(dataset, batch_size, shuffle=True, generator=own, **sized)
         return StatefulDataLoader(dataset, batch_size, shuffle=kind.endswith("shuffled"), **sized)
     batches = list(DataLoader(Samples(numbers["samples"], "none"), batch_size, generator=own))
+    if kind == "windows":
+        blocks = torch.arange(len(dataset)).split(batch_size)
+        parts = [Subset(dataset, torch.cat(blocks[first::3]).tolist()) for first in range(3)]
+        return Windows([0, 1, 2], lambda at: loader(parts[at], batch_size, shuffle=True, seed=2, **options))
     return {
+        "windows without a state": lambda: Windows([0, 1, 2], lambda at: Unsized(batches[at::3])),
         "list of batches": lambda: batches,
         "unknown length": lambda: Unsized(batches),
         "unknown length, drawn": lambda: Unsized(batches, "torch"),

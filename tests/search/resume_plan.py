@@ -63,6 +63,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "StatefulDataLoader own generator",
         "IterableDataset",
         "IterableDataset in StatefulDataLoader",
+        "windows",
+        "windows without a state",
     ),
     "workers": ("0", "2", "2 persistent"),
     "augmentation": ("none", "torch", "numpy", "python", "collate"),
@@ -102,6 +104,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "exclude": ("nothing", "frozen part"),
     "on_exception": ("no", "yes"),
     "resumed process": ("other random numbers", "same random numbers"),
+    "calls": ("good ones", "refused ones before"),
+    "damage": ("none", "newest checkpoint"),
 }
 # any number of each
 LISTS: dict[str, tuple[str, ...]] = {
@@ -168,6 +172,7 @@ EXACT_DATA = (
     "iterable with a state",
     "StatefulDataLoader in order",
     "StatefulDataLoader shuffled",
+    "windows",
 )
 # how often these keep their plainest value, whatever the case
 KEPT = {"optimizer": 0.1, "background": 0.5, "workers": 0.8, "when_busy": 0.8, "exclude": 0.92, "on_exception": 0.8}
@@ -274,7 +279,11 @@ def settled(plan: Plan) -> Plan:
         plan["handlers"] = [each for each in plan["handlers"] if each != "torch scheduler by epoch"]
     if plan["data"] == "endless" and plan["length"] == "max_epochs":
         plan["length"] = "epoch_length"
-    if plan["data"].startswith(("list", "unknown", "endless", "iterable with")):
+    if plan["data"].startswith("windows"):  # which set the length of an epoch; some would have no batch
+        plan["length"] = "max_epochs" if plan["length"] == "epoch_length" else plan["length"]
+        plan["drop_last"] = "no"
+        plan["evaluation data"] = "own" if plan["evaluation data"] == "training" else plan["evaluation data"]
+    if plan["data"].startswith(("list", "unknown", "endless", "iterable with", "windows without")):
         plan["workers"] = "0"
     if plan["data"] in ("iterable with a state", "sampler with a state") and plan["evaluation data"] == "training":
         plan["evaluation data"] = "own"  # it has one position for whoever iterates over it

@@ -156,7 +156,19 @@ class Program:
             length = {"max_iters": numbers["max_iters"]}
         elif plan["length"] == "epoch_length":
             length["epoch_length"] = numbers["epoch_length"]
+        if plan["calls"] != "good ones" and self.journal.role != "whole":
+            self._call_in_vain()
         trainer.run(self.data, **length)
+
+    def _call_in_vain(self) -> None:
+        """Calls that are refused, before and after they look at the data; they must not change a bit."""
+        for wrong in ({"max_epochs": 0}, {"epoch_length": 0}):
+            try:
+                self.trainer.run(self.data, **wrong)
+            except ValueError:
+                self.journal.note("calls: refused ones before")
+            else:
+                raise AssertionError(f"run({wrong}) is not refused")
 
     def _attach(self) -> None:
         plan, trainer, note = self.plan, self.trainer, self.journal.note
@@ -263,6 +275,9 @@ class Program:
             Loop._restore_rng = lambda loop: None  # type: ignore[method-assign]  # the process is of this case
         elif kind == "reported values stay where they are":
             forward_backward.scalar = lambda value: value.detach().float()
+        elif kind == "each call draws":
+            run = self.trainer.run
+            self.trainer.run = lambda *args, **given: (torch.rand(1), run(*args, **given))[1]  # type: ignore[method-assign]
         elif kind == "generators stay":
             OwnGenerators.load_state_dict = lambda generators, state: None  # type: ignore[method-assign]
 
@@ -279,7 +294,17 @@ class Program:
         if journal.trained == 1:
             for feature in features_of(self.plan):
                 if not feature.startswith(
-                    ("handlers", "ignite", "evaluation", "early", "vector", "saves", "background")
+                    (
+                        "handlers",
+                        "ignite",
+                        "evaluation",
+                        "early",
+                        "vector",
+                        "saves",
+                        "background",
+                        "calls: r",
+                        "damage: n",
+                    )
                 ):
                     journal.note(feature)
         output: dict[str, Tensor] = state.output  # type: ignore[assignment]  # an Update's

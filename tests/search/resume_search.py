@@ -173,6 +173,8 @@ class Judge:
                 stopped += 1
             else:
                 break
+        if plan["damage"] != "none":
+            _damage(case)
         code = self._run(plan, case, "resumed", None, server=1)
         verdict.features = _features(case, expected, total) | ({"happened: stopped twice"} if stopped > 1 else set())
         announced = _notes(case, "stopped", "announced ") + _notes(case, "resumed", "announced in the checkpoint")
@@ -240,6 +242,20 @@ class Judge:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return folder
+
+
+def _damage(folder: Path) -> None:
+    """Flip a bit of the newest checkpoint where there is one before it."""
+    saved = sorted(path.parent for path in (folder / "checkpoints").glob("iteration_*/manifest.json"))
+    if len(saved) > 1:
+        largest = max(
+            (path for path in saved[-1].iterdir() if path.suffix != ".json"), key=lambda path: path.stat().st_size
+        )
+        content = bytearray(largest.read_bytes())
+        content[len(content) // 2] ^= 1
+        largest.write_bytes(content)
+        with (folder / "notes.txt").open("a") as file:
+            file.write("resumed\tdamage: newest checkpoint\n")
 
 
 def _ended(folder: Path, role: str) -> bool:

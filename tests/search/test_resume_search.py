@@ -60,6 +60,26 @@ def test_mistake_of_the_engine_is_found(judge: Judge, planted: str, drawn: dict[
     assert judge.judge(plain(**drawn, planted=planted)).outcome == FAILED
 
 
+@pytest.mark.parametrize(
+    ("drawn", "feature"),
+    [
+        ({"data": "windows"}, "data: windows"),
+        ({"calls": "refused ones before"}, "calls: refused ones before"),
+        ({"damage": "newest checkpoint", "saves": "iterations"}, "damage: newest checkpoint"),
+    ],
+)
+def test_what_is_drawn_takes_part(judge: Judge, drawn: dict[str, Any], feature: str) -> None:
+    verdict = judge.judge(plain(**drawn))
+    assert verdict.outcome == PASSED, verdict.reason
+    assert feature in verdict.features
+
+
+def test_refused_call_that_changes_the_run_is_found(judge: Judge) -> None:
+    drawn: dict[str, Any] = {"layers": ["dropout"], "planted": "each call draws"}
+    assert judge.judge(plain(**drawn)).outcome == PASSED
+    assert judge.judge(plain(**drawn, calls="refused ones before")).outcome == FAILED
+
+
 def test_run_that_is_refused_at_construction_is_no_pass(judge: Judge) -> None:
     assert judge.judge(plain(optimizer="SGD", precision="fp12")).outcome == REFUSED
 
