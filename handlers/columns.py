@@ -33,7 +33,7 @@ class Columns:
         """The keys to show, in their order."""
         rate = [key for key in RATES if key in self._written][:1]
         if self.keys is None:
-            results = [key for key in self._written if _is_result(key)]
+            results = _parts_after_their_totals([key for key in self._written if _is_result(key)])
             return [*_known(self._written, "loss"), *results, *_known(self._written, "lr"), *rate]
         chosen: list[str] = []
         for key in self.keys:
@@ -87,6 +87,15 @@ def _thousands(value: float) -> str:
             break
         value /= 1000
     return f"{value:#.3g}".rstrip(".") + unit
+
+
+def _parts_after_their_totals(keys: Sequence[str]) -> list[str]:
+    """``generator/loss/real`` after ``generator/loss``, wherever it was first written."""
+    ordered: dict[str, None] = {}
+    for key in keys:
+        if key.rpartition("/")[0] not in keys:
+            ordered |= dict.fromkeys([key, *(part for part in keys if part.rpartition("/")[0] == key)])
+    return [*ordered, *(key for key in keys if key not in ordered)]
 
 
 def _known(written: Mapping[str, None], key: str) -> list[str]:

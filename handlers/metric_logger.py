@@ -190,6 +190,11 @@ class MetricLogger:
                 meter.reset()
         self._meters = trainer.state.meters
         trainer.state.not_finite_at = self._not_finite_at
+        if isinstance(trainer.update, Updates):  # some are not made in the first interval
+            totals = dict.fromkeys(f"{name}/loss" for name in trainer.update.updates)
+            for sink in self.sinks:
+                if isinstance(sink, ConsoleSink):
+                    sink.columns.add(totals)
 
     def _collect(self, trainer: Trainer) -> None:
         policy = getattr(trainer.update, "non_finite", None)

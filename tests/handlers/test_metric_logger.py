@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from ignite.engine import Engine, Events
-from torch import Tensor
+from torch import Tensor, nn
 
-from ignite_engine import Trainer, TrainingEvents, Update, loader
+from ignite_engine import Trainer, TrainingEvents, Update, Updates, loader
 from ignite_engine.checkpointing.nested import walk
 from ignite_engine.handlers import Checkpoint, LRSchedule, Meter, MetricLogger, warmup_linear
 from ignite_engine.handlers.meters import CHUNK
@@ -189,6 +189,29 @@ def test_console_prints_a_line_at_each_log_point(capsys: pytest.CaptureFixture[s
         "      2      1        1.5",
         "      4      1        3.5",
     ]
+
+
+def test_console_has_the_totals_of_several_updates_in_their_order_from_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though the first is not made in the first interval."""
+    model = linear()
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+
+    def in_parts(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"real": mse(model, batch), "fake": mse(model, batch)}
+
+    updates = Updates(
+        {"generator": Update(model, optimizers[0], mse), "critic": Update(model, optimizers[1], in_parts)},
+        every={"generator": 4},
+    )
+    trainer = Trainer(updates)
+    MetricLogger(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(loader(Numbers(16), 2), max_iters=8)
+
+    heading, *lines = map(str.split, capsys.readouterr().out.splitlines())
+    assert heading == ["iter", "epoch", "generator/loss", "critic/loss", "critic/loss/real", "critic/loss/fake"]
+    assert [line[0] for line in lines] == ["2", "4", "6", "8"] and lines[0][2] == lines[2][2] == "-" != lines[1][2]
 
 
 def test_console_prints_the_columns_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
