@@ -180,8 +180,9 @@ class RunDirectory:
 
     def logged(self) -> Iterator[dict[str, Any]]:
         """The lines of the log, joined with what a follower has measured beside the run at the same iterations."""
-        lines = {line.get("iteration"): line for line in lines_of(self.followed)}
-        waiting = sorted(iteration for iteration in lines if isinstance(iteration, int))[::-1]
+        followed = [line for line in lines_of(self.followed) if isinstance(line.get("iteration"), int)]
+        lines = {line["iteration"]: line for line in followed}
+        waiting = sorted(lines, reverse=True)
 
         def take() -> dict[str, Any]:
             return {name: value for name, value in lines[waiting.pop()].items() if name != FOLLOWED_CHECKPOINT}

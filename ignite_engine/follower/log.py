@@ -26,7 +26,7 @@ class FollowedLog:
 
     def lines(self) -> list[Line]:
         """All lines, by iteration."""
-        return [line for line in lines_of(self.path) if isinstance(line.get(FOLLOWED_CHECKPOINT), dict)]
+        return [line for line in lines_of(self.path) if _is_usable(line)]
 
     def add(self, checkpoint: CheckpointInfo, values: Mapping[str, float]) -> None:
         """Add what was measured of a checkpoint.
@@ -46,3 +46,10 @@ class FollowedLog:
         lines.sort(key=lambda line: int(line["iteration"]))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _is_usable(line: Line) -> bool:
+    """Whether a follower wrote it, and nobody has edited it since."""
+    identity = line.get(FOLLOWED_CHECKPOINT)
+    is_known = isinstance(identity, dict) and isinstance(identity.get("created_at"), str) and "run_id" in identity
+    return is_known and isinstance(line.get("iteration"), int)

@@ -210,6 +210,14 @@ def test_lines_of_another_run_and_of_a_branch_that_was_left_go(tmp_path: Path) -
     assert [line["iteration"] for line in log.lines()] == [9]
 
 
+def test_what_somebody_has_written_into_its_file_is_left_out(tmp_path: Path) -> None:
+    its_own, run = train(tmp_path), RunDirectory(tmp_path)
+    run.followed.parent.mkdir()
+    run.followed.write_text('[1]\n{"iteration": [2], "checkpoint": {}}\n{"iteration": 4, "checkpoint": {}}\n{"iterat')
+    assert list(read_run(tmp_path).series["val/loss"]) == list(its_own.items()) and len(read_records(run)) == 6
+    assert list(followed(tmp_path)) == [6, 4, 2] and len(FollowedLog(run).lines()) == 3
+
+
 def test_a_damaged_checkpoint_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path)
     (tmp_path / "checkpoints" / "iteration_00000004" / "shared.pt").write_bytes(b"nothing")
