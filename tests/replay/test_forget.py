@@ -19,7 +19,7 @@ from ignite_engine.replay.forget import forget, plan_to_forget
 from ignite_engine.runs.exclusion import Kept, digest_of, read_indices
 from ignite_engine.runs.recipe import build_run
 from tests.replay import fit_runs
-from tests.replay.forgetting import VARIANTS, drawn_sets, forget_sets, settings, train, weights_of
+from tests.replay.forgetting import VARIANTS, drawn_sets, forget_sets, logged, settings, train, weights_of
 
 
 @pytest.mark.parametrize("number", range(len(VARIANTS)))
@@ -118,6 +118,8 @@ def test_what_it_costs_is_said_and_recorded(tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr().out
     assert "Sample 100 is the first to be used, in iteration 17 (epoch 1). From iteration_00000015 on 45 of 60" in said
     assert weights_of(new) == weights_of(tmp_path / "whole") != weights_of(old)
+    assert json.loads((new / "summary.json").read_text())["resumed_from"] == "iteration_00000015"
+    assert logged(new, 0) == logged(tmp_path / "whole", 0)  # with the lines before, which are the old run's
     record = json.loads((new / "forgotten.json").read_text())
     assert record["sha256"] == digest_of([100]) and record["config"]["data"]["exclude"] is None
     assert record["first_use"] == {"iteration": 17, "epoch": 1, "sample": 100}
