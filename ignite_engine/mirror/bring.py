@@ -68,9 +68,9 @@ def _candidates(remote: Remote, directory: Path) -> tuple[list[str], list[tuple[
         lambda _: remote.checkpoints() if agreement.rank() == 0 else ([], []), _ANSWERS_WITHIN_S
     )[0]
     # by rank 0, which may have to read what is here: that is no wait for the store
-    newer = agreement.on_rank_0(lambda: [one.path.name for one in newer_than_local(readable, directory)])
+    names = agreement.on_rank_0(lambda: [newer.path.name for newer in newer_than_local(readable, directory)])
     holds_any = agreement.on_rank_0(lambda: any(scan(directory)))
-    return newer, [] if holds_any and not newer else unreadable
+    return names, [] if holds_any and not names else unreadable
 
 
 def _fetch(remote: Remote, directory: Path, name: str, parallel: int) -> None:

@@ -47,7 +47,7 @@ def newer_than_local(there: Sequence[CheckpointInfo], directory: Path) -> list[C
     last = max(there, key=lambda checkpoint: checkpoint.manifest.created_at, default=None)
     if last is None:
         return []
-    return [one for one in reversed(there) if one.manifest.run_id == last.manifest.run_id]
+    return [checkpoint for checkpoint in reversed(there) if checkpoint.manifest.run_id == last.manifest.run_id]
 
 
 class Fetch:
@@ -163,10 +163,10 @@ def fetch(remote: Remote, directory: Path, name: str, moved: Moved, parallel: in
     """
     work = Fetch(remote, directory, name, parallel)
     committed = directory / name
-    for each, manifest in work.missing():
-        work.begin(each)
-        work.files(each, manifest, moved)
-        committed = work.commit(each, manifest)
+    for checkpoint, manifest in work.missing():
+        work.begin(checkpoint)
+        work.files(checkpoint, manifest, moved)
+        committed = work.commit(checkpoint, manifest)
     return committed
 
 

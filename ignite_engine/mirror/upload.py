@@ -132,16 +132,19 @@ class Uploader:
             dropped, self._waiting = self._waiting, held
         if dropped is not None:
             self._drop(dropped, "a newer one was saved before its upload began")
-        if self._thread is None or not self._thread.is_alive():
-            self._ending.clear()
-            self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
-            self._thread.start()
-        self._offered.set()
+        self._ending.clear()
+        self._start()
         if self.stalled and not self._was_stalled:
             logger.warning(
                 "Nothing has been sent to %s for %.0f s; what is saved meanwhile waits.", self._remote.url, STALLED_S
             )
         self._was_stalled = self.stalled
+
+    def _start(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+            self._thread.start()
+        self._offered.set()
 
     @property
     def stalled(self) -> bool:
@@ -180,7 +183,8 @@ class Uploader:
     def end(self) -> None:
         """Upload what is missing, and end; a failure is tried again a few times."""
         self._ending.set()
-        self._offered.set()
+        if self._thread is not None:
+            self._start()
 
     def wait(self, seconds: float) -> bool:
         """Whether it has ended, within so many seconds."""
@@ -277,7 +281,7 @@ class Uploader:
             if dropped is not None:
                 self._current, self._waiting = self._waiting, None
         if dropped is not None:
-            self._drop(dropped, "a newer one was saved before its upload began")
+            self._drop(dropped, "it made no progress, and a newer one was saved")
 
     def _pause(self) -> None:
         seconds = min(2.0 ** (self._failures - 1), _LONGEST_PAUSE_S)

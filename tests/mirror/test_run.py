@@ -54,7 +54,9 @@ def test_a_run_whose_folder_is_gone_ends_with_the_bits_of_the_undisturbed_one(tm
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("invariant", "ranks"), [(False, (2, 2)), (True, (2, 1)), (True, (1, 3))])
+@pytest.mark.parametrize(
+    ("invariant", "ranks"), [(False, (2, 2)), (True, (2, 1)), pytest.param(True, (1, 3), marks=pytest.mark.slow)]
+)
 def test_ranks_whose_folder_is_gone_end_with_the_bits_of_the_undisturbed_run(
     tmp_path: Path, s3: str, invariant: bool, ranks: tuple[int, int]
 ) -> None:
@@ -108,7 +110,7 @@ def test_an_empty_folder_and_a_mirror_that_is_gone_is_refused(tmp_path: Path, s3
     assert found is not None and found.name == "iteration_00000004"
 
 
-@pytest.mark.parametrize("mode", ["error", "cut"])
+@pytest.mark.parametrize("mode", ["error", pytest.param("cut", marks=pytest.mark.slow)])
 def test_a_mirror_that_fails_for_a_while_gets_what_is_saved_then(
     tmp_path: Path, s3: str, proxy: Proxy, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,7 +218,7 @@ def test_checkpoints_of_changed_rows_come_back_with_their_base(tmp_path: Path) -
 
 def test_a_roll_back_does_not_wait_for_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = trainer_of(non_finite="rollback")
-    checkpoint = Checkpoint(tmp_path / "run", mirror={"url": str(tmp_path / "mirror"), "max_mib_per_s": 0.002})
+    checkpoint = Checkpoint(tmp_path / "run", mirror={"url": str(tmp_path / "mirror"), "max_mib_per_s": 0.005})
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     uploader = checkpoint.mirroring._uploader  # type: ignore[union-attr]  # it has one
     missing: list[int] = []
