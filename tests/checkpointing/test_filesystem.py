@@ -79,6 +79,8 @@ def test_a_directory_is_held_by_one_process(tmp_path: Path) -> None:
     with held(folder):
         code, answer = in_child(try_to_hold)
         assert code == 0 and answer.startswith(f"process {os.getpid()} on ")
+        assert in_child(lambda: [filesystem.is_held(folder), filesystem.is_held(folder)]) == (0, [True, True])
+    assert in_child(lambda: filesystem.is_held(folder)) == (0, False)
     assert in_child(try_to_hold) == (0, "held") and os.listdir(folder) == []
 
 
