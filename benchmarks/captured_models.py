@@ -282,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--updates", type=int, default=100, help="of a round")
     parser.add_argument("--models", help="; of their names, all by default")
+    parser.add_argument("--first", type=int, help="so many of the models alone")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -291,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{machine()}\n{options.rounds} rounds of {options.updates} updates, wall time, one thread")
     print(f"{'':<28}{'plain ms':>9}  {'Update':<22}{'captured':<22}{'auto':<22}{'compile s':>9}  pays off after")
     rows, goals = {}, []
-    for name in options.models.split(";") if options.models else MODELS:
+    for name in options.models.split(";") if options.models else list(MODELS)[: options.first]:
         command = [sys.executable, "-m", "benchmarks.captured_models", "--one", name]
         command += ["--rounds", str(options.rounds), "--updates", str(options.updates)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
