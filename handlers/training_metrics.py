@@ -88,7 +88,7 @@ class TrainingMetrics:
             if agreement.rank() == 0:
                 logger.warning(
                     "TrainingMetrics(name=%r) has nothing to measure: call its record((predictions, targets)) in the "
-                    "loss function.",
+                    "loss function, and leave out Update(capture=...), whose graphs do not call it.",
                     self.label,
                 )
             return
