@@ -85,9 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    logging.getLogger("ignite_engine").setLevel(
-        logging.ERROR
-    )  # a list is not resumed exactly, which each run would say
+    logging.disable(logging.WARNING)
     times = measured(options.rounds, options.iterations)
     print(f"{machine()}\n{options.rounds} rounds of {options.iterations} iterations, CPU time")
     rows = {}
