@@ -15,7 +15,17 @@ def machine() -> dict[str, str]:
     """Processor, versions, commit."""
     names = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     root = Path(__file__).parent
-    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    git = [
+        "git",
+        "--no-optional-locks",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "cpu": f"{names[0] if names else platform.machine()} ({os.cpu_count()} cores)",

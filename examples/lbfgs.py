@@ -46,7 +46,8 @@ class ClosureUpdate:
             torch.autograd.backward(loss)
             return loss
 
-        loss = self.optimizers["optimizer"].step(closure)
+        optimizer: Any = self.optimizers["optimizer"]  # torch's LBFGS has no types
+        loss = optimizer.step(closure)
         engine.state.optimizer_steps += 1  # type: ignore[attr-defined]  # a TrainingState
         engine.fire_event(TrainingEvents.OPTIMIZER_STEP_COMPLETED)  # schedules and averages follow it
         return {"loss": loss.detach(), "evaluations": torch.tensor(float(evaluations))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ignite.engine import Engine
@@ -25,10 +25,13 @@ class FollowedMetric:
         setting: the handler and its argument, for the warning about a key that nothing writes:
             ``"Checkpoint(best='val/loss')"``.
         mode: ``min`` or ``max``: which value the handler takes for better; a warning if the key's name says otherwise.
+        elsewhere: whether the metric was written outside of the run, by an evaluation beside it, say.
     """
 
-    def __init__(self, key: str, setting: str, mode: str | None = None) -> None:
-        self.key, self.setting = key, setting
+    def __init__(
+        self, key: str, setting: str, mode: str | None = None, *, elsewhere: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.key, self.setting, self._elsewhere = key, setting, elsewhere
         if mode is not None and usual_mode(key) not in (None, mode) and agreement.rank() == 0:
             better = "larger" if mode == "max" else "smaller"
             logger.warning("%s takes %s values for better: is that meant? mode=%r.", setting, better, mode)
@@ -57,7 +60,7 @@ class FollowedMetric:
     def warn_if_never_written(self, trainer: Engine) -> None:
         """Warn at the end of a run in which the key was never written."""
         completed = trainer.state.iteration and getattr(trainer.state, "status", "") == "completed"
-        if completed and self.seen_at is None and self.key not in trainer.state.metrics:
+        if completed and self.seen_at is None and self.key not in trainer.state.metrics and not self._elsewhere():
             self._warn(trainer.state.metrics)
 
     def _is_mistaken(self, trainer: Engine, written: Mapping[str, Any]) -> bool:

@@ -91,7 +91,14 @@ class Checkpoint:
             self.mirroring = Mirroring(self.options, self._saver.store.directory)
         best = self.options.best
         self._followed = (
-            None if best is None else FollowedMetric(best, f"{type(self).__name__}(best={best!r})", self.options.mode)
+            None
+            if best is None
+            else FollowedMetric(
+                best,
+                f"{type(self).__name__}(best={best!r})",
+                self.options.mode,
+                elsewhere=lambda: self.best is not None,
+            )
         )
         self.announces_best = True
         """Log the best one when a run has ended; False: whoever runs it does."""
@@ -127,7 +134,7 @@ class Checkpoint:
         if self._memory is not None:
             trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._copy_into_memory)
         if self._followed is not None:
-            trainer.add_event_handler(Events.COMPLETED, self._warn_if_never_written)
+            trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
         if self.mirroring is not None:
             self.mirroring.attach(trainer)
 
@@ -459,11 +466,6 @@ class Checkpoint:
                 self._saver.add_metrics(values)
         (measured_at, before), iteration = self._measured, trainer.state.iteration
         self._measured = (iteration, before | values if measured_at == iteration else values)
-
-    def _warn_if_never_written(self, trainer: Trainer) -> None:
-        assert self._followed is not None
-        if self.best is None:  # else a follower has written it beside the run
-            self._followed.warn_if_never_written(trainer)
 
     def _note_evaluation(self, trainer: Trainer) -> None:
         self._evaluated = trainer.registry.times_replaced

@@ -252,6 +252,7 @@ class Capture:
         scale = torch.ones((), device=self._device)
         expected_loss, expected, draws = graphs.probe(batch, scale)
         began = time.perf_counter()
+        logger.info("The update is being compiled, which takes from seconds to minutes.")
         try:
             with without_trace(model):
                 for _ in range(2):  # what changes from call to call would be compiled again in each

@@ -74,7 +74,6 @@ class Update:
             then keeps no gradients of whole layers in between.
         loss_parallel: forward and backward run in torch's ``loss_parallel``: the cross-entropy of logits that are
             sharded by class, which are not gathered.
-
         capture: forward, backward, clip and step as graphs of ``torch.compile``, which is faster and has other bits:
             ``True``; or ``auto``, where it is at least 5 % faster. See ``docs/captured_updates.md``.
 

@@ -42,7 +42,9 @@ def commit(root: Path = ROOT) -> str:
     """The current commit, and a digest of what the code has beyond it: results of other changes do not count."""
 
     def git(*arguments: str) -> bytes:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True).stdout
+        return subprocess.run(
+            ["git", "--no-optional-locks", *arguments], cwd=root, capture_output=True, check=True
+        ).stdout
 
     folders = [name for name in ("ignite_engine", "handlers", "tests") if (root / name).exists()]
     changes = hashlib.sha256(git("diff", "--binary", "HEAD", "--", *folders))

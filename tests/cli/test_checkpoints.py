@@ -186,7 +186,10 @@ def test_diff_tells_values_shapes_names_and_config(run: Path, tmp_path: Path, sa
     assert code == 1 and lines[-1] == "They differ."
     assert f" by {worst:.3g}, also" in text["model"] and "0 equal; 3 differ: " in text["model"]
     assert text["model"].endswith("1 only in the first: 2.bias; 2 only in the second: 4.weight, 4.bias")
-    assert re.fullmatch(r"\d+ equal", text["trainer"]) and "  config: optimizer.lr: 0.1 -> 0.2" in lines
+    assert (
+        re.fullmatch(r"\d+ equal; 1 differ: output.loss by .*", text["trainer"])
+        and "  config: optimizer.lr: 0.1 -> 0.2" in lines
+    )
     assert (
         lines[0].startswith(f"first  {run}/checkpoints/iteration_00000004 (iteration 4, epoch 1, ")
         and "KiB" in lines[0]

@@ -20,6 +20,7 @@ from ignite_engine.recovery import slots
 from tests.faults.processes import CONFIG, Run, group_is_gone, interrupt, start, summary, wait_until, write_config_like
 
 TASK = Path(__file__).parent / "dying_task.py"
+KILLS = int(os.environ.get("KILLS", "20"))
 BASE = {
     **CONFIG,
     "task": f"{TASK}:build",
@@ -147,13 +148,13 @@ def test_killed_at_random_instants_it_ends_with_the_same_bits_and_leaves_nothing
 
 @pytest.mark.faults
 @pytest.mark.distributed
-@pytest.mark.slow  # 100 kills take minutes
+@pytest.mark.slow  # starts two processes and kills one of them, again and again
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_hundred_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ranks: int) -> None:
+def test_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ranks: int) -> None:
     length = {"run": {**BASE["run"], "max_epochs": 40}}
     whole = supervised(tmp_path / "whole", "--traceback", ranks=ranks, checkpoint={"every": 50}, **length)
     expected = finish(tmp_path / "whole", whole)["weights_sha256"]
-    draw, folder, kills = random.Random(10 + ranks), tmp_path / "run", 0
+    draw, folder, kills, within = random.Random(10 + ranks), tmp_path / "run", 0, False
     options = {"step_s": 0.005}
 
     def begin() -> Run:
@@ -161,9 +162,9 @@ def test_hundred_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ra
         return supervised(folder, "--restarts", "999", ranks=ranks, task_options=options, checkpoint=memory, **length)
 
     process = begin()
-    while kills < 100 and process.poll() is None:
+    while kills < KILLS and process.poll() is None:
         before, pid = iteration(folder), (folder / "pid_0").read_text() if (folder / "pid_0").exists() else ""
-        time.sleep(draw.uniform(0.0, 0.3))
+        time.sleep(0.0 if within else draw.uniform(0.0, 0.3))
         with contextlib.suppress(psutil.Error):
             if draw.random() < 0.1:
                 os.kill(process.pid, signal.SIGKILL)
@@ -175,7 +176,8 @@ def test_hundred_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ra
                 for rank in living if draw.random() < 0.3 else living[-1:]:
                     rank.kill()
             kills += 1
-        # sometimes within the restart: when the rank is built, before its first iteration
+        # Sometimes within the restart, before its first iteration. Else beyond the iteration of this kill: one that
+        # dies twice ends the run.
         deadline, within = time.monotonic() + 20.0, draw.random() < 0.3
         while process.poll() is None and time.monotonic() < deadline:
             again = (folder / "pid_0").exists() and (folder / "pid_0").read_text() not in ("", pid)
@@ -184,7 +186,7 @@ def test_hundred_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ra
             time.sleep(0.002)
     ended = finish(folder, process)
     assert ended["weights_sha256"] == expected, output(folder)
-    assert kills >= 30, kills
+    assert kills >= KILLS // 3, kills
 
 
 @pytest.mark.faults

@@ -173,7 +173,7 @@ def test_own_update_is_one_part_and_nothing_is_left_over() -> None:
 
     assert times._clock.seconds["update"] >= 10 * PLANTED_S
     assert times._clock.seconds["forward"] == times._clock.seconds["copy"] == 0
-    assert sum(times._clock.seconds.values()) == pytest.approx(time.perf_counter() - began, rel=0.02)
+    assert sum(times._clock.seconds.values()) == pytest.approx(time.perf_counter() - began, abs=0.01)
     assert trainer.state.metrics["time/step_ms"] >= 1e3 * PLANTED_S
 
 
