@@ -27,11 +27,11 @@ class Noisy:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, float]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         self.read.append(index)
         inputs = torch.linspace(-1, 1, WIDTH) * index / self.count + 0.1 * torch.randn(WIDTH)
         noise = random.random() + float(np.random.rand())
-        return inputs + noise, torch.tensor(index % 3), float(index % 4 > 0)
+        return inputs + noise, torch.tensor(index % 3), torch.tensor(float(index % 4 > 0))
 
 
 class InBatches(Noisy):
