@@ -21,7 +21,7 @@ from ignite_engine.config.load import default_values
 from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, ReplayError, StateMismatch
 from ignite_engine.follower.follow import follow_with
 from ignite_engine.ranks import agreement
-from ignite_engine.ranks.launch import is_launched
+from ignite_engine.ranks.joining import is_launched
 from ignite_engine.recovery.parallel import Parallel
 from ignite_engine.report import NoSuchKey, NotLogged
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values

@@ -27,7 +27,7 @@ from ignite_engine.config.yaml_file import Arguments
 from ignite_engine.data import Windows
 from ignite_engine.errors import Interrupted, check_type, did_you_mean, is_whole
 from ignite_engine.handlers.clearml.sink import server_is_configured
-from ignite_engine.ranks.launch import is_launched
+from ignite_engine.ranks.joining import is_launched
 from ignite_engine.recovery.parallel import Parallel
 from ignite_engine.runs import recipe
 from ignite_engine.runs.loaders import is_loader

@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from ignite_engine import Parallel
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.errors import LaunchError
-from ignite_engine.ranks import agreement, launch
+from ignite_engine.ranks import agreement, joining, launch, rank_process
 from ignite_engine.ranks.launch import free_port
 from tests.checkpointing.file_faults import start_child, wait_for
 from tests.faults import processes
@@ -298,7 +298,7 @@ def unwatched(local_rank: int, func: Callable[..., Any], heartbeat_timeout_s: fl
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("when", ["while the parent waits", "just after the parent looked"])
 def test_killed_rank_is_named_and_its_peers_are_ended(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    look = launch._Rank.look
+    look = rank_process.Rank.look
 
     def look_slowly(rank: Any) -> None:
         look(rank)
@@ -308,7 +308,7 @@ def test_killed_rank_is_named_and_its_peers_are_ended(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "watched", unwatched)
     monkeypatch.setattr(launch, "_PEERS_OF_A_FAILURE_MAY_END_S", 0.5)
     if when == "just after the parent looked":
-        monkeypatch.setattr(launch._Rank, "look", look_slowly)
+        monkeypatch.setattr(rank_process.Rank, "look", look_slowly)
     began = time.monotonic()
     with (
         pytest.raises(ProcessExitedException, match=r"^Rank 1 \(process \d+\) was killed by SIGKILL\.$") as error,
@@ -586,7 +586,7 @@ def test_rank_does_not_meet_those_of_an_attempt_that_is_over() -> None:
     found: dict[int, Any] = {}
 
     def meet(rank: int) -> None:
-        found[rank] = launch._part_of_this_attempt(store, rank, 3)
+        found[rank] = joining.part_of_this_attempt(store, rank, 3)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -603,7 +603,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(LaunchError, match=r"of 3 ranks these did not come within 0.1 s: 1, 2"):
-        launch._part_of_this_attempt(store, 0, 3)
+        joining.part_of_this_attempt(store, 0, 3)
 
 
 @pytest.mark.distributed

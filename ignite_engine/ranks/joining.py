@@ -1,0 +1,211 @@
+"""How a rank meets the others and leaves them: the store, the process group, torchrun's attempts."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import ignite.distributed as idist
+import torch.distributed as dist
+
+from ignite_engine import devices
+from ignite_engine.errors import LaunchError
+from ignite_engine.ranks import agreement, signals
+
+logger = logging.getLogger(__name__)
+
+STORES: Any = dist  # they are documented, but not exported for type checkers
+
+_meetings = itertools.count()  # each in the same place on all ranks of torchrun
+
+_AGENT_MAY_ANSWER_S = 3.0
+_FIRST_POLL_S, _POLL_S = 0.001, 0.02
+
+
+def is_launched() -> bool:
+    """Whether a launcher such as torchrun or SLURM has started this process as one rank of several."""
+    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def connect(backend: str, init_method: str | None, timeout: timedelta | None) -> Any:
+    """Join the other ranks, as the environment says; ``ignite.distributed`` takes the group over.
+
+    Returns:
+        Under torchrun the store of this attempt of its ranks, else None.
+
+    Raises:
+        LaunchError: it cannot be.
+        SystemExit: torchrun has started ranks again that all of them had ended for good.
+    """
+    for name in (
+        "auto_model",
+        "auto_dataloader",
+    ):  # Ignite gives a logger that is known no handler and level of its own
+        logging.getLogger(f"ignite.distributed.auto.{name}")
+    if dist.is_initialized():
+        raise LaunchError(
+            "This process has a process group already, of another Parallel or of its own: call the function without "
+            "Parallel, or destroy the group before."
+        )
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    with signals.killing_the_process(), one_line_where_they_cannot_meet():
+        store = _store(options) if init_method in (None, "env://") else None
+        if store is None:  # as torch and Ignite do it, under SLURM for instance
+            idist.initialize(backend, init_method=init_method, **options)
+            return None
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+        try:
+            devices.set_current(local_rank, backend)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+        slurm = os.environ.pop("SLURM_JOB_ID", None)  # or Ignite takes SLURM's local rank: 0 on all of torchrun's
+        idist.sync()
+        if slurm is not None:
+            os.environ["SLURM_JOB_ID"] = slurm
+    return store if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def _store(options: dict[str, Any]) -> Any:
+    """Where ranks meet that torchrun or this module started, or a process alone; None: it is to be found by torch."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            _check_agent_lives()
+        store = STORES.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, **options)
+        # torch's own rendezvous keeps the keys of all groups in one place: a rank could meet one of them that is dead
+        store = STORES.PrefixStore(f"meeting_{next(_meetings)}", store)
+        rank = int(os.environ["RANK"])
+        attempt = part_of_this_attempt(store, rank, int(os.environ["WORLD_SIZE"]))
+        _end_as_before(attempt, rank)
+        return attempt
+    return None if {"RANK", "WORLD_SIZE", "SLURM_JOB_ID"} & os.environ.keys() else STORES.HashStore()
+
+
+def part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
+    """The part of a store that ranks of torchrun's earlier attempts do not know.
+
+    Each of torchrun's agents counts restarts for itself, so the count is no name for an attempt. Rank 0 draws a name. A
+    rank asks for it under a name of its own, new in each attempt, so that it is not answered by a rank 0 that is dead.
+
+    Raises:
+        LaunchError: a rank has not asked within the store's timeout; rank 0 names it.
+    """
+    name = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"question_{rank}", name)
+        attempt = store.get(f"answer_{name}").decode()
+        store.set(f"{attempt}/rank_{rank}", "")
+        return STORES.PrefixStore(attempt, store)
+    missing, deadline = list(range(1, world_size)), time.monotonic() + store.timeout.total_seconds()
+    pause_s = _FIRST_POLL_S
+    while missing:
+        for other_rank in missing:
+            if store.check([f"question_{other_rank}"]):  # it may be that of a dead rank: another one will follow
+                store.set(f"answer_{store.get(f'question_{other_rank}').decode()}", name)
+        missing = [other_rank for other_rank in missing if not store.check([f"{name}/rank_{other_rank}"])]
+        if missing and time.monotonic() >= deadline:
+            ranks = ", ".join(map(str, missing))
+            raise LaunchError(
+                f"The ranks cannot meet: of {world_size} ranks these did not come within "
+                f"{store.timeout.total_seconds():g} s: {ranks}. See why in their logs."
+            )
+        time.sleep(pause_s if missing else 0.0)
+        pause_s = min(2 * pause_s, _POLL_S)
+    attempt = STORES.PrefixStore(name, store)
+    attempt.set("code_before", str(_code_of_last_attempt(store)))
+    store.set("last_attempt", f"{name} {world_size}")
+    return attempt
+
+
+def _code_of_last_attempt(store: Any) -> int:
+    """With which all ranks of torchrun's attempt before this one have ended for good; 0: they have not."""
+    if not store.check(["last_attempt"]):
+        return 0
+    name, ranks = store.get("last_attempt").decode().split()
+    last, keys = STORES.PrefixStore(name, store), [f"code_{rank}" for rank in range(int(ranks))]
+    return max(int(last.get(key)) for key in keys) if last.check(keys) else 0
+
+
+def _end_as_before(attempt: Any, rank: int) -> None:
+    """torchrun starts its ranks again after any code but 0, also where they were stopped: then they end at once.
+
+    Raises:
+        SystemExit: with the code of the attempt before this one.
+    """
+    if not (code := int(attempt.get("code_before"))):
+        return
+    if rank == 0:
+        logger.warning(
+            "torchrun has started the ranks again, which had all ended with code %d (%s): they end at once. "
+            "--max-restarts is for ranks that fail; a signal to torchrun itself starts none again.",
+            *(code, "wrong config or arguments" if code == 2 else "a stop"),
+        )
+    sys.exit(code)
+
+
+def _check_agent_lives() -> None:
+    """Refuse to wait for torchrun's store where nobody listens: it was there before its ranks, so it is gone.
+
+    A rank whose torchrun was killed before the rank's first line cannot know that by its parent's process id.
+
+    Raises:
+        LaunchError: the port is closed, 3 s long.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    until = time.monotonic() + _AGENT_MAY_ANSWER_S
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_AGENT_MAY_ANSWER_S).close()
+            return
+        except ConnectionRefusedError as error:
+            if time.monotonic() >= until:
+                raise LaunchError(
+                    f"The ranks cannot meet at {address}, port {port}: torchrun, which listened there, is gone."
+                ) from error
+            time.sleep(0.1)
+        except OSError:  # torch's own attempt says why
+            return
+
+
+def disconnect() -> None:
+    agreement.forget_groups()
+    idist.finalize()
+
+
+@contextmanager
+def warnings_said_once() -> Iterator[None]:
+    """Ranks but the first leave warnings to their logs, if there are any; without, errors alone are on stderr."""
+    last = logging.lastResort
+    if agreement.rank() == 0 or last is None:
+        yield
+        return
+    level = last.level
+    last.setLevel(logging.ERROR)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        last.setLevel(level)
+
+
+@contextmanager
+def one_line_where_they_cannot_meet(address: str | None = None, port: int | None = None) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        where = f"{address or os.environ.get('MASTER_ADDR')}, port {port or os.environ.get('MASTER_PORT')}"
+        in_use = "EADDRINUSE" in str(error)
+        reason = "the port is in use" if in_use else str(error).splitlines()[0].rstrip(".")
+        remedy = "end what uses it, or give another port (master_port, or MASTER_PORT)"
+        raise LaunchError(f"The ranks cannot meet at {where}: {reason}{'; ' + remedy if in_use else ''}.") from error
