@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from ignite.engine import Events
 
@@ -28,18 +28,16 @@ from ignite_engine.checkpointing import (
 from ignite_engine.checkpointing.load.sources import Found, load_sources
 from ignite_engine.checkpointing.retention import of_one_run, ranked
 from ignite_engine.checkpointing.save_options import SaveKeywords
+from ignite_engine.checkpointing.store import Checkpoints
 from ignite_engine.errors import check_type
 from ignite_engine.handlers.checkpoint.override import Override
+from ignite_engine.handlers.checkpoint.places import places_of
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.checkpoint.times import Times
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
 from ignite_engine.recovery.status import follow
 from ignite_engine.states import loading
-
-if TYPE_CHECKING:
-    from ignite_engine.handlers.checkpoint.memory import MemoryCopies
-    from ignite_engine.handlers.checkpoint.mirroring import Mirroring
 
 logger = logging.getLogger(__name__)
 
@@ -78,17 +76,10 @@ class Checkpoint:
         self._override = Override(override)
         self._ignored: tuple[Sequence[str], int] = ((), 0)
         self._saver = Saver(directory, self.options)
-        self._memory: MemoryCopies | None = None
-        if self.options.memory is not None:
-            from ignite_engine.handlers.checkpoint.memory import MemoryCopies
-
-            self._memory = MemoryCopies(self._saver.store.directory, self.options.memory, self.options.config)
-        self.mirroring: Mirroring | None = None
-        """Between this and the second place of the checkpoints; None: there is no ``mirror``."""
-        if self.options.mirror is not None:
-            from ignite_engine.handlers.checkpoint.mirroring import Mirroring
-
-            self.mirroring = Mirroring(self.options, self._saver.store.directory)
+        self.places = places_of(self._saver, self._metrics_of)
+        """Where the state is kept beside the folder: in memory, in a mirror."""
+        self.asks_places = True
+        """Whether :meth:`resume` looks there, too."""
         best = self.options.best
         self._followed = (
             None
@@ -131,12 +122,10 @@ class Checkpoint:
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._measure)
         trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, self._note_evaluation)
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._save_if_due)
-        if self._memory is not None:
-            trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._copy_into_memory)
         if self._followed is not None:
             trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
-        if self.mirroring is not None:
-            self.mirroring.attach(trainer)
+        for place in self.places:
+            place.attach(trainer)
 
     @property
     def store(self) -> CheckpointStore:
@@ -297,29 +286,28 @@ class Checkpoint:
         if isinstance(ignore, str):
             raise ValueError(f"ignore is a list, got {ignore!r}: write [{ignore!r}].")
         began = time.perf_counter()
-        store: loading.Checkpoints = self.store if self._memory is None else self._memory.in_front_of(self.store)
         self._refuse_old()
         self._override.announce(self._trainer)
-        if self.mirroring is not None:
-            self.mirroring.bring()
+        store: Checkpoints = self.store
+        for place in self.places if self.asks_places else ():
+            store = place.in_front_of(store)
         found = loading.resume(self._trainer.registry, store, ignore=ignore, strict=self.options.strict)
-        from_memory = self._memory is not None and self._memory.take_resumed(found)
+        elsewhere = next(filter(None, [place.resumed(found) for place in self.places]), None)
         if found is None:
             self._override.begin_fresh(self._trainer)
             return None
         self._ignored = (list(ignore), found.manifest.sequence)
-        self._saver.resumed(self._trainer, found, began, on_disk=not from_memory)
-        if self.mirroring is not None and not from_memory:
-            self.mirroring.offer_newest(found.path)
+        self._saver.resumed(self._trainer, found, began, on_disk=elsewhere is None)
         self._measured = (found.iteration, found.manifest.metrics)  # of this boundary, if it is saved again
         # a script that sets up no logging shows warnings alone
         level, iteration = logging.WARNING if agreement.rank() == 0 else logging.INFO, self._trainer.state.iteration
-        where: Path | str = found.path
-        if from_memory:
-            where, on_disk = "memory", agreement.on_rank_0(lambda: [saved.iteration for saved in self._of_this_run()])
+        disk = ""
+        if elsewhere is not None:
+            on_disk = agreement.on_rank_0(lambda: [saved.iteration for saved in self._of_this_run()])
+            disk = f" (disk has {on_disk[-1] if on_disk else 'none'})"
             if self._best is not None and self.options.background:
                 self._best = agreement.on_rank_0(self._best_on_disk)  # of a save that was under way nothing is left
-        disk = f" (disk has {on_disk[-1] if on_disk else 'none'})" if from_memory else ""
+        where = elsewhere or found.path
         logger.log(level, "Resumed from %s at iteration %d%s: %s.", where, iteration, disk, self.times.loaded)
         self._override.apply(self._trainer)
         return found.path
@@ -330,16 +318,13 @@ class Checkpoint:
 
     def _refuse_old(self) -> None:
         if self._must_be_new:
-            agreement.agreed(self._check_new)
-            if self.mirroring is not None:
-                self.mirroring.check_new()
+            agreement.on_rank_0(self._check_new)
+            for place in self.places:
+                place.check_new()
             self._must_be_new = False  # from here on the checkpoints are its own
 
     def _check_new(self) -> None:
-        held = [checkpoint.path.name for checkpoint in self.store.checkpoints()] if agreement.rank() == 0 else []
-        if self._memory is not None and self._memory.has_copy:
-            held.append("the name of a copy in memory")
-        if held:
+        if held := [checkpoint.path.name for checkpoint in self.store.checkpoints()]:
             raise CheckpointError(
                 f"{self.store.directory} holds {held[-1]}, but must_be_new was given: give another "
                 "directory, or leave must_be_new out to resume."
@@ -435,9 +420,9 @@ class Checkpoint:
         if apart is not None and apart.compares and not trainer.has_event_handler(self._require_exact, completed):
             trainer.add_event_handler(completed(event_filter=apart.is_compared), self._require_exact)
         self._saver.start(trainer)
-        if self._memory is not None:
-            self._memory.begin(trainer, self._saver.store)
         trainer.call_at_end(self._end)
+        for place in self.places:
+            place.begin(trainer)
 
     def _require_exact(self, trainer: Trainer) -> None:
         """Name once what a resumed run would not have; ``strict`` refuses it."""
@@ -500,10 +485,6 @@ class Checkpoint:
         background = self.options.background and not state.last
         saver.save(trainer, background=background, metrics=self._metrics_of(trainer))
 
-    def _copy_into_memory(self, trainer: Trainer) -> None:
-        if self._memory is not None:
-            self._memory.copy(trainer, self._saver, self._metrics_of(trainer))
-
     def _save_what_came_late(self, trainer: Trainer) -> None:
         """What a handler has asked for after the last step boundary was saved."""
         here = [None] if self._must and not self._saver.has_saved(trainer) else []
@@ -523,11 +504,11 @@ class Checkpoint:
                 logger.warning("Best %s.", best)
         finally:
             self._elsewhere.clear()
-            if self._memory is not None:
-                self._memory.end(trainer)
-            self._saver.release()
-            if self.mirroring is not None:
-                self.mirroring.end(trainer)
+            try:
+                for place in self.places:
+                    place.end(trainer)
+            finally:
+                self._saver.release()
 
 
 _AFTER_EXCEPTION = "saved after an exception, random numbers as it left them"

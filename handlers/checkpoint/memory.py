@@ -8,17 +8,18 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 import ignite_engine
 from ignite_engine import devices
-from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, CheckpointStore
+from ignite_engine.checkpointing import CheckpointError, CheckpointInfo
 from ignite_engine.checkpointing.environment import environment_values
+from ignite_engine.checkpointing.store import Checkpoints
 from ignite_engine.errors import Interrupted, PeerFailed, one_line
+from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement, watching
 from ignite_engine.recovery.memory import Copy, Memory, NewestState
 from ignite_engine.states.sharding import layout_of_models
@@ -35,22 +36,23 @@ _MEASURED = 5
 
 
 class MemoryCopies:
-    """Copies the state at step boundaries.
+    """The place of a run's state in shared memory, into which it is copied at step boundaries.
 
     Args:
-        directory: of the checkpoints.
-        every: iterations between two copies; ``auto``: as many as copies that cost 1 % of the time need.
-        config: copies made with another one are not used.
+        saver: of the run's checkpoints; its options say how often the state is copied, and copies made with another
+            config are not used.
+        metrics_of: what was measured at this step boundary.
     """
 
-    def __init__(self, directory: Path, every: int | str, config: Mapping[str, Any] | None) -> None:
-        values = {**(config or {})}
+    def __init__(self, saver: Saver, metrics_of: Callable[[Trainer], Mapping[str, float] | None]) -> None:
+        self._saver, self._metrics_of = saver, metrics_of
+        values, every = {**(saver.options.config or {})}, saver.options.memory
         if isinstance(run := values.get("run"), Mapping):
             values["run"] = {key: value for key, value in run.items() if key != "directory"}  # which may be moved
         # now: a resume writes into the config what is in force
         settings = json.dumps([ignite_engine.__version__, values], sort_keys=True, default=str)
-        self._memory = Memory(directory, blake3(settings.encode()).hexdigest())
-        self._every = None if every == "auto" else int(every)
+        self._memory = Memory(saver.store.directory, blake3(settings.encode()).hexdigest())
+        self._every = every if isinstance(every, int) else None
         self._is_on = self._is_agreed = False
         self._problem: str | None = None
         self._copy: Copy | None = None
@@ -63,36 +65,41 @@ class MemoryCopies:
         self._costs: list[float] = []
         self._steps: list[float] = []
 
-    def in_front_of(self, store: CheckpointStore) -> NewestState:
-        """The store, with the newest copy that all ranks can load; a collective."""
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT, self.copy)
+
+    def check_new(self) -> None:
+        if self._memory.newest() is not None:
+            raise CheckpointError(
+                f"{self._memory.directory} holds the name of a copy in memory, but must_be_new was given: give another "
+                "directory, or leave must_be_new out to resume."
+            )
+
+    def in_front_of(self, store: Checkpoints) -> Checkpoints:
+        """The store, with the newest copy that all ranks can load."""
         self._copy = self._memory.newest()
         return NewestState(store, self._copy)
 
-    @property
-    def has_copy(self) -> bool:
-        """There is one to resume from."""
-        return self._copy is not None
-
-    def take_resumed(self, found: CheckpointInfo | None) -> bool:
-        """Whether what was resumed is the copy, which is dropped from the memory of this process."""
+    def resumed(self, found: CheckpointInfo | None) -> str | None:
+        """The copy is dropped from the memory of this process, whether or not it is what was resumed."""
         copy, self._copy = self._copy, None
         is_copy = copy is not None and found is not None and found.path == copy.info.path
         self._resumed = copy.header.number if copy is not None and is_copy else None
-        return is_copy
+        return "memory" if is_copy else None
 
-    def begin(self, trainer: Trainer, store: CheckpointStore) -> None:
-        """A run begins; a collective."""
+    def begin(self, trainer: Trainer) -> None:
         resumed, self._resumed = self._resumed, None
         layout = layout_of_models(trainer.registry.objects.values())
         self._problem = "the model is sharded over ranks" if layout else self._memory.begin(resumed)
         self._is_on, self._is_agreed = self._problem is None, False
         self._end_if_impossible()
-        self._sequence = max((checkpoint.manifest.sequence for checkpoint in store.checkpoints()), default=0)
+        on_disk = self._saver.store.checkpoints()
+        self._sequence = max((checkpoint.manifest.sequence for checkpoint in on_disk), default=0)
         self._environment = environment_values(agreement.world_size()) | {"sharding": layout}
         self._began_at, self._reasons = trainer.state.iteration, (None, [])
         self._left_at, self._costs, self._steps = None, [], []
 
-    def copy(self, trainer: Trainer, saver: Saver, metrics: Mapping[str, float] | None) -> None:
+    def copy(self, trainer: Trainer) -> None:
         """At a step boundary, after a save that is due there; now and then a collective."""
         iteration, every = trainer.state.iteration, self._every
         if not self._is_on or iteration <= self._began_at or trainer.state.last:
@@ -103,7 +110,7 @@ class MemoryCopies:
             devices.wait_for_device()
         began = time.perf_counter()
         if self._problem is None:
-            self._problem = self._try(trainer, saver, metrics)
+            self._problem = self._try(trainer)
         ended = time.perf_counter()
         if self._left_at is not None:
             self._costs.append(ended - began)
@@ -140,9 +147,10 @@ class MemoryCopies:
                 self._problem,
             )
 
-    def _try(self, trainer: Trainer, saver: Saver, metrics: Mapping[str, float] | None) -> str | None:
+    def _try(self, trainer: Trainer) -> str | None:
         """Copy the state; why that failed."""
-        state, saved = trainer.state, saver.store.last_saved
+        state, saver = trainer.state, self._saver
+        saved = saver.store.last_saved
         self._sequence = max(self._sequence, 0 if saved is None else saved.sequence)
         when = (state.epoch, state.windows, state.checkpoints)
         if self._reasons[0] != when:  # to find them takes as long as the copy
@@ -152,7 +160,7 @@ class MemoryCopies:
             facts = {
                 "epoch": state.epoch,
                 "sequence": self._sequence,
-                "metrics": dict(metrics or {}),
+                "metrics": dict(self._metrics_of(trainer) or {}),
                 "environment": self._environment,
                 "reproducibility": self._reasons[1],
                 "left_out": left_out,
@@ -167,7 +175,7 @@ class MemoryCopies:
         return None
 
     def end(self, trainer: Trainer) -> None:
-        """The run is over. What was copied stays where a start may go on from there."""
+        """What was copied stays where a start may go on from there."""
         if self._is_on:
             self._is_on = False
             left = trainer.progress.left

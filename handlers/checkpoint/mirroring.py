@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ignite.engine import Events
-
-from ignite_engine.checkpointing import CheckpointError, SaveOptions
+from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, SaveOptions
+from ignite_engine.checkpointing.layout import named_iteration
+from ignite_engine.checkpointing.store import Checkpoints
 from ignite_engine.errors import shortened
 from ignite_engine.events import TrainingEvents
 from ignite_engine.mirror import MirrorOptions, held
@@ -47,8 +47,6 @@ class Mirroring:
     def __init__(self, options: SaveOptions, directory: Path) -> None:
         assert options.mirror is not None
         self.options = MirrorOptions.of(options.mirror)
-        self.is_asked = True
-        """Whether a resume looks there for what is newer."""
         self._retention = replace(options.retention, keep_last=self.options.keep_last or options.keep_last)
         self._directory = directory
         self._runs = False
@@ -72,30 +70,29 @@ class Mirroring:
         if self._remote.is_within(self._directory):
             raise ValueError(f"The mirror {url} is in the folder of the checkpoints itself: give another place.")
         for name, other in trainer.registry.objects.items():
-            mirroring = getattr(other, "mirroring", None)
-            if isinstance(mirroring, Mirroring) and mirroring is not self and mirroring.options.url == url:
-                raise ValueError(
-                    f"The checkpoint handler {name!r} has the mirror {url}, too: give each one of its own."
-                )
-        trainer.add_event_handler(Events.STARTED, self._start)
+            places = getattr(other, "places", None)
+            for place in places if isinstance(places, list) else ():
+                if isinstance(place, Mirroring) and place is not self and place.options.url == url:
+                    raise ValueError(
+                        f"The checkpoint handler {name!r} has the mirror {url}, too: give each one of its own."
+                    )
         trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._offer_saved)
-
-    def bring(self) -> None:
-        """Fetch what is newer there; see :func:`ignite_engine.mirror.bring.bring`."""
-        if self.is_asked:
-            bring(self._remote, self._directory, self.options.parallel)
 
     def check_new(self) -> None:
         """Refuse a mirror that holds checkpoints; see :func:`ignite_engine.mirror.bring.check_new`."""
-        if self.is_asked:
-            check_new(self._remote)
+        check_new(self._remote)
 
-    def offer_newest(self, path: Path) -> None:
-        """A run resumes from here: the process before may have been killed before this was uploaded."""
-        if agreement.rank() == 0:
-            self._offer(path)
+    def in_front_of(self, store: Checkpoints) -> Checkpoints:
+        """Fetch what is newer there; see :func:`ignite_engine.mirror.bring.bring`."""
+        bring(self._remote, self._directory, self.options.parallel)
+        return store
 
-    def _start(self, trainer: Trainer) -> None:
+    def resumed(self, found: CheckpointInfo | None) -> None:
+        """Offer a checkpoint again: the process before may have been killed before it was uploaded."""
+        if found is not None and named_iteration(found.path) is not None and agreement.rank() == 0:
+            self._offer(found.path)
+
+    def begin(self, trainer: Trainer) -> None:
         self._runs = True
         if agreement.rank() == 0:
             clear(self._directory)
@@ -116,7 +113,7 @@ class Mirroring:
             logger.warning("%s is not uploaded to %s: %s", path.name, self.options.url, error)
 
     def end(self, trainer: Trainer) -> None:
-        """Wait until all is uploaded, with a progress line, or name what is not; a collective at the end of a run.
+        """Wait until all is uploaded, with a progress line, or name what is not.
 
         A run that was forced to end, or that failed on several ranks, does not wait. One that only goes back to an
         earlier checkpoint, or pauses, has not ended: its uploads go on.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch.distributed as dist
 
@@ -42,6 +42,20 @@ class Loaded:
     shared: dict[str, Any]
     local: dict[str, Any]
     """Empty for a rank that did not exist when it was saved."""
+
+
+class Checkpoints(Protocol):
+    """A :class:`CheckpointStore`, or what stands in front of one."""
+
+    directory: Path
+
+    def checkpoints(self) -> list[CheckpointInfo]: ...
+
+    def latest(self, *, healthy_only: bool = False, keep: bool = False) -> Newest: ...
+
+    def load(
+        self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True, shared: bool = True
+    ) -> Loaded: ...
 
 
 class CheckpointStore:

@@ -13,7 +13,7 @@ from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.layout import MEMORY_TOKEN
 from ignite_engine.checkpointing.manifest import Manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo
-from ignite_engine.checkpointing.store import CheckpointStore, Loaded, Newest
+from ignite_engine.checkpointing.store import Checkpoints, Loaded, Newest
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ranks import agreement
 from ignite_engine.recovery import slots
@@ -73,9 +73,13 @@ class NewestState:
         copy: None: there is none.
     """
 
-    def __init__(self, store: CheckpointStore, copy: Copy | None) -> None:
+    def __init__(self, store: Checkpoints, copy: Copy | None) -> None:
         self._store, self._copy = store, copy
         self.directory = store.directory
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """On disk."""
+        return self._store.checkpoints()
 
     def latest(self, *, healthy_only: bool = False, keep: bool = False) -> Newest:
         """As the store's; what is on disk is verified only where it may be newer."""

@@ -32,8 +32,8 @@ from ignite_engine.trainer import Trainer
 _TAKEN_OFF = tuple(
     f"ignite_engine.handlers.{name}"
     for name in (
-        *("checkpoint.mirroring", "clearml", "export", "history", "limits", "media", "memory", "profiler", "progress"),
-        *("sinks", "step_times", "tensorboard_sink", "throughput", "trackers"),
+        *("checkpoint.memory", "checkpoint.mirroring", "clearml", "export", "history", "limits", "media", "memory"),
+        *("profiler", "progress", "sinks", "step_times", "tensorboard_sink", "throughput", "trackers"),
     )
 )
 """Modules whose handlers write, measure time or watch for requests; none has a part in what is trained."""
@@ -60,8 +60,7 @@ class Quieted:
         _refuse_what_reads_others(trainer)
         for checkpoint in self.checkpoints:
             checkpoint.announces_best = False
-            checkpoint._memory = None  # its copies belong to the run, which may be running
-            checkpoint._memory = checkpoint.mirroring = None  # the other places of its checkpoints
+            checkpoint.places.clear()  # what they hold belongs to the run, which may be running
             checkpoint._saver = CountingSaver(checkpoint._saver, before, config, self._saved)
         self._take_sinks(trainer)
         self.compared += self.metrics

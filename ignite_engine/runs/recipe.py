@@ -385,8 +385,7 @@ def _attach(
         **options,
     )
     run.checkpoint.announces_best = False  # the run's last line does
-    if run.checkpoint.mirroring is not None:
-        run.checkpoint.mirroring.is_asked = _is_started_again() or not config.run.restart
+    run.checkpoint.asks_places = not config.run.restart or _is_started_again()
     run.ignore = section.ignore or ()
     if section.sources:
         run.load, run.always_load = _loading(config, task, run), bool(section.exclude)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ignite_engine import rng
 from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
@@ -17,7 +17,7 @@ from ignite_engine.checkpointing.load.sources import Found, LoadSource
 from ignite_engine.checkpointing.load.table import LoadTable
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.checkpointing.shards import has_sharded
-from ignite_engine.checkpointing.store import Loaded, Newest
+from ignite_engine.checkpointing.store import Checkpoints, Loaded
 from ignite_engine.checkpointing.weights_source import Source
 from ignite_engine.errors import CheckpointError, require_exact, shortened
 from ignite_engine.ranks import agreement
@@ -30,18 +30,6 @@ logger = logging.getLogger(__name__)
 
 _RESUMED = "resumed from "
 _SHARDING = "sharding"
-
-
-class Checkpoints(Protocol):
-    """A :class:`~ignite_engine.checkpointing.CheckpointStore`, or what stands in front of one."""
-
-    directory: Path
-
-    def latest(self, *, healthy_only: bool = False, keep: bool = False) -> Newest: ...
-
-    def load(
-        self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True, shared: bool = True
-    ) -> Loaded: ...
 
 
 def resume(

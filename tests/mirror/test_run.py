@@ -16,6 +16,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
+from ignite_engine.checkpointing.filesystem import LOCK_NAME
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.mirror.remote import Remote
 from tests.builders import numbers_loader, trainer_of, weights
@@ -141,12 +142,14 @@ def test_a_mirror_that_fails_for_a_while_gets_what_is_saved_then(
 
 
 def test_ctrl_c_gives_up_the_last_upload_and_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    began = time.monotonic()
+    """Until then no other process may begin to save and upload there."""
+    began, lock, is_held = time.monotonic(), tmp_path / "run" / LOCK_NAME, list[bool]()
+    threading.Timer(3.0, lambda: is_held.append(lock.exists())).start()
     threading.Timer(4.0, signal.raise_signal, [signal.SIGINT]).start()
 
     train(tmp_path / "run", {"url": str(tmp_path / "mirror"), "max_mib_per_s": 1e-4}, 3)
 
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 30 and is_held == [True]
     assert "Uploading iteration_00000003 to" in caplog.text or "Uploading iteration_00000002" in caplog.text
     assert "left. Ctrl-C gives up." in caplog.text
     assert f"is not in {tmp_path / 'mirror'}" in caplog.text
@@ -220,7 +223,7 @@ def test_a_roll_back_does_not_wait_for_uploads(tmp_path: Path, caplog: pytest.Lo
     trainer = trainer_of(non_finite="rollback")
     checkpoint = Checkpoint(tmp_path / "run", mirror={"url": str(tmp_path / "mirror"), "max_mib_per_s": 0.005})
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    uploader = checkpoint.mirroring._uploader  # type: ignore[union-attr]  # it has one
+    uploader = checkpoint.places[0]._uploader  # type: ignore[attr-defined]  # it has one
     missing: list[int] = []
 
     @trainer.on(Events.ITERATION_STARTED)

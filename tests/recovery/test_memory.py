@@ -18,10 +18,12 @@ import torch.distributed as dist
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.checkpointing import SaveOptions
 from ignite_engine.config.load import config_from_dict
 from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import Checkpoint, MetricLogger
 from ignite_engine.handlers.checkpoint.memory import MemoryCopies
+from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.sinks import LogFile
 from ignite_engine.recovery import slots
 from ignite_engine.recovery.packing import Packed
@@ -250,8 +252,12 @@ def test_auto_says_once_how_often_it_copies(tmp_path: Path, undisturbed: dict[st
     assert ends(result) == ends(undisturbed)
 
 
+def copies_of(directory: Path, **options: Any) -> MemoryCopies:
+    return MemoryCopies(Saver(directory, SaveOptions(**options)), lambda trainer: None)
+
+
 def test_auto_takes_as_few_iterations_as_keep_the_share(tmp_path: Path) -> None:
-    copies = MemoryCopies(tmp_path, "auto", None)
+    copies = copies_of(tmp_path, memory="auto")
     copies._costs, copies._steps = [0.010, 0.003, 0.003], [0.1, 0.1, 0.1]
 
     copies._agree()
@@ -601,11 +607,11 @@ def test_a_replay_leaves_the_copies_of_a_run_alone(tmp_path: Path, shared_memory
 
 
 def test_a_run_that_is_moved_with_its_config_finds_its_copies(tmp_path: Path) -> None:
-    def copies(directory: str) -> str:
-        return MemoryCopies(tmp_path, 1, {"run": {"directory": directory, "seed": 1}})._memory._settings
+    def settings_of(directory: str, seed: int) -> str:
+        config = {"run": {"directory": directory, "seed": seed}}
+        return copies_of(tmp_path, memory=1, config=config)._memory._settings
 
-    assert copies("a") == copies("b")
-    assert copies("a") != MemoryCopies(tmp_path, 1, {"run": {"directory": "a", "seed": 2}})._memory._settings
+    assert settings_of("a", 1) == settings_of("b", 1) != settings_of("a", 2)
 
 
 def test_files_of_sinks_are_flushed_to_disk_for_a_checkpoint_and_not_for_a_copy(
