@@ -100,7 +100,13 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
             allow_abbrev=False,
             epilog="section.key=value overrides the file's value.",
         )
-        command.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+        takes_scripts = name == "verify-resume"
+        command.add_argument(
+            "config",
+            type=Path,
+            metavar="CONFIG|SCRIPT" if takes_scripts else "CONFIG",
+            help="a YAML file" + (", or a program that calls fit()" if takes_scripts else ""),
+        )
         command.add_argument(
             "overrides", nargs="*", metavar="section.key=value", help="settings that override the file's"
         )

@@ -72,9 +72,13 @@ def describe(options: argparse.Namespace) -> None:
 
 def verify_resume(options: argparse.Namespace) -> None:
     """Kill a run, resume it, and compare it with one that was not killed."""
+    script = resume_verification.is_script(options.config)
     if options.phase is None:
-        resume_verification.check_is_config(options.config)
-        resume_verification.verify(options, load_config(options.config, options.overrides))
+        resume_verification.check_starts(options)
+        config = None if script else load_config(options.config, options.overrides)
+        resume_verification.verify(options, config)
+    elif script:
+        resume_verification.run_script(options)
     else:
         _on_ranks(options, resume_verification.run_phase)
 

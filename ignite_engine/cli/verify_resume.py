@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -12,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import ignite_engine
 from ignite_engine.checkpointing import CheckpointStore
@@ -19,19 +23,19 @@ from ignite_engine.config import Config, ConfigError
 from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.runs import recipe
+from ignite_engine.runs.fit import changed
+from ignite_engine.runs.run import Run
 from ignite_engine.task import IN_PYTHON
 from ignite_engine.verify.compare import Comparison, compare, table
 from ignite_engine.verify.recorder import BoundaryRecord, proof_of, read_records, watch
 
 ITERATIONS = 20
-# no logging, and nothing that leaves the machine; none of it changes the result of the run
-QUIET = [f"logging.{name}=false" for name in ("console", "progress", "memory", "throughput", "clearml", "report")]
-QUIET += [
-    "run.time_limit=null",
-    "run.stop_file=null",
-    "run.must_be_new=false",
-    "run.restart=false",
-]  # limits of the real run, not of this proof
+QUIET: dict[str, dict[str, Any]] = {
+    # no logging, and nothing that leaves the machine; none of it changes the result of the run
+    "logging": dict.fromkeys(("console", "progress", "memory", "throughput", "clearml", "report"), False),
+    # limits of the real run, not of this proof
+    "run": {"time_limit": None, "stop_file": None, "must_be_new": False, "restart": False},
+}
 
 
 class PhaseError(RuntimeError):
@@ -48,26 +52,45 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
     )
     for name in ("--phase", "--folder"):  # for the processes that this command starts
         command.add_argument(name, help=argparse.SUPPRESS)
+    command.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    command.add_argument("--every", type=count, help=argparse.SUPPRESS)
 
 
-def check_is_config(path: Path) -> None:
-    """Refuse a script, and the config of a run that one has made: nothing here can call it with other folders.
+def is_script(path: Path) -> bool:
+    """Whether it is a program that calls ``fit``, not a config."""
+    return path.suffix == ".py"
+
+
+def check_starts(options: argparse.Namespace) -> None:
+    """Refuse what cannot be started in another folder.
 
     Raises:
-        ConfigError: one line that says how it is verified by hand.
+        ConfigError: one line that says how it is verified.
     """
-    is_script = path.suffix == ".py"
-    if is_script or (path.is_file() and f"task: {IN_PYTHON}\n" in path.read_text(encoding="utf-8", errors="replace")):
-        kind = "a script" if is_script else "of a run of fit()"
+    path: Path = options.config
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    if not is_script(path):
+        if f"task: {IN_PYTHON}\n" in text:
+            raise ConfigError(
+                f"{path}: this is the config of a run of fit(), and only its program has the model and the data: give "
+                "that, verify-resume SCRIPT.py."
+            )
+        return
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file; give a config, or a script that calls fit().")
+    if options.overrides:
+        raise ConfigError(f"{path}: got {options.overrides[0]!r}, and a script has its settings in its call of fit().")
+    if (starts := re.search(r"\b(Parallel|spawn|start_processes)\(", text)) is not None:
         raise ConfigError(
-            f"{path}: verify-resume starts a config, and this is {kind}. Run the script to its end in one directory; "
-            "in another kill it (kill -9) and run it again; then compare: python -m ignite_engine checkpoints diff "
-            "ONE/last OTHER/last, where only run.directory and run.name may differ."
+            f"{path}: it starts its ranks itself, by {starts[1]}(): call fit() without it, and give --nproc-per-node."
         )
 
 
-def verify(options: argparse.Namespace, config: Config) -> None:
+def verify(options: argparse.Namespace, config: Config | None) -> None:
     """Print the verdict; exit with code 1 if the resumed run is not equal.
+
+    Args:
+        config: None: the file is a script.
 
     Raises:
         ConfigError: ``--kill-at`` leaves nothing to compare.
@@ -92,20 +115,46 @@ def verify(options: argparse.Namespace, config: Config) -> None:
 
 def run_phase(config: Config, options: argparse.Namespace) -> None:
     """One of the three runs, on one rank, in the process that was started for it."""
-    path = Path(options.folder) / f"{options.phase}_{agreement.rank()}.jsonl"
     with RunDirectory(config.directory).logging_to(agreement.rank()):
-        run = recipe.build_run(config)
-        saved = CheckpointStore(run.directory.checkpoints).checkpoints
-        watch(run.trainer, path, until=options.iterations, kill_at=options.kill_at, ready=lambda: bool(saved()))
-        run.train()
+        _train_watched(recipe.build_run(config), options)
+
+
+def run_script(options: argparse.Namespace) -> None:
+    """One of the three runs, on each rank: the script, up to the end of its first call of ``fit``."""
+
+    def train(run: Run) -> NoReturn:
+        _train_watched(run, options)
+        sys.exit(0)
+
+    script = str(options.config)
+    sys.argv = [script]
+    sys.path.insert(0, str(options.config.resolve().parent))
+    settings = _settings(options.directory, options.every)
+    if options.backend is not None:
+        settings["distributed"] = {"backend": options.backend}
+    with changed(settings, train):
+        runpy.run_path(script, run_name="__main__")
+
+
+def _settings(directory: Path, every: int) -> dict[str, dict[str, Any]]:
+    """What each of the three runs has instead of its own settings, by section."""
+    run = {**QUIET["run"], "directory": str(directory)}
+    return {**QUIET, "run": run, "checkpoint": {"every": every}}
+
+
+def _train_watched(run: Run, options: argparse.Namespace) -> None:
+    path = Path(options.folder) / f"{options.phase}_{agreement.rank()}.jsonl"
+    saved = CheckpointStore(run.directory.checkpoints).checkpoints
+    watch(run.trainer, path, until=options.iterations, kill_at=options.kill_at, ready=lambda: bool(saved()))
+    run.train()
 
 
 @dataclass
 class _ThreeRuns:
-    """Reference, killed and resumed run of one config, all in one temporary folder."""
+    """Reference, killed and resumed run of one config or script, all in one temporary folder."""
 
     options: argparse.Namespace
-    config: Config
+    config: Config | None
     folder: Path
 
     def compare(self) -> Comparison:
@@ -113,6 +162,8 @@ class _ThreeRuns:
         kill_at: int = self.options.kill_at or (3 * iterations + 2) // 5
         every = self._save_every(kill_at)
         self._run("reference", iterations, every)
+        if not self._records("reference"):
+            raise PhaseError(f"{self.options.config} ended without a call of fit(): there is nothing to compare.")
         done = min(records[-1].iteration for records in self._records("reference"))
         if done < iterations:  # the run is shorter than that
             if done < 3 or (self.options.kill_at or 0) >= done:
@@ -133,7 +184,7 @@ class _ThreeRuns:
 
     def _save_every(self, kill_at: int) -> int:
         """The config's own interval if it saves before the kill; otherwise one that saves shortly before it."""
-        every = self.config.checkpoint.every
+        every = self.config.checkpoint.every if self.config is not None else None
         if every is not None and every.iterations is not None and every.iterations < kill_at:
             return every.iterations
         return max(1, kill_at - max(1, kill_at // 5))
@@ -144,13 +195,21 @@ class _ThreeRuns:
 
     def _run(self, phase: str, iterations: int, every: int, kill_at: int | None = None) -> None:
         directory = self.folder / ("reference" if phase == "reference" else "run")
-        command = [sys.executable, "-m", "ignite_engine", "verify-resume", str(self.options.config)]
-        command += [*self.options.overrides, *QUIET, f"run.directory={directory}", f"checkpoint.every={every}"]
+        processes = self.options.nproc_per_node
+        command = [sys.executable, "-m"]
+        if self.config is None and processes is not None:
+            command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+        command += ["ignite_engine", "verify-resume", str(self.options.config)]
+        if self.config is None:
+            command += ["--directory", str(directory), "--every", str(every)]
+        else:
+            command += self.options.overrides
+            for section, settings in _settings(directory, every).items():
+                command += [f"{section}.{key}={json.dumps(value)}" for key, value in settings.items()]
+            command += ["--nproc-per-node", str(processes)] if processes is not None else []
+        command += ["--backend", self.options.backend] if self.options.backend is not None else []
         command += ["--phase", phase, "--folder", str(self.folder), "--iterations", str(iterations)]
         command += ["--kill-at", str(kill_at)] if kill_at is not None else []
-        for name in ("nproc_per_node", "backend"):
-            value = getattr(self.options, name)
-            command += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
         code, output = self._start(command)
         if kill_at is None and code != 0:
             raise PhaseError(f"The {phase} run ended with code {code}: {_last_line(output)}")

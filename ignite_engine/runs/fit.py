@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -81,7 +81,9 @@ _ARGUMENTS = {
 """The argument of :func:`fit` for each dotted key that has one; how other words of a config are written in Python."""
 
 _ONLY_BUILDS: ContextVar[bool] = ContextVar("only_builds", default=False)
-_EXCLUDES: ContextVar[str | None] = ContextVar("excludes", default=None)
+_CHANGES: ContextVar[tuple[Mapping[str, Values], Callable[[Run], object]]] = ContextVar(
+    "changes", default=({}, Run.train)
+)
 
 
 @contextmanager
@@ -95,13 +97,18 @@ def only_building() -> Iterator[None]:
 
 
 @contextmanager
-def excluding(path: Path) -> Iterator[None]:
-    """Within it :func:`fit` leaves out the samples of this file, as with ``data={"exclude": path}``."""
-    token = _EXCLUDES.set(str(path))
+def changed(settings: Mapping[str, Values], train: Callable[[Run], object] = Run.train) -> Iterator[None]:
+    """Within it :func:`fit` has these settings, by section, whatever it is given, and trains by ``train(run)``."""
+    token = _CHANGES.set((settings, train))
     try:
         yield
     finally:
-        _EXCLUDES.reset(token)
+        _CHANGES.reset(token)
+
+
+def excluding(path: Path) -> AbstractContextManager[None]:
+    """Within it :func:`fit` leaves out the samples of this file, as with ``data={"exclude": path}``."""
+    return changed({"data": {"exclude": str(path)}})
 
 
 @readable
@@ -232,8 +239,6 @@ def fit(
     check_type("resume", resume, are_names, "a mapping such as {'lr': 0.0001}")
     override = None if resume is None else {_setting(key): value for key, value in _plain(resume).items()}
     values = _values(sections)
-    if (excludes := _EXCLUDES.get()) is not None:
-        values["data"] = {**values.get("data", {}), "exclude": excludes}
     given: dict[str, dict[str, Any]] = {
         "run": {
             "directory": str(directory),
@@ -268,6 +273,9 @@ def fit(
     # an offline session is for who asks for one
     values.setdefault("logging", {}).setdefault("clearml", server_is_configured())
     values["run"].setdefault("name", Path(directory).name or "run")
+    settings, train_run = _CHANGES.get()
+    for section, changes in settings.items():
+        values[section] = {**values.get(section, {}), **changes}
     config = validated(Arguments(values, function="fit", arguments=_ARGUMENTS))
     runs: list[Run] = []
 
@@ -278,9 +286,9 @@ def fit(
         # a program that has set up its own logging shows these lines by it
         with recipe.logged(config, console=not logging.getLogger().hasHandlers()):
             runs.append(recipe.build_run(config, task))
-            runs[0].train()
+            train_run(runs[0])
 
-    if restarts is not None:
+    if restarts is not None and train_run is Run.train:
         return _restarted(config, task, train, restarts)
     if is_launched() and not dist.is_initialized():
         backend = config.distributed.backend or devices.default_backend()

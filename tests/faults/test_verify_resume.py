@@ -129,3 +129,63 @@ def test_kill_that_leaves_nothing_to_compare_is_refused(
     assert main(["verify-resume", config(tmp_path), *arguments]) == 2
     said = capsys.readouterr().err
     assert "expected at least 3 iterations and a kill after the first and before the last" in said
+
+
+SCRIPT = """
+import torch
+from ignite_engine import fit, seed_everything
+
+def make_model():
+    seed_everything(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3))
+
+class Loss:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, model, batch):
+        self.calls += FORGETS
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1]) * (1 + self.calls)
+
+seed_everything(0)
+data = torch.randn(60, 4), torch.arange(60) % 3
+run = fit(make_model(), Loss(), data, directory="the users own", max_epochs=4, batch_size=8)
+fit(make_model(), Loss(), data, directory="the users second", max_epochs=1)
+"""
+
+
+def script(folder: Path, forgets: bool) -> str:
+    (folder / "train.py").write_text(SCRIPT.replace("FORGETS", str(int(forgets))))
+    return str(folder / "train.py")
+
+
+@pytest.mark.faults
+def test_script_is_killed_resumed_and_found_equal_up_to_the_end_of_its_first_call_of_fit(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fork_the_runs_of_verify_resume(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify-resume", script(tmp_path, forgets=False), "--iterations", "12", "--kill-at", "9"]) == 0
+    assert capsys.readouterr().out.startswith("Resume is exact: killed at iteration 9, resumed from 8, ")
+    with pytest.raises(SystemExit):
+        main(["verify-resume", script(tmp_path, forgets=True), "--iterations", "6"])
+    assert "Not saved, and different: loss_fn.calls" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["temporary", "train.py"]
+
+
+@pytest.mark.faults
+@pytest.mark.slow  # each rank imports torch
+def test_script_is_verified_on_two_ranks(tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify-resume", script(tmp_path, forgets=False), "--iterations", "6", "--nproc-per-node", "2"]) == 0
+    assert capsys.readouterr().out.startswith("Resume is exact: killed at iteration 4, resumed from 3, ")
+
+
+@pytest.mark.faults
+def test_script_that_calls_no_fit_is_one_line(
+    tmp_path: Path, temporary: Path, forked: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.py").write_text("print(1)")
+    with pytest.raises(SystemExit):
+        main(["verify-resume", str(tmp_path / "empty.py")])
+    said = capsys.readouterr().err
+    assert "empty.py ended without a call of fit(): there is nothing to compare" in said and said.count("\n") == 1
