@@ -50,7 +50,7 @@ class Throughput:
     - ``throughput/data_wait_share``: the share of the time spent waiting for the loader, 0 to 1;
     - ``time/step_ms``, ``time/data_wait_ms``, and if the update fires the optimizer's events
       ``time/forward_backward_ms`` (to OPTIMIZER_STEP_STARTED) and ``time/optimizer_ms`` (clip and step): means per
-      iteration and over ranks. On CUDA these are the times to queue the work, not to execute it;
+      iteration and over ranks. On an accelerator these are the times to queue the work, not to execute it;
     - ``time/handlers_ms``: between iterations, without evaluations: handlers, saves and sinks; and of it
       ``time/sink/<name>_ms``, what each sink of this rank took to write. Means per iteration, too.
 

@@ -138,9 +138,8 @@ def kinds_of_groups() -> list[torch.device]:
     return [torch.device("cpu"), *([] if accelerator is None else [accelerator])]
 
 
-def has_sync_batch_norm(kind: str) -> bool:
-    """Whether torch's SyncBatchNorm works there."""
-    return kind in ("cuda", "xpu")
+SYNC_BATCH_NORM = {"cuda": "CUDA", "xpu": "XPU"}
+"""The kinds on which torch's SyncBatchNorm works, and their names in words."""
 
 
 # -- random numbers -----------------------------------------------------------------------------------------------
@@ -187,6 +186,12 @@ def seed_generators(seed: int) -> None:
     used = _used()
     if used is not None:
         getattr(used[1], "manual_seed_all", used[1].manual_seed)(seed)
+
+
+def seed_generator(device: torch.device, seed: int) -> None:
+    """Seed the generator of one accelerator."""
+    with torch.accelerator.device_index(device.index):  # another one may be current
+        _module(device.type).manual_seed(seed)
 
 
 def generator_state(device: torch.device) -> Tensor | None:

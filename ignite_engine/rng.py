@@ -273,8 +273,7 @@ def seed_device(seed: int, device: torch.device) -> None:
     """Call :func:`seed_host`, and seed the generator of ``device``."""
     seed_host(seed)
     if device.type != "cpu":
-        with torch.accelerator.device_index(device.index):  # another one may be current
-            torch.get_device_module(device).manual_seed(seed)
+        devices.seed_generator(device, seed)
 
 
 def seed_host(seed: int) -> None:

@@ -233,10 +233,11 @@ def test_core_knows_no_handler_config_or_recipe() -> None:
 
 
 def kinds_named_in(path: Path) -> Iterator[str]:
-    """``line: expression`` of each use of torch's own module for a kind of device, and of each kind's name."""
+    """``line: expression`` of each use of torch's modules for devices, generic ones too, and of each kind's name."""
     kinds = {"cuda", "mps", "xpu", "cudnn"}
+    modules = kinds | {"accelerator", "get_device_module"}
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
-        of_torch = isinstance(node, ast.Attribute) and node.attr in kinds and "torch" in ast.unparse(node.value)
+        of_torch = isinstance(node, ast.Attribute) and node.attr in modules and "torch" in ast.unparse(node.value)
         if of_torch or (isinstance(node, ast.Constant) and node.value in kinds):
             yield f"{node.lineno}: {ast.unparse(node)}"
 

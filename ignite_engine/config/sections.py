@@ -112,7 +112,7 @@ class DataSection(Section):
     num_workers: Annotated[int, Field(ge=0)] = 0  # loader processes per rank; 0 loads in this one
     prefetch_factor: Count | None = None  # batches ahead per worker
     persistent_workers: bool = False  # keep the workers between epochs
-    pin_memory: bool | None = None  # default: with CUDA
+    pin_memory: bool | None = None  # default: on a device that copies from it beside computing
 
 
 class OptimizerSection(Section):
@@ -451,7 +451,7 @@ class DistributedSection(Section):
     loss_parallel: bool = False  # with tensor_parallel: the cross-entropy of logits that are sharded by class
     reduce_each_micro_batch: bool = False  # gradients in each backward, not in a group's last only
     ddp_options: dict[str, Any] = Field(default_factory=dict)  # of DistributedDataParallel, as torch names them
-    sync_bn: bool = False  # DDP: batch statistics over all ranks; CUDA only
+    sync_bn: bool = False  # DDP: batch statistics over all ranks; CUDA and XPU only
     drift_every: Every | None = None  # compare the ranks' weights bit by bit; the run ends where they differ
 
     @field_validator("ddp_options")

@@ -123,8 +123,9 @@ def _placed(model: nn.Module) -> nn.Module:
 
 def _in_ddp(config: Config, model: nn.Module) -> nn.Module:
     section, device = config.distributed, devices.for_models()
-    if section.sync_bn and not devices.has_sync_batch_norm(device.type):
-        raise config.error("distributed.sync_bn", f"got true on {device.type}; torch has it on CUDA only.")
+    if section.sync_bn and device.type not in devices.SYNC_BATCH_NORM:
+        kinds = " and ".join(devices.SYNC_BATCH_NORM.values())
+        raise config.error("distributed.sync_bn", f"got true on {device.type}; torch has it on {kinds} only.")
     options = {"gradient_as_bucket_view": True} | section.ddp_options
     if device == idist.device():
         wrapped: nn.Module = idist.auto_model(model, sync_bn=section.sync_bn, **options)

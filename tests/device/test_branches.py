@@ -101,7 +101,7 @@ def test_models_go_where_their_ranks_reduce(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(devices.dist, "is_backend_available", lambda backend: True)
     assert devices.default_backend() == "nccl" and devices.backend_is_usable("nccl")
     assert {kind.type for kind in devices.kinds_of_groups()} == {"cpu", DEVICE.type}
-    assert devices.has_sync_batch_norm(DEVICE.type) == (DEVICE.type == "cuda")
+    assert (DEVICE.type in devices.SYNC_BATCH_NORM) == (DEVICE.type == "cuda")
 
 
 class Pair(NamedTuple):
