@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.device.fake import KINDS, VARIABLE
@@ -32,14 +33,24 @@ def _has_accelerator() -> bool:
     return subprocess.run([sys.executable, "-c", question]).returncode == 0
 
 
-def _run(kind: str | None, arguments: list[str]) -> int:
-    markers = ["accelerator"] if kind in ("fake", "plain") else ["accelerator", "cuda"]
+def markers_of(kind: str | None) -> list[str]:
+    """Of the tests that run on a device of this kind; None: this machine's."""
+    return ["accelerator"] if kind in ("fake", "plain") else ["accelerator", "cuda"]
+
+
+def files_of(markers: Sequence[str]) -> list[str]:
+    """The files that have a test with one of these markers."""
     marks = [f"pytest.mark.{marker}" for marker in markers]
-    files = [
+    return [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if any(mark in path.read_text(encoding="utf-8") for mark in marks)
     ]
+
+
+def _run(kind: str | None, arguments: list[str]) -> int:
+    markers = markers_of(kind)
+    files = files_of(markers)
     own = [argument for argument in arguments if argument.endswith(".py") or "::" in argument]
     print(f"Device: {kind or 'of this machine'}", flush=True)
     environment = os.environ | ({} if kind is None else {VARIABLE: kind})

@@ -375,7 +375,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   const void* host = up ? self.storage().data() : dst.storage().data();
   const bool later = (up || down) && non_blocking && (g_pageable || is_pinned(host)) && self.dtype() == dst.dtype() &&
                      self.sizes() == dst.sizes() && self.is_contiguous() && dst.is_contiguous();
-  count(down ? (later ? TO_HOST_LATER : TO_HOST) : up ? (later ? TO_DEVICE_LATER : TO_DEVICE) : KERNELS, down && !later);
+  // a copy from the host waits, too, unless it may go on from a buffer between; Apple's is waited for in any case
+  const bool waits = !later && (down || (up && !non_blocking && !g_pageable));
+  count(down ? (later ? TO_HOST_LATER : TO_HOST) : up ? (later ? TO_DEVICE_LATER : TO_DEVICE) : KERNELS, waits);
   LOCKED;
   const auto position = next(stream);
   if (!up && !down && self.device() != dst.device()) {  // torch lets the streams of both devices wait for each other

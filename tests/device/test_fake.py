@@ -117,6 +117,10 @@ def test_waits_of_the_host_are_counted_and_can_be_forbidden() -> None:
         with pytest.raises(RuntimeError, match="the host waits"):
             wait()
     tensor.add(1)
+    if not PLAIN:  # there each copy is waited for
+        with pytest.raises(RuntimeError, match="the host waits"):
+            torch.ones(3).to(DEVICE)
+    torch.ones(3).to(DEVICE, non_blocking=True)
 
 
 def test_the_limit_of_its_memory_raises_torchs_error() -> None:

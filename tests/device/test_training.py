@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ignite_engine import Trainer, Update, create_evaluator, devices, rng
 from ignite_engine.checkpointing import CheckpointStore, Snapshot
 from ignite_engine.handlers import Checkpoint, Evaluation, MemoryLogger, MetricLogger, Profiler, StepTimes
+from ignite_engine.handlers.meters import CHUNK
 from ignite_engine.step.device import to_device
 from tests.builders import mse
 from tests.device import fake
@@ -53,6 +54,18 @@ def test_host_waits_for_nothing_between_log_points(precision: str, options: dict
     assert reached == [5, 10]
 
 
+def test_host_waits_for_nothing_where_a_long_interval_is_added_up(tmp_path: Path) -> None:
+    if not is_fake:
+        pytest.skip("the fake device says who waits")
+    iterations = 2 * CHUNK + 2  # values are added up twice before they are logged
+    trainer = trainer_of(net(DEVICE), steps=None, log_grad_norm=True)
+    MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=iterations))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: fake.set_options(no_waits=1))
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=iterations), lambda: fake.set_options(no_waits=0))
+    trainer.run(data(), max_iters=iterations)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
 def test_a_read_in_the_update_would_be_seen() -> None:
     if not is_fake:
         pytest.skip("the fake device says who waits")
@@ -79,6 +92,26 @@ def test_batches_are_copied_while_the_one_before_is_computed() -> None:
         del moved  # its memory is free for the next copy
     later = fake.counts().get("to_device_later", 0) if is_fake else 12
     assert later == (0 if PLAIN else 12)
+    for number, tensor in enumerate(found):
+        assert tensor.device == SECOND and tensor.cpu().eq(2.0 * number).all()
+
+
+class Moves:
+    """A batch that moves itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Moves:
+        return Moves(self.tensor.to(device, non_blocking=non_blocking))
+
+
+def test_what_moves_itself_has_its_memory_until_it_is_computed_with() -> None:
+    tensors = [torch.full((4, 3), float(number)) for number in range(6)]
+    found = []
+    for moved in to_device([Moves(tensor if PLAIN else tensor.pin_memory()) for tensor in tensors], SECOND):
+        found.append(moved.tensor * 2)
+        del moved  # its memory is free for the next copy
     for number, tensor in enumerate(found):
         assert tensor.device == SECOND and tensor.cpu().eq(2.0 * number).all()
 
