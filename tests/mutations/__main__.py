@@ -8,12 +8,14 @@ more than one in twenty passes. With a file of results, what is in it already is
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -21,30 +23,53 @@ from tests.mutations.draw import Mutation, drawn
 from tests.mutations.equivalent import EQUIVALENT
 from tests.mutations.tree import ROOT, Result, Tree
 
+_CHECKPOINT = (
+    "tests/handlers/test_checkpoint.py",
+    "tests/handlers/checkpoint",
+    "tests/handlers/test_background_save.py",
+)
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "recovery": (("ignite_engine/recovery",), ("tests/recovery", "tests/ranks")),
-    "mirror": (("ignite_engine/mirror",), ("tests/mirror", "tests/cli")),
+    "recovery": (("ignite_engine/recovery",), ("tests/recovery",)),
+    "mirror": (("ignite_engine/mirror",), ("tests/mirror", "tests/cli/test_mirrors.py")),
     "follower": (("ignite_engine/follower",), ("tests/follower",)),
     "replay": (("ignite_engine/replay",), ("tests/replay",)),
     "capture": (("ignite_engine/capture",), ("tests/capture",)),
     "data": (
         ("ignite_engine/data",),
-        ("tests/data", "tests/test_trainer.py", "tests/runs/test_data.py", "tests/ranks"),
+        (
+            "tests/data",
+            "tests/test_trainer.py",
+            "tests/runs/test_data.py",
+            "tests/ranks/test_agreed",
+            "tests/ranks/test_shares",
+        ),
     ),
-    "engine": (("ignite_engine/engine",), ("tests/engine", "tests/test_trainer.py", "tests/handlers", "tests/faults")),
-    "checkpointing": (("ignite_engine/checkpointing",), ("tests/checkpointing", "tests/handlers", "tests/cli")),
-    "ranks": (("ignite_engine/ranks",), ("tests/ranks", "tests/checkpointing", "tests/cli")),
+    "engine": (("ignite_engine/engine",), ("tests/engine", "tests/test_trainer.py", "tests/data", "tests/faults")),
+    "checkpointing": (
+        ("ignite_engine/checkpointing",),
+        ("tests/checkpointing", *_CHECKPOINT, "tests/cli/test_checkpoints.py"),
+    ),
+    "ranks": (("ignite_engine/ranks",), ("tests/ranks",)),
     "states": (
         ("ignite_engine/states",),
-        ("tests/states", "tests/test_trainer.py", "tests/checkpointing", "tests/handlers"),
+        (
+            "tests/states",
+            "tests/checkpointing/test_loading",
+            "tests/checkpointing/load",
+            *_CHECKPOINT,
+            "tests/follower",
+        ),
     ),
-    "step": (
-        ("ignite_engine/step",),
-        ("tests/step", "tests/test_update.py", "tests/test_sparse_with_dense.py", "tests/ranks"),
-    ),
+    "step": (("ignite_engine/step",), ("tests/step", "tests/test_update.py", "tests/ranks/test_invariant.py")),
     "update": (
         ("ignite_engine/update", "ignite_engine/rng.py", "ignite_engine/schedules.py", "ignite_engine/trainer.py"),
-        ("tests/test_update", "tests/test_schedules.py", "tests/test_trainer.py", "tests/step", "tests/handlers"),
+        (
+            "tests/test_update",
+            "tests/test_schedules.py",
+            "tests/test_trainer.py",
+            "tests/step",
+            "tests/handlers/test_lr_schedule.py",
+        ),
     ),
     "handlers": (
         (
@@ -56,13 +81,21 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
                 "handlers/meters.py",
             ),
         ),
-        ("tests/handlers", "tests/faults"),
+        (
+            *_CHECKPOINT,
+            "tests/handlers/evaluation",
+            "tests/handlers/test_me",
+            "tests/handlers/test_lr_schedule.py",
+            "tests/faults",
+        ),
     ),
-    "runs": (("ignite_engine/runs",), ("tests/runs", "tests/faults", "tests/cli")),
+    "runs": (("ignite_engine/runs",), ("tests/runs", "tests/cli/test_commands.py", "tests/faults")),
     "accumulation": (("ignite_engine/accumulation",), ("tests/accumulation",)),
 }
 """The code that carries promises, by room, and the beginnings of the paths of its tests."""
-_TIMEOUT_S = 240.0
+_SLOW = r"pytest\.mark\.(distributed|faults|slow)"
+_TIMEOUT_S = 400.0
+"""For a turn of tests; a test that takes 150 s has failed."""
 _ALLOWED = 1 / 20
 
 
@@ -72,20 +105,29 @@ def named_tests() -> list[str]:
     return list(dict.fromkeys(re.findall(r"`(tests/[^`]+::\w+)[^`]*`", table)))
 
 
-def nearest(path: str, folders: Sequence[str], named: Sequence[str]) -> list[str]:
-    """The named tests of these folders, those of the changed module and its neighbours first."""
+def nearest(path: str, folders: Sequence[str], named: Sequence[str]) -> list[list[str]]:
+    """The named tests of these folders in the turns in which they are run.
+
+    First those of the changed module, then the others, in both those that start no processes first.
+    """
     stem = Path(path).stem.removeprefix("_")
-    module = path.removesuffix(".py").replace("/", ".").removeprefix("handlers.")
+    turns: list[list[str]] = [[], [], [], []]
+    for test in (test for folder in folders for test in named if test.startswith(folder)):
+        file, _, name = test.partition("::")
+        is_near = Path(file).stem == f"test_{stem}"
+        turns[2 * (not is_near) + (name in _starting_processes(file))].append(test)
+    return [turn for turn in turns if turn]
 
-    def distance(test: str) -> tuple[int, int]:
-        file = test.partition("::")[0]
-        folder = next(number for number, folder in enumerate(folders) if test.startswith(folder))
-        if Path(file).stem == f"test_{stem}":
-            return 0, folder
-        text = (ROOT / file).read_text(encoding="utf-8")
-        return (1 if module in text or stem in Path(file).stem else 2), folder
 
-    return sorted((test for test in named if test.startswith(tuple(folders))), key=distance)
+@cache
+def _starting_processes(file: str) -> set[str]:
+    """The tests of a file that have a mark of those that start processes, or take long."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    of_all = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+    if any(re.search(_SLOW, text) for text in of_all if text.startswith("pytestmark")):
+        return {test.name for test in tests}
+    return {test.name for test in tests if any(re.search(_SLOW, ast.unparse(mark)) for mark in test.decorator_list)}
 
 
 def chosen(seed: int, count: int) -> Iterator[tuple[str, Mutation]]:
@@ -103,10 +145,15 @@ def chosen(seed: int, count: int) -> Iterator[tuple[str, Mutation]]:
 
 
 def run(tree: Tree, room: str, mutation: Mutation, named: Sequence[str]) -> Result:
-    source = (ROOT / mutation.path).read_text(encoding="utf-8")
-    tests = nearest(mutation.path, ROOMS[room][1], named)
+    """What the tests give, turn by turn until one fails."""
+    source, seconds = (ROOT / mutation.path).read_text(encoding="utf-8"), 0.0
     with tree.changed(mutation.path, mutation.applied(source)):
-        return tree.test(tests, timeout_s=_TIMEOUT_S)
+        for tests in nearest(mutation.path, ROOMS[room][1], named):
+            result = tree.test(["--timeout=150", *tests], timeout_s=_TIMEOUT_S)
+            seconds += result.seconds
+            if result.caught_by is not None:
+                break
+    return replace(result, seconds=seconds)
 
 
 def main(arguments: list[str]) -> int:

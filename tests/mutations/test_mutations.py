@@ -72,8 +72,23 @@ def test_each_room_has_its_share_and_tests_that_are_there() -> None:
     assert {room: rooms.count(room) for room in ROOMS} == dict.fromkeys(ROOMS, 2)
     for room, mutation in chosen(1, 30):
         assert mutation.key not in EQUIVALENT
-        tests = nearest(mutation.path, ROOMS[room][1], named)
-        assert tests and all((ROOT / test.partition("::")[0]).is_file() for test in tests), room
+        turns = nearest(mutation.path, ROOMS[room][1], named)
+        assert turns and all((ROOT / test.partition("::")[0]).is_file() for turn in turns for test in turn), room
+
+
+def test_tests_of_the_module_come_first_and_those_that_start_processes_last() -> None:
+    named = [
+        "tests/ranks/test_two_ranks.py::test_one_reduction_per_step",
+        "tests/ranks/test_heartbeats.py::test_hub_that_hears_nothing",
+        "tests/data/test_windows.py::test_other",
+        "tests/step/test_flops.py::test_counted",
+    ]
+
+    assert nearest("ignite_engine/ranks/heartbeats.py", ("tests/ranks", "tests/step"), named) == [
+        [named[1]],
+        [named[3]],
+        [named[0]],
+    ]
 
 
 @pytest.mark.slow
@@ -92,5 +107,5 @@ def test_a_changed_file_is_that_of_the_tests_and_comes_back(tmp_path: Path) -> N
         hung = tree.test(["tests/test_probe.py"], timeout_s=1)
 
     assert (failed.caught_by, failed.how) == ("tests/test_probe.py::test_probe", "failed")
-    assert hung.how == "hung" and hung.caught_by is not None
+    assert (hung.caught_by, hung.how) == (None, "out of time")
     assert (tree.folder / path).read_text(encoding="utf-8") == source

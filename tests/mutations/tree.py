@@ -21,8 +21,8 @@ class Result:
     """What tests of a changed tree gave.
 
     Args:
-        caught_by: the first test that failed, or that ran when the time was up; None: all passed.
-        how: ``failed``, ``hung``, ``passed``, or ``not collected``, where the change breaks every import.
+        caught_by: the first test that failed; None: none did.
+        how: ``failed``, ``passed``, ``out of time``, or ``not collected``, where the change breaks every import.
         last_line: of the error, or of pytest.
     """
 
@@ -105,7 +105,7 @@ def _result(code: int | None, lines: Sequence[str], seconds: float) -> Result:
     begun = [line.split(" ", 1)[0] for line in lines if line.startswith("tests/") and "::" in line]
     last = lines[-1].strip("= ") if lines else ""
     if code is None:
-        return Result(begun[-1] if begun else "collection", "hung", last, seconds)
+        return Result(None, "out of time", begun[-1] if begun else last, seconds)
     if code == 0:
         return Result(None, "passed", last, seconds)
     failed = [line.split(" ", 2) for line in lines if line.startswith(("FAILED ", "ERROR "))]
