@@ -117,10 +117,11 @@ class ForkServer:
         """Call ``module:function`` with JSON arguments.
 
         Args:
-            output: what it prints is appended there.
+            output: what it prints is appended there; the file is there at once.
             errors: and its standard error there, where it is another file.
             folder: its working directory.
         """
+        output.touch()
         files = {"output": str(output), "errors": str(errors or output)}
         place = {"folder": str(folder), "environment": self._environment()}
         self._ask({"function": function, "arguments": arguments, **files, **place})
