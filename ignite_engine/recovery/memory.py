@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,8 +222,8 @@ class Memory:
                 for rank in self._folder.ranks():
                     if rank >= agreement.world_size():
                         self._folder.drop(rank)
-                self._folder.remember_launcher()
                 slots.clear()
+                _with_room(partial(self._folder.note_owner, self.directory))
         except OSError as error:
             return one_line(error).rstrip(".")
         return None
@@ -261,8 +263,13 @@ class Memory:
             run_id=run_id,
             settings=self._settings,
         )
-        packed, own = Packed({**facts, "shared": list(shared)}, {**shared, **local}), self._folder.of(rank)
-        older, newer = own[self._number % 2], own[1 - self._number % 2]
+        packed = Packed({**facts, "shared": list(shared)}, {**shared, **local})
+        _with_room(partial(self._write, header, packed))
+
+    def _write(self, header: Header, packed: Packed) -> None:
+        assert self._folder is not None
+        own = self._folder.of(header.rank)
+        older, newer = own[header.number % 2], own[1 - header.number % 2]
         older.write(header, packed)
         if not newer.path.exists():  # that there is room for both is known from the first copy on
             newer.reserve(packed.bytes)
@@ -282,6 +289,16 @@ class Memory:
                 with contextlib.suppress(OSError):
                     os.unlink(self.directory / MEMORY_TOKEN)
         folder.close(remove_if_empty=not keep)
+
+
+def _with_room(work: Callable[[], object]) -> None:
+    """Do it; where there is no room, again without what runs that were killed have left."""
+    try:
+        work()
+    except OSError as error:
+        if error.errno != errno.ENOSPC or not slots.clear(unfinished=True):
+            raise
+        work()
 
 
 def _ignore(reason: str) -> None:

@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,8 +39,9 @@ _HEADER_BYTES = 4096
 _ROW_BYTES = 512
 _FOLDER = re.compile(r"ignite-engine-[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]+")
 _SLOT = re.compile(r"rank_(\d+)\.[01]")
-_LAUNCHER = "launcher"
-
+_LAUNCHER, _DIRECTORY = "launcher", "directory"
+_KEPT_S = 86400.0
+"""From the last copy on: a run that nobody has started again within a day is given up."""
 
 Boundary = tuple[int, int, int, int, str, str]
 
@@ -105,6 +107,7 @@ class Slot:
         packed.write(content)
         complete = replace(header, size=len(content), checksum=_checksum(content)).to_bytes()
         self._room[: len(complete)] = complete
+        os.utime(self.path)  # which writing to its memory does not do
 
     def reserve(self, size: int) -> None:
         """Take room for a content of ``size`` bytes; what it holds is lost.
@@ -233,13 +236,20 @@ class Folder:
         """Those that have slots here."""
         return sorted({int(match.group(1)) for name in os.listdir(self.path) if (match := _SLOT.fullmatch(name))})
 
-    def remember_launcher(self) -> None:
-        """Note the process that will start these ranks again: while it lives, nobody clears the folder."""
+    def note_owner(self, directory: Path) -> None:
+        """Note who may go on from here, for :func:`clear`.
+
+        Args:
+            directory: of the run's checkpoints. The process that will start these ranks again is noted, too.
+        """
+        self._note(_DIRECTORY, os.fsencode(directory.absolute()))
         if (launcher := _launcher()) is not None:
-            path = self.path / _LAUNCHER
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(f"{launcher} {_started_at(launcher)}\n")
+            self._note(_LAUNCHER, f"{launcher} {_started_at(launcher)}".encode())
+
+    def _note(self, name: str, content: bytes) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(self.path / name, flags, 0o600), "wb") as file:
+            file.write(content)
 
     def drop(self, rank: int) -> None:
         """Delete the slots of a rank."""
@@ -261,8 +271,13 @@ class Folder:
         os.close(self._descriptor)
 
 
-def clear() -> list[str]:
+def clear(*, unfinished: bool = False) -> list[str]:
     """Remove the folders of this user that nobody needs: no process holds them, and none will start their ranks again.
+
+    One of a run that has not ended, and can be started again, stays for a day.
+
+    Args:
+        unfinished: remove these, too.
 
     Returns:
         Their names.
@@ -274,10 +289,12 @@ def clear() -> list[str]:
         with contextlib.suppress(OSError):
             descriptor = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                if os.fstat(descriptor).st_uid == os.geteuid() and not _launcher_lives(Path(entry.path)):
+                path = Path(entry.path)
+                if os.fstat(descriptor).st_uid == os.geteuid() and not _launcher_lives(path):
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove(Path(entry.path))
-                    removed.append(entry.name)
+                    if unfinished or not _may_go_on(path):
+                        _remove(path)
+                        removed.append(entry.name)
             finally:
                 os.close(descriptor)
     return removed
@@ -285,10 +302,20 @@ def clear() -> list[str]:
 
 def _remove(path: Path) -> None:
     for name in os.listdir(path):
-        if _SLOT.fullmatch(name) or name == _LAUNCHER:
+        if _SLOT.fullmatch(name) or name in (_LAUNCHER, _DIRECTORY):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path / name)
     os.rmdir(path)
+
+
+def _may_go_on(folder: Path) -> bool:
+    """Whether the run that has copied into it was not ended, has its checkpoints where they were, and died lately."""
+    try:
+        directory = Path(os.fsdecode((folder / _DIRECTORY).read_bytes()))
+        copied_at = max(entry.stat().st_mtime for entry in os.scandir(folder) if _SLOT.fullmatch(entry.name))
+    except (OSError, ValueError):
+        return False
+    return folder_name(directory, create=False) == folder.name and time.time() - copied_at < _KEPT_S
 
 
 def _launcher() -> int | None:

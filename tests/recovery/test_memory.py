@@ -407,9 +407,14 @@ def test_nothing_is_left_by_a_run_that_fails_or_stops(tmp_path: Path, shared_mem
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")] == []
 
 
-def test_the_next_start_clears_what_has_no_living_owner_and_nothing_else(tmp_path: Path, shared_memory: Path) -> None:
+def has_copies(root: Path, directory: Path) -> bool:
+    return (root / str(slots.folder_name(directory / "checkpoints", create=False))).exists()
+
+
+def test_the_next_start_clears_what_nobody_can_go_on_from_and_nothing_else(tmp_path: Path, shared_memory: Path) -> None:
     dead, alive = tmp_path / "dead", tmp_path / "alive"
     assert in_child(lambda: train(dead, killed_at(3)))[0] == KILLED
+    shutil.rmtree(dead)
     other = [shared_memory / "ignite-engine-mine", shared_memory / ("ignite-engine-" + 16 * "a" + "-1-2.old")]
     for path in other:
         path.mkdir()
@@ -434,11 +439,70 @@ def test_the_next_start_clears_what_has_no_living_owner_and_nothing_else(tmp_pat
     assert in_child(lambda: train(alive))[1]["resumed_at"] == 3
 
 
+def test_of_two_runs_that_were_killed_together_both_go_on_whichever_is_started_first(
+    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
+) -> None:
+    for name, at in (("one", 5), ("two", 13)):
+        assert in_child(lambda name=name, at=at: train(tmp_path / name, killed_at(at)))[0] == KILLED  # type: ignore[misc]  # binds them
+    results = [in_child(lambda name=name: train(tmp_path / name))[1] for name in ("two", "one")]  # type: ignore[misc]
+
+    assert [result["resumed_at"] for result in results] == [12, 4]
+    assert [ends(result) for result in results] == 2 * [ends(undisturbed)]
+    assert list(shared_memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("why", ["a day ago", "started without memory", "its folder is elsewhere"])
+def test_copies_of_a_run_that_was_given_up_are_cleared(why: str, tmp_path: Path, shared_memory: Path) -> None:
+    assert in_child(lambda: train(tmp_path / "dead", killed_at(13)))[0] == KILLED
+    assert slots.clear() == []
+    if why == "a day ago":
+        for path in slot_files(shared_memory):
+            os.utime(path, (0, time.time() - 86400))
+    elif why == "started without memory":
+        assert in_child(lambda: train(tmp_path / "dead", killed_at(10), memory=None))[0] == KILLED
+    else:
+        (tmp_path / "dead").rename(tmp_path / "moved")
+
+    assert len(slots.clear()) == 1
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_a_copy_is_as_old_as_its_last_iteration(tmp_path: Path, shared_memory: Path) -> None:
+    def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+        def age() -> None:
+            for path in slot_files(shared_memory):
+                os.utime(path, (0, 0))
+
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=12), age)
+
+    assert in_child(lambda: train(tmp_path, lambda *parts: (prepare(*parts), killed_at(13)(*parts))))[0] == KILLED
+    assert slots.clear() == []
+
+
+def test_a_run_without_room_takes_that_of_runs_that_were_killed(
+    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
+) -> None:
+    def work() -> dict[str, Any]:
+        mount_small_file_system(shared_memory, 96)
+        died = in_child(lambda: train(tmp_path / "dead", killed_at(3)))[0]
+        left = has_copies(shared_memory, tmp_path / "dead")
+        return train(tmp_path / "new") | {"died": died, "was_left": left, "left": os.listdir(shared_memory)}
+
+    code, result = in_child(work)
+    if code == 1 and os.geteuid() != 0:
+        pytest.skip("needs the right to mount")
+
+    assert (result["died"], result["was_left"], result["left"]) == (KILLED, True, [])
+    assert not said_in(result, "No copies of the state in memory")
+    assert ends(result) == ends(undisturbed)
+
+
 def test_a_launcher_that_lives_keeps_the_copies_of_its_ranks(
     tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert in_child(lambda: train(tmp_path / "one", killed_at(3)))[0] == KILLED
+    shutil.rmtree(tmp_path / "one")
     assert slots.clear() == []
 
     launcher = next(shared_memory.glob("*/launcher"))
