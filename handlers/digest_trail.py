@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.checkpointing.digests import hashed
+from ignite_engine.checkpointing.digests import HASH, hashes
 from ignite_engine.errors import is_whole
 from ignite_engine.handlers.sinks import GuardedSink, LogFile, iteration_of
 from ignite_engine.ranks import agreement
@@ -23,15 +22,16 @@ Digests = Mapping[str, Any]
 class DigestTrail:
     """Write a digest of each tensor of the weights, and one of all, to ``trail.jsonl`` in the run's folder.
 
-    A line is ``{"iteration": 100, "all": "5f0c...", "weights": {"head.weight": "a81e...", ...}}``: 64 bits of each
-    parameter and saved buffer of the registered models, as they are at the step boundary. One bit that differs anywhere
-    gives another digest. It is no cryptographic hash: who wants to can make other weights with the same one.
+    A line is ``{"iteration": 100, "hash": "sums64-1", "all": "5f0c...", "weights": {"head.weight": "a81e...", ...}}``:
+    64 bits of each parameter and saved buffer of the registered models, as they are at the boundary. ``hash`` names
+    the function; lines of another one are not compared. Other bits, or an exchange of elements, give another digest.
+    It is no cryptographic hash: who wants to can make other weights with the same one.
 
     Args:
         directory: of the run.
         every: updates from one line to the next.
 
-    Each tensor is read once, and the device once. On several ranks rank 0 writes its own weights; of sharded tensors
+    The device is read once. On several ranks rank 0 writes its own weights; of sharded tensors
     (DTensor) each rank reads its shard, and the digest is that of all. A resumed run writes no line twice. Nothing is
     saved, drawn or changed, so the bits of the run are those without it. An error in writing is logged once, and the
     training continues.
@@ -78,13 +78,13 @@ def digests_of(trainer: Trainer) -> Digests | None:
     sharded = any(hasattr(tensor, "to_local") for tensor in tensors.values())
     if agreement.rank() and not sharded:
         return None
-    hashes = [hashed(_local(tensor)) for tensor in tensors.values()]
-    numbers: list[int] = torch.stack(hashes).tolist() if hashes else []
+    numbers: list[int] = hashes([_local(tensor) for tensor in tensors.values()]).tolist()
     if sharded:
         rows = agreement.gather_objects(numbers)
         numbers = [sum((2 * rank + 1) * number for rank, number in enumerate(column)) for column in zip(*rows)]
     total = sum((2 * place + 1) * number for place, number in enumerate(numbers))
-    return {"all": _text(total), "weights": {name: _text(number) for name, number in zip(tensors, numbers)}}
+    weights = {name: _text(number) for name, number in zip(tensors, numbers)}
+    return {"hash": HASH, "all": _text(total), "weights": weights}
 
 
 def _local(tensor: Any) -> Tensor:

@@ -11,7 +11,7 @@ from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Phase, Trainer
-from ignite_engine.checkpointing.digests import hashed
+from ignite_engine.checkpointing.digests import hashes
 from ignite_engine.errors import RanksDiffer
 from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, clean_name, unwrap
@@ -29,7 +29,7 @@ class WeightDrift:
         optimizers: compare the state of the optimizers, too.
         on_drift: ``raise`` ends the run on all ranks; ``warn`` logs it once and training continues.
 
-    Each tensor is read once, without a copy, and one number for each way of sharding is exchanged, blocking. Sharded
+    Tensors are not copied, and one number for each way of sharding is exchanged, blocking. Sharded
     tensors (DTensor) are compared between ranks that hold the same shard. Buffers are not compared: BatchNorm's differ
     between ranks under DDP. On one process it does nothing.
 
@@ -58,10 +58,10 @@ class WeightDrift:
         if agreement.world_size() == 1:
             return
         shards = list(_shards(trainer, self.optimizers))
-        hashes = [hashed(each.tensor) for each in shards]
-        if not _differ(agreement.gather_objects(_totals(shards, hashes))):
+        found = hashes([shard.tensor for shard in shards])
+        if not _differ(agreement.gather_objects(_totals(shards, found))):
             return
-        message = _described(trainer.state.iteration, shards, hashes)
+        message = _described(trainer.state.iteration, shards, found)
         if self.on_drift == "raise":
             raise RanksDiffer(message)
         if not self._warned and agreement.rank() == 0:
@@ -107,16 +107,14 @@ def _shard(name: str, tensor: Any) -> _Shard:
     return _Shard(name, f"{mesh.mesh.tolist()} {placements} {place}", tensor.to_local())
 
 
-def _totals(shards: list[_Shard], hashes: list[Tensor]) -> dict[str, int]:
+def _totals(shards: list[_Shard], found: Tensor) -> dict[str, int]:
     """One number for each part that this rank holds; the device is read once."""
     parts = list(dict.fromkeys(each.part for each in shards))
     totals = [
-        sum(
-            (2 * n + 1) * each for n, (shard, each) in enumerate(zip(shards, hashes, strict=True)) if shard.part == part
-        )
+        sum((2 * n + 1) * each for n, (shard, each) in enumerate(zip(shards, found, strict=True)) if shard.part == part)
         for part in parts
     ]
-    return dict(zip(parts, torch.stack(totals).tolist(), strict=True)) if totals else {}  # type: ignore[arg-type]
+    return dict(zip(parts, torch.stack(totals).tolist(), strict=True)) if totals else {}
 
 
 def _differ(rows: list[dict[str, int]]) -> bool:
@@ -124,7 +122,7 @@ def _differ(rows: list[dict[str, int]]) -> bool:
     return any(len({row[part] for row in rows if part in row}) > 1 for part in parts)
 
 
-def _described(iteration: int, shards: list[_Shard], hashes: list[Tensor]) -> str:
+def _described(iteration: int, shards: list[_Shard], hashes: Tensor) -> str:
     """The first tensor that differs, on which ranks, and by how much; a collective."""
     found = {(each.name, each.part): (int(value), each.tensor) for each, value in zip(shards, hashes, strict=True)}
     rows = agreement.gather_objects({place: value for place, (value, _) in found.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from ignite_engine.checkpointing.nested import dotted, walk
 
-_COLUMNS, _ROWS = 4096, 4096
-"""Words in a row, and rows that are multiplied at a time on a GPU."""
+HASH = "sums64-1"
+"""The name of the function :func:`hashes`; another one has another name."""
+_WIDTHS = (61, 251, 1021, 4093)
+"""Words in a row; primes, so that no column of a matrix is one of the table."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 Pieces = dict[str, str]
 
@@ -76,35 +79,58 @@ def _sha256(*parts: Any) -> str:
 
 
 def hashed(tensor: Tensor) -> Tensor:
-    """64 bits of a strided tensor's values and their places, shape ``()``, on its device; no host sync.
+    """The hash of one tensor, see :func:`hashes`; shape ``()``."""
+    return hashes([tensor])[0]
 
-    A linear function of the bits, eight bytes at a time, with odd factors that depend on the place, modulo 2**64. One
-    bit, element or word that changes always changes it; so does, unlike ``torch.hash_tensor``'s, an exchange of two.
+
+@torch.no_grad()
+def hashes(tensors: Sequence[Tensor]) -> Tensor:
+    """64 bits of the values and places of each strided tensor, shape ``(len(tensors),)``, on the device of the first.
+
+    The words of eight bytes are a table, whose rows and columns are summed modulo 2**64, so that no word is multiplied.
+    A change of up to three words, such as one bit or an exchange of two elements, changes a sum; one of more words does
+    unless it cancels itself in each row and each column. The sums are mixed, multiplied by factors of their places and
+    added: other sums give another hash but for a chance of 2**-64. A device is read without a host sync.
     """
-    values = tensor.detach().contiguous().reshape(-1)
-    values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
-    if values.storage_offset() * values.element_size() % 8:  # a part of another tensor: not to be read as words
+    if not tensors:
+        return torch.empty(0, dtype=torch.int64)
+    sums = [_sums(_words(tensor)) for tensor in tensors]
+    device = tensors[0].device
+    mixed = torch.cat([part.to(device) for parts in sums for part in parts])
+    mixed = mixed ^ (mixed >> 29 & 2**35 - 1)  # a sign counts for low bits; by 32 both signs of a word cancel out
+    counts = torch.tensor([sum(map(len, parts)) for parts in sums])
+    owners = torch.arange(len(counts)).repeat_interleave(counts)
+    places = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    mixed *= _factors(places.to(device))
+    return torch.zeros(len(counts), dtype=torch.int64, device=device).index_add_(0, owners.to(device), mixed)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor, eight bytes at a time, shape ``(n,)``; a copy only where they are not aligned so."""
+    values = tensor.contiguous().view(-1)
+    if values.is_complex():
+        values = torch.view_as_real(values).view(-1)
+    if values.numel() * values.element_size() % 8:
+        content = values.view(torch.uint8)
+        values = torch.cat([content, content.new_zeros(-len(content) % 8)])
+    elif values.storage_offset() * values.element_size() % 8:
         values = values.clone()
-    content = values.view(torch.int8)
-    whole = len(content) // 8
-    words, rest = content[: whole * 8].view(torch.int64), content[whole * 8 :].long()
-    rows = whole // _COLUMNS
-    table, tail = words[: rows * _COLUMNS].view(rows, _COLUMNS), torch.cat([words[rows * _COLUMNS :], rest])
-    columns = _factors(_COLUMNS + 8, 0, words.device)
-    sums = _products(table, columns[:_COLUMNS])
-    return (sums * _factors(rows, 2**32, words.device)).sum() + (tail * columns[: len(tail)]).sum()
+    return values.view(torch.int64)
 
 
-def _products(table: Tensor, factors: Tensor) -> Tensor:
-    """The product of a matrix of integers and a vector."""
-    if table.device.type == "cpu":
-        return torch.mv(table, factors)  # without a second matrix; torch has none for integers on a GPU
-    return torch.cat([(rows * factors).sum(1) for rows in table.split(_ROWS)]) if len(table) else table.sum(1)
+def _sums(words: Tensor) -> list[Tensor]:
+    """Sums of the rows and of the columns of a table of words, and the words that are left; of a few, themselves."""
+    width = next((width for width in _WIDTHS if width**2 >= len(words)), _WIDTHS[-1])
+    rows = len(words) // width
+    if rows < 2:
+        return [words]
+    table = words[: rows * width].view(rows, width)
+    return [table.sum(1), table.sum(0), words[rows * width :]]
 
 
-def _factors(count: int, start: int, device: torch.device) -> Tensor:
-    """Odd factors of the places from ``start`` on, by the SplitMix64 finaliser without its last shift."""
-    mixed = torch.arange(start + 1, start + count + 1, device=device) * -7046029254386353131  # 0x9E3779B97F4A7C15
+def _factors(places: Tensor) -> Tensor:
+    """An odd factor of each place, by the SplitMix64 finaliser without its last shift."""
+    mixed = (places + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):  # 0xBF58476D1CE4E5B9, 0x94D049BB...
         mixed = (mixed ^ (mixed >> shift)) * factor
     return mixed | 1

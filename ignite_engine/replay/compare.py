@@ -174,6 +174,7 @@ def _lines(where: str, first: Lines, second: Lines, common: int) -> tuple[Sign |
     both = {number for number in first.by_iteration.keys() | second.by_iteration.keys() if begin <= number <= last}
     if where == "the trail":  # which may be written at another interval
         both &= first.by_iteration.keys() & second.by_iteration.keys()
+        both = {number for number in both if _hash_of(first, number) == _hash_of(second, number)}
     for number in sorted(both):
         values = [lines.by_iteration.get(number, (0, None))[1] for lines in (first, second)]
         if values[0] is None or values[1] is None:
@@ -185,6 +186,11 @@ def _lines(where: str, first: Lines, second: Lines, common: int) -> tuple[Sign |
                 return Sign(number, where, name, one.get(name, "nothing"), other.get(name, "nothing")), equal
         equal += 1
     return None, equal
+
+
+def _hash_of(lines: Lines, number: int) -> Any:
+    """The function of the digests of a line of a trail."""
+    return lines.by_iteration[number][1].get("hash")
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ignite_engine.checkpointing.digests import HASH
 from ignite_engine.run_directory import json_values
 
 _MEASURED = ("memory", "throughput", "time")
@@ -123,7 +124,7 @@ class LoggedTrail:
     """Compares digests with the lines of ``trail.jsonl``.
 
     Args:
-        lines: of the run; what comes before the first or after the last is not compared.
+        lines: of the run; what comes before the first or after the last, or is of another hash, is not compared.
         note: called with each difference.
     """
 
@@ -137,8 +138,10 @@ class LoggedTrail:
         known = self.lines.by_iteration
         if not known or not min(known) <= iteration <= self.lines.last:
             return
-        self.compared += 1
         _, logged = known.get(iteration, (0, {}))
+        if logged.get("hash", HASH) != HASH:
+            return
+        self.compared += 1
         of_logged = logged.get("weights", {})
         for name, digest in digests["weights"].items():
             if of_logged.get(name) != digest:

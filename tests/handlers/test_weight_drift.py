@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
-from ignite_engine.checkpointing.digests import hashed
+from ignite_engine.checkpointing.digests import hashed, hashes
 from ignite_engine.errors import RanksDiffer
 from ignite_engine.handlers import WeightDrift
 from tests.builders import Numbers, linear, mse
@@ -69,11 +69,29 @@ def test_hash_sees_two_exchanged_elements(count: int) -> None:
 
 def test_hash_sees_the_place_in_a_row_and_of_a_row() -> None:
     seen = set()
-    for place in (0, 1, 2, 4096, 4097, 8192, 12_288):  # words of eight bytes, 4096 to a row
+    for place in (0, 1, 2, 251, 252, 502, 12_288):  # words of eight bytes, 251 to a row
         words = torch.zeros(16_384, dtype=torch.int64)
         words[place] = 1
         seen.add(int(hashed(words)))
     assert len(seen) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [40, 2000, 200_000])
+def test_hash_sees_signs_that_are_the_highest_bits_of_words(count: int, dtype: torch.dtype) -> None:
+    values = torch.randn(count, dtype=dtype)
+    before = hashed(values)
+    assert not torch.equal(hashed(-values), before)
+    values[1], values[7] = 2.0, -2.0
+    before = hashed(values)
+    values[1], values[7] = -2.0, 2.0
+    assert not torch.equal(hashed(values), before)
+
+
+def test_hash_of_a_tensor_does_not_depend_on_those_beside_it() -> None:
+    tensors = [torch.randn(10_000), torch.zeros(0), torch.randn(5), torch.tensor([True])]
+    assert torch.equal(hashes(tensors), torch.stack([hashed(tensor) for tensor in tensors]))
+    assert len(set(hashes(tensors).tolist())) == 4 and hashes([]).tolist() == []
 
 
 def test_setting_that_means_nothing_is_refused() -> None:

@@ -150,6 +150,10 @@ def test_trail_is_compared_too(tmp_path: Path) -> None:
     trail.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(RunDiffers, match=r"At iteration 12 the digest of 4\.bias is"), replay(tmp_path / "run", at=14):
         pass
+    lines[2]["hash"] = "of another version"
+    trail.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with bring_to(tmp_path / "run", at=20, before=1) as moment:
+        assert moment.difference is None
 
 
 def test_command_calls_and_saves_and_opens_the_debugger(
