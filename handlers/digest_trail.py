@@ -41,6 +41,7 @@ class DigestTrail:
     """
 
     phase = Phase.LAST
+    replayed = True
 
     def __init__(self, directory: str | Path, *, every: int = 100) -> None:
         if not is_whole(every) or every < 1:

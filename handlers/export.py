@@ -57,6 +57,8 @@ class Export:
         CheckpointError: safetensors is not installed.
     """
 
+    replayed = False
+
     def __init__(
         self,
         directory: str | Path,

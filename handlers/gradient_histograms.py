@@ -26,6 +26,8 @@ class GradientHistograms:
         include: patterns of names, such as ``head.*``; None: all that have a gradient.
     """
 
+    replayed = True
+
     def __init__(self, include: list[str] | None = None) -> None:
         is_list = include is None or isinstance(include, list)
         check_type("include", include, is_list, "a list of patterns of names, or None")

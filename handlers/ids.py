@@ -47,6 +47,7 @@ class IdAdmission:
     """
 
     phase = Phase.PREPARE
+    replayed = True
 
     def __init__(
         self,

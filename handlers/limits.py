@@ -35,6 +35,8 @@ class SaveEvery:
         ValueError: the time is not above 0.
     """
 
+    replayed = False
+
     def __init__(self, *, minutes: float = 0.0, seconds: float = 0.0) -> None:
         self.interval_s = 60.0 * minutes + seconds
         if not 0 < self.interval_s < math.inf:
@@ -73,6 +75,8 @@ class WallClockLimit:
     Raises:
         ValueError: the limit is not above 0, or the margin is not below it.
     """
+
+    replayed = False
 
     def __init__(
         self,
@@ -140,6 +144,8 @@ class StopFile:
     not.
     """
 
+    replayed = False
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._next_check = 0.0
@@ -185,6 +191,8 @@ class RequestFiles:
     about 0.25 s more, and at the end of the run where that is before. The last iteration of a run whose length is known
     has a look, too. A file that is there before a run starts is removed without effect, in one warning.
     """
+
+    replayed = False
 
     def __init__(self, directory: str | Path, evaluations: Sequence[Callable[[Trainer], object]] = ()) -> None:
         self.directory, self.evaluations = Path(directory), evaluations

@@ -59,6 +59,8 @@ class LRSchedule:
     Where a resume changes the length of the run, one line says what becomes of the LR.
     """
 
+    replayed = True
+
     def __init__(self, scheduler: Any, *, metric: str | None = None, name: str = "lr_schedule") -> None:
         if isinstance(scheduler, ReduceLROnPlateauScheduler):
             raise ValueError(

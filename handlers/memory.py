@@ -63,6 +63,7 @@ class MemoryLogger:
     """
 
     phase = Phase.MEASURE
+    replayed = False
 
     def __init__(self, directory: str | Path | None = None, *, warn_below: float = 0.05) -> None:
         if not is_number(warn_below) or not 0 <= warn_below <= 1:

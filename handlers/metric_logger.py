@@ -51,6 +51,7 @@ class MetricLogger:
     """
 
     phase = Phase.MEASURE
+    replayed = True
 
     def __init__(
         self,

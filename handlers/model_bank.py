@@ -42,6 +42,7 @@ class ModelBank:
     """
 
     phase = Phase.PREPARE
+    replayed = True
 
     def __init__(
         self, sources: Sequence[LoadSource], *, reset_optimizers: bool = False, name: str = "model_bank"

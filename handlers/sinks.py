@@ -61,6 +61,7 @@ class GuardedSink:
     """
 
     phase = Phase.LOG
+    replayed = False
 
     def __init__(self, sink: Any) -> None:
         self.sink = sink
@@ -432,6 +433,8 @@ class ConsoleSink:
             and ``rate`` for the throughput. None: ``loss``, the update's other values, metrics of evaluations, ``lr``
             and the throughput, of these as many as fit.
     """
+
+    replayed = False
 
     name = "console"
 

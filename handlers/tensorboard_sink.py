@@ -34,6 +34,8 @@ class TensorBoardSink:
     torch.utils.tensorboard is not used: its background thread raises errors late. Rank 0 only.
     """
 
+    replayed = False
+
     def __init__(
         self, directory: str | Path, *, config: Mapping[str, Any] | None = None, name: str = "tensorboard"
     ) -> None:

@@ -61,6 +61,7 @@ class Throughput:
     """
 
     phase = Phase.MEASURE
+    replayed = False
 
     def __init__(
         self,
@@ -186,6 +187,7 @@ class _IterationClock:
     """Host times of iterations, from GET_BATCH_STARTED to ITERATION_COMPLETED or an evaluation that starts there."""
 
     phase = Phase.MEASURE
+    replayed = False
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
@@ -289,6 +291,7 @@ class _CountedIteration:
     """Counts the FLOPs of one iteration, without its optimizer's, and of its tokens, samples and micro-batches."""
 
     phase = Phase.PREPARE  # before an evaluation at the same event
+    replayed = False
 
     def __init__(self, throughput: Throughput) -> None:
         self._throughput = throughput

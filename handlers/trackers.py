@@ -37,6 +37,8 @@ class WandBSink:
             not sent again. Offline each process writes a folder, under the same id, for ``wandb sync``.
     """
 
+    replayed = False
+
     def __init__(
         self,
         directory: str | Path,
@@ -126,6 +128,8 @@ class MLflowSink:
         name: in checkpoints, which hold the run's id: a resumed run continues its MLflow run, and what is there already
             is not sent again. An MLflow run that is active in this thread is used, and not ended.
     """
+
+    replayed = False
 
     def __init__(
         self,

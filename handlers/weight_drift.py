@@ -38,6 +38,7 @@ class WeightDrift:
     """
 
     phase = Phase.MEASURE
+    replayed = True
 
     def __init__(self, *, optimizers: bool = False, on_drift: str = "raise") -> None:
         if on_drift not in ("raise", "warn"):

@@ -44,6 +44,8 @@ class MemoryCopies:
         metrics_of: what was measured at this step boundary.
     """
 
+    replayed = False
+
     def __init__(self, saver: Saver, metrics_of: Callable[[Trainer], Mapping[str, float] | None]) -> None:
         self._saver, self._metrics_of = saver, metrics_of
         values, every = {**(saver.options.config or {})}, saver.options.memory

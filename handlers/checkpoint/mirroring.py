@@ -44,6 +44,8 @@ class Mirroring:
         TypeError, ValueError: one line; the settings are wrong.
     """
 
+    replayed = False
+
     def __init__(self, options: SaveOptions, directory: Path) -> None:
         assert options.mirror is not None
         self.options = MirrorOptions.of(options.mirror)

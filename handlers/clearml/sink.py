@@ -62,6 +62,8 @@ class ClearMLLogger:
     finite become a line in the task's log. Rank 0 only.
     """
 
+    replayed = False
+
     def __init__(
         self,
         directory: str | Path,

@@ -64,6 +64,7 @@ class Evaluation:
     """
 
     phase = Phase.EVALUATE
+    replayed = True
 
     def __init__(
         self,

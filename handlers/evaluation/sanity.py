@@ -60,6 +60,7 @@ class SanityCheck:
     """
 
     phase = Phase.PREPARE
+    replayed = True
 
     def __init__(
         self,

@@ -458,6 +458,7 @@ class StepTimes:
         _each.phase = Phase.LAST
     del _each
     phase = Phase.LOG
+    replayed = False
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class Moment:
         iterations: what the iterations asked for were.
         difference: where it stopped as it is not what the run has logged; None: it is.
         inexact: why what goes on from ``began_at`` may have other bits, as that checkpoint says.
+        users_own: names of handlers that are not the engine's, and did again what they do.
     """
 
     trainer: Trainer
@@ -64,6 +65,7 @@ class Moment:
     iterations: dict[int, Iteration] = field(default_factory=dict)
     difference: Difference | None = None
     inexact: list[str] = field(default_factory=list)
+    users_own: list[str] = field(default_factory=list)
 
     @property
     def way(self) -> str:
@@ -71,9 +73,10 @@ class Moment:
         begin = "the start of the run" if self.began_at is None else self.began_at.name
         number, lines = self.replayed, self.compared
         inexact = f" {begin} may go on with other bits: {'; '.join(self.inexact)}." if self.inexact else ""
+        again = f" Your own handlers acted again: {', '.join(self.users_own)}." if self.users_own else ""
         return (
             f"Replayed {number} iteration{'s' * (number != 1)} from {begin}; {lines} logged line{'s' * (lines != 1)} "
-            f"compared, {'the last one differs' if self.difference else 'all equal'}.{inexact}"
+            f"compared, {'the last one differs' if self.difference else 'all equal'}.{inexact}{again}"
         )
 
 
@@ -152,6 +155,7 @@ def bring_to(
             *(trainer, rebuilt.began_at, trainer.state.iteration - first, compared, watch.iterations),
             quieted.difference,
             rebuilt.inexact,
+            quieted.users_own,
         )
         if trainer.state.iteration < until and moment.difference is None:
             raise ReplayError(

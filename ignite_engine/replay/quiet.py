@@ -1,7 +1,8 @@
 """A built run, changed from outside so that nothing in its folder is written.
 
-Only the list of handlers and the registry are touched: what writes or watches a clock is taken off, the states of sinks
-stay in the registry under their names, and a checkpoint handler counts its saves instead of making them.
+Only the list of handlers and the registry are touched: a handler whose ``replayed`` is False, as it writes, measures
+time or watches for requests, is taken off; the states of sinks stay in the registry under their names, and a checkpoint
+handler counts its saves instead of making them.
 """
 
 from __future__ import annotations
@@ -25,19 +26,8 @@ from ignite_engine.handlers.sinks import GuardedSink, JSONLSink
 from ignite_engine.ranks import agreement
 from ignite_engine.replay.iteration import scalars_of
 from ignite_engine.replay.logged import Difference, Kept, Lines, LoggedMetrics, LoggedTrail, NewestLine
-from ignite_engine.runs.run import Run
 from ignite_engine.state import Start
 from ignite_engine.trainer import Trainer
-
-_TAKEN_OFF = tuple(
-    f"ignite_engine.handlers.{name}"
-    for name in (
-        *("checkpoint.memory", "checkpoint.mirroring", "clearml", "export", "history", "limits", "media", "memory"),
-        *("profiler", "progress", "sinks", "step_times", "tensorboard_sink", "throughput", "trackers"),
-    )
-)
-"""Modules whose handlers write, measure time or watch for requests; none has a part in what is trained."""
-
 
 OnSave = Callable[[Trainer, Mapping[str, Any], Mapping[str, Any]], None]
 
@@ -49,6 +39,7 @@ class Quieted:
         metrics: the lines of each file of metrics; on rank 0.
         compared: those, and those of the trail.
         difference: the first one from what the run has logged; None: there is none so far.
+        users_own: names of handlers that are not the engine's and act again.
     """
 
     def __init__(self, trainer: Trainer, before: int, config: Mapping[str, Any] | None) -> None:
@@ -70,6 +61,7 @@ class Quieted:
                 trail.write = logged.write
                 self.compared.append(logged)
         _take_off(trainer)
+        self.users_own = list(dict.fromkeys(_name(owner) for owner in _owners(trainer) if not _is_of_engine(owner)))
         trainer.requests.checks.clear()
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._compare)
 
@@ -178,7 +170,7 @@ def _refuse_what_reads_others(trainer: Trainer) -> None:
 
 
 def _take_off(trainer: Trainer) -> None:
-    _remove(trainer, _writes_or_watches)
+    _remove(trainer, lambda owner: getattr(owner, "replayed", True) is False)
     for owner in _owners(trainer):
         if isinstance(owner, Evaluation):
             owner._progress = None
@@ -193,11 +185,13 @@ def _take_off(trainer: Trainer) -> None:
                 entries[entry] = known, arguments, options
 
 
-def _writes_or_watches(owner: Any) -> bool:
-    if isinstance(owner, Run):
-        return False
-    modules = [kind.__module__ for kind in type(owner).__mro__]
-    return any(module == name or module.startswith(f"{name}.") for module in modules for name in _TAKEN_OFF)
+def _is_of_engine(owner: Any) -> bool:
+    module = getattr(owner, "__module__", None) or type(owner).__module__
+    return str(module).startswith(("ignite_engine.", "ignite.engine.", "ignite.metrics."))
+
+
+def _name(owner: Any) -> str:
+    return str(getattr(owner, "__qualname__", type(owner).__name__))
 
 
 def _owners(trainer: Trainer) -> list[Any]:
