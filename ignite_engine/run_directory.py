@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -385,11 +385,16 @@ def weights_sha256(model: nn.Module) -> str:
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file of lines, one at a time; none where it cannot be read, and no line that is torn."""
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                values = json.loads(line)
-                if isinstance(values, dict):
-                    yield values
+        yield from objects_in(file)
+
+
+def objects_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects among lines of text."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict):
+                yield values
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:

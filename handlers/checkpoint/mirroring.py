@@ -21,6 +21,7 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.mirror import MirrorOptions, held
 from ignite_engine.mirror.bring import bring, check_new
 from ignite_engine.mirror.fetch import clear
+from ignite_engine.mirror.followed import RunNotes
 from ignite_engine.mirror.remote import Remote
 from ignite_engine.mirror.upload import Uploader
 from ignite_engine.ranks import agreement, signals
@@ -60,7 +61,7 @@ class Mirroring:
     @cached_property
     def _uploader(self) -> Uploader:
         held.sweep(self._directory)  # of a process that was killed
-        return Uploader(self._remote, self.options, self._retention)
+        return Uploader(self._remote, self.options, self._retention, RunNotes(self._remote, self._directory))
 
     def attach(self, trainer: Trainer) -> None:
         """Upload what is saved.
@@ -98,6 +99,7 @@ class Mirroring:
         self._runs = True
         if agreement.rank() == 0:
             clear(self._directory)
+            self._uploader.begin()
 
     def _offer_saved(self, trainer: Trainer) -> None:
         path = trainer.state.checkpoint_path
@@ -126,14 +128,14 @@ class Mirroring:
         failed = trainer.progress.left is not None and trainer.progress.left.ending.name == "FAILED"
         waits = not failed or (trainer.state.status == "failed" and agreement.world_size() == 1)
         if waits:
-            self._wait()
+            self._wait(trainer.state.status)
         elif agreement.rank() == 0:
             self._name_missing()
 
-    def _wait(self) -> None:
+    def _wait(self, status: str | None = None) -> None:
         rank_0 = agreement.rank() == 0
         if rank_0:
-            self._uploader.end()
+            self._uploader.end(status)
         shown_at: float | None = None
         try:
             with _interrupted() as interrupted:

@@ -258,19 +258,17 @@ class CheckpointStore:
             CheckpointError: the manifest could not be read or written; the old one is unchanged.
         """
 
-        def rewrite() -> Manifest:
-            with one_writer(Path(path).parent):
-                manifest = read_manifest(Path(path))
-                changed = replace(
-                    manifest,
-                    labels=manifest.labels if labels is None else list(labels),
-                    pinned=manifest.pinned if pinned is None else pinned,
-                    metrics={**manifest.metrics, **plain_metrics(metrics)},
-                )
-                filesystem.replace_file(Path(path) / MANIFEST_NAME, lambda file: file.write(changed.to_json()))
-            return changed
+        return self._ranks.rank_zero(
+            lambda: _rewritten(Path(path), labels, pinned, metrics),
+            lambda causes: f"{path} was not annotated: {causes}.",
+        )
 
-        return self._ranks.rank_zero(rewrite, lambda causes: f"{path} was not annotated: {causes}.")
+    def add_metrics(self, path: str | Path, metrics: Mapping[str, Any]) -> Manifest:
+        """As :meth:`annotate`, by one rank alone."""
+        try:
+            return _rewritten(Path(path), None, None, metrics)
+        except Exception as error:
+            raise CheckpointError(f"{path} was not annotated: {one_line(error)}.") from error
 
     def sweep(self) -> list[Path]:
         """Remove what dead writers left; a collective, for the start of a run. A living writer's files stay."""
@@ -315,6 +313,21 @@ class CheckpointStore:
     def _not_saved(self, iteration: int, causes: str) -> str:
         earlier = "earlier checkpoints are untouched" if self.checkpoints() else "there is no earlier one"
         return f"The checkpoint of iteration {iteration} was not saved in {self.directory}: {causes}; {earlier}."
+
+
+def _rewritten(
+    path: Path, labels: Iterable[str] | None, pinned: bool | None, metrics: Mapping[str, Any] | None
+) -> Manifest:
+    with one_writer(path.parent):
+        manifest = read_manifest(path)
+        changed = replace(
+            manifest,
+            labels=manifest.labels if labels is None else list(labels),
+            pinned=manifest.pinned if pinned is None else pinned,
+            metrics={**manifest.metrics, **plain_metrics(metrics)},
+        )
+        filesystem.replace_file(path / MANIFEST_NAME, lambda file: file.write(changed.to_json()))
+    return changed
 
 
 def _first_without(

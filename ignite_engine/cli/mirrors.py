@@ -15,6 +15,7 @@ from ignite_engine.checkpointing.naming import RUNS_FOLDER
 from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.errors import did_you_mean
 from ignite_engine.mirror.fetch import fetch
+from ignite_engine.mirror.followed import MEASURED, measured_lines, take
 from ignite_engine.mirror.held import Held, hold
 from ignite_engine.mirror.options import is_url
 from ignite_engine.mirror.remote import Remote, Torn
@@ -69,6 +70,8 @@ def pull(options: argparse.Namespace) -> int:
         except Torn as problem:
             print(f"{wanted}  damaged: {problem}")
             damaged = True
+    if count := _answered(remote, lambda _: take(measured_lines(remote), directory)):
+        print(f"{MEASURED}  values of {count} checkpoints, measured beside the run")
     return int(damaged)
 
 

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ignite_engine import rng
-from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, CheckpointStore
+from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, CheckpointStore, SaveOptions
 from ignite_engine.checkpointing.filesystem import DirectoryInUse, held
-from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.checkpointing.retention import of_one_run
 from ignite_engine.data.windows import Windows
 from ignite_engine.errors import check_type, is_number
-from ignite_engine.follower.life import Life
-from ignite_engine.follower.log import FollowedLog, identity_of
+from ignite_engine.followed_log import FollowedLog, identity_of
+from ignite_engine.follower.here import Here
+from ignite_engine.follower.there import There, begins_there
+from ignite_engine.mirror import MirrorOptions
+from ignite_engine.mirror.remote import Remote
 from ignite_engine.ranks import agreement
 from ignite_engine.report import write_report
 from ignite_engine.run_directory import FOLLOWED_CHECKPOINT, RunDirectory, RunDirectoryInUse
@@ -27,8 +29,6 @@ from ignite_engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5
-"""Seconds between two looks for a new checkpoint."""
 Announce = Callable[[Mapping[str, Any]], object]
 
 
@@ -109,12 +109,22 @@ def follow_with(
     run = RunDirectory(directory)
     with contextlib.ExitStack() as stack:
         agreement.on_rank_0(lambda: _take(run, stack))
-        follower = Follower(run, trainer, evaluations, every_checkpoint=every_checkpoint, announce=announce)
-        stack.callback(follower.release)
-        count = follower.follow(Life(run, wait_s))
+        place = _place(run, trainer, wait_s)
+        stack.callback(place.release)
+        follower = Follower(place, trainer, evaluations, every_checkpoint=every_checkpoint, announce=announce)
+        count = follower.follow()
         if agreement.rank() == 0 and (run.path / "report.html").exists():
             write_report(run.path, None, defaults)
         return count
+
+
+def _place(run: RunDirectory, trainer: Trainer, wait_s: float) -> Here | There:
+    """Where the run is: in its folder, or else in the mirror of the trainer's Checkpoint."""
+    options = [getattr(obj, "options", None) for obj in trainer.registry.objects.values()]
+    mirrors = [MirrorOptions.of(saves.mirror) for saves in options if isinstance(saves, SaveOptions) and saves.mirror]
+    if mirrors and begins_there(run, remote := Remote(mirrors[0].url), wait_s):
+        return There(remote, run, wait_s, mirrors[0].parallel)
+    return Here(run, wait_s)
 
 
 def _take(run: RunDirectory, stack: contextlib.ExitStack) -> None:
@@ -131,61 +141,57 @@ class Follower:
 
     def __init__(
         self,
-        run: RunDirectory,
+        place: Here | There,
         trainer: Trainer,
         evaluations: Sequence[Evaluates],
         *,
         every_checkpoint: bool,
         announce: Announce | None,
     ) -> None:
-        self.run, self.trainer, self.evaluations = run, trainer, evaluations
+        self.place, self.trainer, self.evaluations = place, trainer, evaluations
         self.every_checkpoint, self.announce = every_checkpoint, announce
-        self.log = FollowedLog(run)
-        self._held: dict[Path, contextlib.ExitStack] = {}
+        self.log = FollowedLog(place.run.followed)
         self._refused: list[dict[str, Any]] = []
 
-    def follow(self, life: Life) -> int:
+    def follow(self) -> int:
         """Evaluate what comes until the run has ended or is given up; returns how many."""
-        count = 0
-        for path, values in agreement.on_rank_0(self._not_in_manifests):
-            self._annotate(path, values)
+        count, place = 0, self.place
+        place.begin(self.log)
         while True:
             # asked first: what the run has saved before it ended is seen after that
-            has_ended, is_given_up = agreement.on_rank_0(lambda: (life.has_ended(), life.is_given_up()))
-            chosen = agreement.on_rank_0(self._choose)
+            life = place.ask(lambda: (place.life.has_ended(), place.life.is_given_up()), None)
+            has_ended, is_given_up = life or (False, agreement.on_rank_0(place.life.is_silent))
+            chosen = place.ask(self._choose, None)
             if chosen is not None:
                 count += self._evaluate(chosen)
             elif has_ended:
-                logger.info("The run in %s has ended; %d of its checkpoints were evaluated.", self.run.path, count)
+                place.end()
+                logger.info("The run in %s has ended; %d of its checkpoints were evaluated.", place, count)
                 return count
             elif is_given_up:
+                place.end()
                 logger.warning(
                     "%s shows no sign of a run for %g s: it has not begun, or was killed. The same command goes on.",
-                    *(self.run.path, life.wait_s),
+                    *(place, place.life.wait_s),
                 )
                 return count
             else:
-                time.sleep(LOOK_EVERY_S)
-
-    def release(self) -> None:
-        """Let retention delete what was held."""
-        for path in list(self._held):
-            self._held.pop(path).close()
+                time.sleep(place.look_every_s)
 
     def _choose(self) -> CheckpointInfo | None:
         """The checkpoint that is evaluated next, held; None: there is none now."""
         while waiting := self._waiting():
             if self.every_checkpoint:
-                held_now = [checkpoint for checkpoint in waiting if self._hold(checkpoint)]
+                held_now = [checkpoint for checkpoint in waiting if self.place.hold(checkpoint)]
                 if held_now:
                     return held_now[0]
-            elif self._hold(waiting[-1]):
+            elif self.place.hold(waiting[-1]):
                 return waiting[-1]
         return None
 
     def _waiting(self) -> list[CheckpointInfo]:
         """Those of the run that were not evaluated yet, in the order in which it has saved them."""
-        saved = of_one_run(self._store().checkpoints())
+        saved = of_one_run(self.place.saved())
         seen = [*self._refused, *(line[FOLLOWED_CHECKPOINT] for line in self.log.lines())]
         earliest_since, waiting = math.inf, []
         for checkpoint in reversed(saved):  # without iterations that the run has left, resumed before them
@@ -194,30 +200,20 @@ class Follower:
             earliest_since = min(earliest_since, checkpoint.iteration)
         return waiting[::-1]
 
-    def _store(self) -> CheckpointStore:
-        is_folder_of_its_own = self.run.checkpoints.is_dir() or not self.run.path.is_dir()
-        return CheckpointStore(self.run.checkpoints if is_folder_of_its_own else self.run.path)
-
-    def _hold(self, checkpoint: CheckpointInfo) -> bool:
-        """Keep retention from deleting it; False: it has been deleted."""
-        if checkpoint.path not in self._held:
-            with contextlib.ExitStack() as stack:
-                if not stack.enter_context(in_use(checkpoint.path)):
-                    return False
-                self._held[checkpoint.path] = stack.pop_all()
-        return True
-
     def _evaluate(self, checkpoint: CheckpointInfo) -> bool:
         """Measure, write, let it go; False: it cannot be read, which is a warning."""
-        path, trainer = checkpoint.path, self.trainer
+        trainer, place = self.trainer, self.place
         try:
-            loaded = agreement.together(lambda: self._store().load(path, agreement.rank(), whole=False))
+            if (path := place.bring(checkpoint)) is None:
+                return False
+            store = CheckpointStore(path.parent)
+            loaded = agreement.together(lambda: store.load(path, agreement.rank(), whole=False))
             agreement.agreed(lambda: load_evaluated(trainer.registry, loaded))
         except CheckpointError as error:
             if agreement.rank() == 0:
-                logger.warning("%s is not evaluated: %s", path, error)
+                logger.warning("%s is not evaluated: %s", place.name_of(checkpoint), error)
             self._refused.append(identity_of(checkpoint))
-            self._let_go(path)
+            place.let_go(checkpoint)
             return False
         trainer.state.iteration = loaded.manifest.iteration
         trainer.state.metrics.clear()
@@ -231,31 +227,9 @@ class Follower:
         values = {name: float(value) for name, value in trainer.state.metrics.items()}
         if agreement.rank() == 0:
             self.log.add(checkpoint, values)
-        self._annotate(path, values)
-        self._let_go(path)
+        place.measured(checkpoint, values)
+        place.let_go(checkpoint)
         if agreement.rank() == 0 and self.announce is not None:
-            manifest = checkpoint.manifest
-            self.announce({"checkpoint": str(path), "iteration": manifest.iteration, "epoch": manifest.epoch, **values})
+            manifest, name = checkpoint.manifest, place.name_of(checkpoint)
+            self.announce({"checkpoint": name, "iteration": manifest.iteration, "epoch": manifest.epoch, **values})
         return True
-
-    def _annotate(self, path: Path, values: Mapping[str, float]) -> None:
-        try:
-            self._store().annotate(path, metrics=values)
-        except CheckpointError as error:
-            logger.warning("%s", error)
-
-    def _let_go(self, path: Path) -> None:
-        if path in self._held:
-            self._held.pop(path).close()
-
-    def _not_in_manifests(self) -> list[tuple[Path, dict[str, float]]]:
-        """What a follower that was killed between the two has written to its log alone."""
-        measured = [(line[FOLLOWED_CHECKPOINT], _values_of(line)) for line in self.log.lines()]
-        saved = self._store().checkpoints()
-        pairs = [(info, values) for info in saved for known, values in measured if known == identity_of(info)]
-        return [(info.path, values) for info, values in pairs if values.keys() - info.manifest.metrics.keys()]
-
-
-def _values_of(line: Mapping[str, Any]) -> dict[str, float]:
-    names = line.keys() - {"iteration", "epoch", FOLLOWED_CHECKPOINT}
-    return {name: float(line[name]) for name in names}

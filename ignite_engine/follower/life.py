@@ -7,9 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ignite_engine.checkpointing.filesystem import is_held
+from ignite_engine.checkpointing.layout import scan
 from ignite_engine.run_directory import RunDirectory
 
-_ENDED = ("completed", "interrupted", "failed")
+ENDED = ("completed", "interrupted", "failed")
+
+
+def is_begun(run: RunDirectory) -> bool:
+    """Whether the folder is, or was, that of a run."""
+    is_used = is_held(run.path) or is_held(run.checkpoints)
+    return is_used or bool(run.files_of_a_run()) or any(scan(run.path))
 
 
 class Life:
@@ -26,13 +33,17 @@ class Life:
 
     def has_ended(self) -> bool:
         """Whether it says so itself, and nobody has started it again."""
-        return not self._is_held() and self._status() in _ENDED
+        return not self._is_held() and self._status() in ENDED
 
     def is_given_up(self) -> bool:
         """Whether it says that it trains, or nothing, and there was no sign of it for ``wait_s``."""
         stamps = [_stamp(path) for path in (self.run.summary, self.run.metrics, self.run.history, self.run.checkpoints)]
         if self._is_held() or stamps != self._stamps:
             self._stamps, self._seen = stamps, time.monotonic()
+        return self.is_silent()
+
+    def is_silent(self) -> bool:
+        """Whether there was no sign of it for ``wait_s``, as far as was looked."""
         return time.monotonic() - self._seen > self.wait_s
 
     def _is_held(self) -> bool:

@@ -17,7 +17,8 @@ from ignite_engine.ranks import agreement
 from ignite_engine.text import in_units
 
 logger = logging.getLogger(__name__)
-_ANSWERS_WITHIN_S = 60.0
+ANSWERS_WITHIN_S = 60.0
+"""Of a store that is asked, and moves no files."""
 
 
 def bring(remote: Remote, directory: Path, parallel: int = 4) -> None:
@@ -36,7 +37,9 @@ def bring(remote: Remote, directory: Path, parallel: int = 4) -> None:
         skipped += unreadable
         for name in names:
             try:
-                _fetch(remote, directory, name, parallel)
+                fetched = fetch_together(remote, directory, name, parallel)
+                if agreement.rank() == 0:
+                    logger.warning("%s", " ".join(fetched))
                 break
             except Torn as torn:
                 skipped.append((name, str(torn)))
@@ -52,7 +55,7 @@ def check_new(remote: Remote) -> None:
         CheckpointError: one line; it does, or cannot be read.
     """
     try:
-        names = together(lambda _: remote.names() if agreement.rank() == 0 else [], _ANSWERS_WITHIN_S)[0]
+        names = together(lambda _: remote.names() if agreement.rank() == 0 else [], ANSWERS_WITHIN_S)[0]
     except Unreachable as reason:
         raise CheckpointError(f"{remote.url} cannot be read: {reason}.") from None
     if names:
@@ -65,7 +68,7 @@ def check_new(remote: Remote) -> None:
 def _candidates(remote: Remote, directory: Path) -> tuple[list[str], list[tuple[str, str]]]:
     """Names of the checkpoints to fetch, the newest first; and name and reason of those whose manifest is damaged."""
     readable, unreadable = together(
-        lambda _: remote.checkpoints() if agreement.rank() == 0 else ([], []), _ANSWERS_WITHIN_S
+        lambda _: remote.checkpoints() if agreement.rank() == 0 else ([], []), ANSWERS_WITHIN_S
     )[0]
     # by rank 0, which may have to read what is here: that is no wait for the store
     names = agreement.on_rank_0(lambda: [newer.path.name for newer in newer_than_local(readable, directory)])
@@ -73,18 +76,27 @@ def _candidates(remote: Remote, directory: Path) -> tuple[list[str], list[tuple[
     return names, [] if holds_any and not names else unreadable
 
 
-def _fetch(remote: Remote, directory: Path, name: str, parallel: int) -> None:
+def fetch_together(remote: Remote, directory: Path, name: str, parallel: int = 4) -> list[str]:
+    """Fetch a checkpoint and those that it needs; a collective, in which each rank fetches its own files.
+
+    Returns:
+        A line about each.
+
+    Raises:
+        Torn, Unreachable: one line, the same on all ranks.
+    """
     work, rank = Fetch(remote, directory, name, parallel), agreement.rank()
     began = time.perf_counter()
     todo = together(lambda _: work.missing() if rank == 0 else [])[0]
     if rank == 0:
         size = sum(record.bytes for _, manifest in todo for record in manifest.files.values())
         logger.info("Fetching %s from %s: at most %s.", name, remote.url, in_units(size))
+    said = []
     for checkpoint, manifest in todo:
         moved = _fetch_one(work, checkpoint, manifest)
-        if rank == 0:
-            seconds = time.perf_counter() - began
-            logger.warning("Fetched %s from %s: %s in %.3g s.", checkpoint, remote.url, in_units(moved), seconds)
+        seconds = time.perf_counter() - began
+        said.append(f"Fetched {checkpoint} from {remote.url}: {in_units(moved)} in {seconds:.3g} s.")
+    return said
 
 
 def _fetch_one(work: Fetch, checkpoint: str, manifest: Manifest) -> int:

@@ -180,10 +180,10 @@ class Remote:
             with contextlib.suppress(OSError):  # something of somebody else is in it
                 os.rmdir(self._directory / checkpoint)
 
-    def delete_manifest(self, checkpoint: str) -> None:
-        """What is there of a checkpoint is none from here on."""
+    def delete_file(self, name: str) -> None:
+        """Remove a file that need not be there."""
         with contextlib.suppress(FileNotFoundError):
-            self._remove(f"{checkpoint}/{MANIFEST_NAME}")
+            self._remove(name)
 
     def _remove(self, name: str) -> None:
         if self._directory is not None:

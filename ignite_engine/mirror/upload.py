@@ -6,7 +6,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from ignite_engine.checkpointing.filesystem import Signature, open_regular, signature
@@ -14,6 +15,8 @@ from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, parse_
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
 from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.errors import CheckpointError, shortened
+from ignite_engine.followed_log import Line, missing_values
+from ignite_engine.mirror.followed import BEAT_S, RunNotes
 from ignite_engine.mirror.held import Held, hold
 from ignite_engine.mirror.options import MirrorOptions
 from ignite_engine.mirror.remote import Remote, Torn, order, why
@@ -77,11 +80,18 @@ class Contents:
         self.remote.write(f"{name}/{MANIFEST_NAME}", manifest.to_json())
         self.complete[name] = manifest
 
-    def prune(self, newest: str) -> list[str]:
+    def add_measured(self, lines: Iterable[Line]) -> None:
+        """Add what a follower has measured to the manifests that lack it."""
+        for name, manifest in list(self.complete.items()):
+            if values := missing_values(CheckpointInfo(Path(name), manifest), lines):
+                self.replace_manifest(name, replace(manifest, metrics={**manifest.metrics, **values}))
+
+    def prune(self, newest: str, held: Collection[str] = ()) -> list[str]:
         """Delete what retention does not keep of the run, and what is no checkpoint; returns their names.
 
         Args:
             newest: a checkpoint of the run. Those of other runs stay.
+            held: these stay, too.
         """
         if self._retention is None:
             return []
@@ -90,6 +100,7 @@ class Contents:
             CheckpointInfo(Path(name), manifest) for name, manifest in self.complete.items() if manifest.run_id == run
         ]
         kept = self._retention.kept(sorted(mine, key=order))
+        kept += [checkpoint for checkpoint in mine if checkpoint.path.name in held]
         staying = {name for checkpoint in kept for name in (checkpoint.path.name, *checkpoint.manifest.needed)}
         others = {name for name, manifest in self.complete.items() if manifest.run_id != run}
         leaving = sorted(self._names - staying - others - {newest}, reverse=True)
@@ -106,10 +117,13 @@ class Uploader:
     Args:
         remote: where to.
         retention: what is kept there.
+        notes: what is exchanged with a follower; None: nothing.
     """
 
-    def __init__(self, remote: Remote, options: MirrorOptions, retention: Retention) -> None:
-        self._remote, self._options, self._retention = remote, options, retention
+    def __init__(
+        self, remote: Remote, options: MirrorOptions, retention: Retention, notes: RunNotes | None = None
+    ) -> None:
+        self._remote, self._options, self._retention, self._notes = remote, options, retention, notes
         rate = options.max_mib_per_s
         self._throttle = Throttle(None if rate is None else rate * 2**20)
         self._lock = threading.Lock()
@@ -124,6 +138,13 @@ class Uploader:
         self._failures = 0
         self._why = ""
         self._sending = self._was_stalled = False
+
+    def begin(self) -> None:
+        """Say that the run trains, and look for what a follower has measured."""
+        self._ending.clear()
+        if self._notes is not None:
+            self._notes.status = "running"
+            self._start()
 
     def offer(self, checkpoint: Path) -> None:
         """Upload a committed checkpoint, after the one that is being uploaded and instead of one that waits."""
@@ -180,8 +201,10 @@ class Uploader:
             if f"{name}/{file}" not in held.uploaded
         )
 
-    def end(self) -> None:
-        """Upload what is missing, and end; a failure is tried again a few times."""
+    def end(self, status: str | None = None) -> None:
+        """Upload what is missing, say how the run has ended, and end; a failure is tried again a few times."""
+        if self._notes is not None and status is not None:
+            self._notes.status = status
         self._ending.set()
         if self._thread is not None:
             self._start()
@@ -200,17 +223,21 @@ class Uploader:
         for checkpoint in held:
             if checkpoint is not None:
                 checkpoint.release()
+        if self._notes is not None:
+            self._notes.close()
 
     def _run(self) -> None:
         tries = 0
         while True:
-            self._offered.wait()
+            self._offered.wait(None if self._notes is None else BEAT_S)
             with self._lock:
                 if self._current is None:
                     self._current, self._waiting = self._waiting, None
                 if self._current is None:
                     self._offered.clear()
             if self._current is None and not self._ending.is_set():
+                with contextlib.suppress(Exception):  # of the store, which the next upload names
+                    self._look()
                 continue
             ending, sent = self._ending.is_set(), self._throttle.moved
             self._throttle(0)  # the time without a byte begins here
@@ -218,6 +245,7 @@ class Uploader:
             try:
                 if self._current is None:
                     self._replace_changed_manifests()
+                    self._look()
                     return
                 self._upload(self._current)
             except Exception as error:  # a store may raise anything; training goes on, and the upload is tried again
@@ -236,9 +264,11 @@ class Uploader:
         sent = self._throttle.moved
         before = signature(held.checkpoint / MANIFEST_NAME)  # values may be added to it meanwhile
         try:
+            self._look()
             self._contents.upload(held, self._throttle)
             self._uploaded[held.checkpoint] = before
-            self._contents.prune(held.name)
+            self._look()
+            self._contents.prune(held.name, () if self._notes is None else self._notes.held)
         except (Torn, CheckpointError, FileNotFoundError) as error:
             if isinstance(error, FileNotFoundError) and held.file(held.name, MANIFEST_NAME).exists():
                 raise  # it is there; the store has said so
@@ -254,6 +284,12 @@ class Uploader:
         self._failures = 0
         if self._throttle.moved > sent:
             logger.info("Uploaded %s to %s.", held.name, self._remote.url)
+
+    def _look(self) -> None:
+        if self._notes is not None:
+            self._notes.look()
+            if self._contents is not None:
+                self._contents.add_measured(self._notes.lines)
 
     def _replace_changed_manifests(self) -> None:
         """Values that were measured after a save are in its manifest here by now."""
@@ -273,7 +309,7 @@ class Uploader:
         self._why = why(error)
         self._contents = None if self._throttle.moved == sent_before else self._contents
         self._failures += 1
-        name = shortened(self.missing, 1)
+        name = shortened(self.missing, 1) or "How the run has ended"
         if self._failures == 1:
             logger.warning("%s was not uploaded to %s: %s; it is tried again.", name, self._remote.url, self._why)
         with self._lock:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ignite_engine import Trainer, Windows, create_evaluator, follow, rng
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, Retention, read_manifest
 from ignite_engine.checkpointing.in_use import in_use
+from ignite_engine.followed_log import FollowedLog, identity_of
 from ignite_engine.follower.follow import Follower
-from ignite_engine.follower.log import FollowedLog, identity_of
+from ignite_engine.follower.here import Here
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation, MetricLogger
 from ignite_engine.report import read_run
 from ignite_engine.run_directory import RunDirectory
@@ -141,7 +142,7 @@ def test_what_was_measured_is_in_the_log_the_manifest_and_whatever_reads_them(tm
 
 def test_killed_between_log_and_manifest_the_manifest_is_made_up_for(tmp_path: Path) -> None:
     train(tmp_path)
-    log = FollowedLog(RunDirectory(tmp_path))
+    log = FollowedLog(RunDirectory(tmp_path).followed)
     for info in infos(tmp_path):
         log.add(info, {"val/other": float(info.iteration)})
     assert followed(tmp_path) == {}
@@ -177,7 +178,7 @@ def test_the_best_stays_where_its_value_comes_before_the_next_save(tmp_path: Pat
 
 def test_iterations_that_the_run_has_left_are_neither_evaluated_nor_logged(tmp_path: Path) -> None:
     train(tmp_path)
-    log = FollowedLog(RunDirectory(tmp_path))
+    log = FollowedLog(RunDirectory(tmp_path).followed)
     assert list(followed(tmp_path, every_checkpoint=True)) == [2, 4, 6]
     for info in infos(tmp_path)[1:]:
         shutil.rmtree(info.path)
@@ -191,12 +192,12 @@ def test_iterations_that_the_run_has_left_are_neither_evaluated_nor_logged(tmp_p
     assert [line["iteration"] for line in log.lines()] == [2, 4]
 
     saved_by_hand(tmp_path / "other", 1, 2, 3, 2)  # resumed from 1, beside 2 and 3
-    follower = Follower(RunDirectory(tmp_path / "other"), trainer, [], every_checkpoint=False, announce=None)
+    follower = Follower(Here(RunDirectory(tmp_path / "other"), 1), trainer, [], every_checkpoint=False, announce=None)
     assert [info.iteration for info in follower._waiting()] == [1, 2]
 
 
 def test_lines_of_another_run_and_of_a_branch_that_was_left_go(tmp_path: Path) -> None:
-    log = FollowedLog(RunDirectory(tmp_path))
+    log = FollowedLog(RunDirectory(tmp_path).followed)
     first, second, third = saved_by_hand(tmp_path, 1, 2, 3)
     for info in (third, first, second):  # the newest first
         log.add(info, {"val/loss": float(info.iteration)})
@@ -215,7 +216,7 @@ def test_what_somebody_has_written_into_its_file_is_left_out(tmp_path: Path) -> 
     run.followed.parent.mkdir()
     run.followed.write_text('[1]\n{"iteration": [2], "checkpoint": {}}\n{"iteration": 4, "checkpoint": {}}\n{"iterat')
     assert list(read_run(tmp_path).series["val/loss"]) == list(its_own.items()) and len(read_records(run)) == 6
-    assert list(followed(tmp_path)) == [6, 4, 2] and len(FollowedLog(run).lines()) == 3
+    assert list(followed(tmp_path)) == [6, 4, 2] and len(FollowedLog(run.followed).lines()) == 3
 
 
 def test_a_damaged_checkpoint_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -200,7 +200,7 @@ def test_a_long_look_at_the_folder_is_no_silence_of_the_mirror(
         return problems(self, *arguments)
 
     monkeypatch.setattr(Verification, "problems", slowly)
-    monkeypatch.setattr("ignite_engine.mirror.bring._ANSWERS_WITHIN_S", 0.5)
+    monkeypatch.setattr("ignite_engine.mirror.bring.ANSWERS_WITHIN_S", 0.5)
     brought(tmp_path)
 
     assert caplog.records == []

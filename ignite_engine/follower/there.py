@@ -1,0 +1,244 @@
+"""A run on another machine, of which only the mirror is reached: what is evaluated is fetched from there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from ignite_engine.checkpointing import CheckpointInfo
+from ignite_engine.checkpointing.layout import discard, scan
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME
+from ignite_engine.checkpointing.retention import of_one_run
+from ignite_engine.errors import CheckpointError
+from ignite_engine.followed_log import FollowedLog, identity_of, missing_values
+from ignite_engine.follower.life import ENDED, is_begun
+from ignite_engine.mirror.bring import ANSWERS_WITHIN_S, fetch_together
+from ignite_engine.mirror.followed import (
+    BEAT_S,
+    FOLLOWER,
+    MEASURED,
+    RUN,
+    measured_lines,
+    read_note,
+    write_note,
+)
+from ignite_engine.mirror.remote import Remote, Torn
+from ignite_engine.mirror.waiting import Unreachable, patiently, together
+from ignite_engine.ranks import agreement
+from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class There:
+    """As :class:`ignite_engine.follower.here.Here`, by the mirror of the run.
+
+    Checkpoints are fetched into ``follow/checkpoints`` of a folder on this machine. What the run and its follower tell
+    each other is in :mod:`ignite_engine.mirror.followed`. While the run lives it alone writes manifests in the mirror;
+    when it has ended, the follower adds what it has measured since.
+
+    Args:
+        run: the folder on this machine.
+        wait_s: seconds without a sign of life after which the run is given up.
+    """
+
+    look_every_s = BEAT_S
+
+    def __init__(self, remote: Remote, run: RunDirectory, wait_s: float, parallel: int = 4) -> None:
+        self._remote, self._parallel = remote, parallel
+        self.run = run
+        self._fetched = run.followed.parent / "checkpoints"
+        self._log = FollowedLog(run.followed)
+        self._holds: list[str] = []
+        self._who = f"process {os.getpid()} on {platform.node()}"
+        self._where = f"{platform.node()}:{run.path.resolve()}"
+        self._count, self._writing = 0, threading.Lock()
+        self._over = threading.Event()
+        self._is_unreachable = False
+        self.life = LifeThere(remote, wait_s)
+
+    def __str__(self) -> str:
+        return self._remote.url
+
+    def ask(self, question: Callable[[], T], otherwise: T) -> T:
+        try:
+            answers = together(lambda _: question() if agreement.rank() == 0 else otherwise, ANSWERS_WITHIN_S)
+        except Unreachable as reason:
+            self._is_gone(reason)
+            return otherwise
+        self._is_unreachable = False
+        return answers[0]
+
+    def _is_gone(self, reason: Unreachable) -> None:
+        if not self._is_unreachable and agreement.rank() == 0:
+            logger.warning("%s cannot be read: %s; it is asked again.", self, str(reason).rstrip("."))
+        self._is_unreachable = True
+
+    def saved(self) -> list[CheckpointInfo]:
+        return self._remote.checkpoints()[0]
+
+    def hold(self, checkpoint: CheckpointInfo) -> bool:
+        name = checkpoint.path.name
+        if name not in self._holds:
+            self._holds.append(name)
+            self._sign()
+            if identity_of(checkpoint) not in map(identity_of, self.saved()):
+                self._holds.remove(name)
+                return False
+        return True
+
+    def name_of(self, checkpoint: CheckpointInfo) -> str:
+        return f"{self}/{checkpoint.path.name}"
+
+    def bring(self, checkpoint: CheckpointInfo) -> Path | None:
+        path = self._fetched / checkpoint.path.name
+        self.ask(lambda: self._discard_others(path.name), None)
+        try:
+            fetch_together(self._remote, self._fetched, path.name, self._parallel)
+        except Torn as torn:
+            raise CheckpointError(f"{torn}.") from None
+        except Unreachable as reason:
+            self._is_gone(reason)
+            time.sleep(self.look_every_s)
+            return None
+        return path
+
+    def _discard_others(self, name: str) -> None:
+        """Of what was fetched before: what is another one there by now, or is fetched again."""
+        there = {saved.path.name: saved.manifest.files for saved in self.saved()} | {name: {}}
+        fetched = scan(self._fetched)[0]
+        discard([found.path for found in fetched if there.get(found.path.name) != found.manifest.files])
+
+    def measured(self, checkpoint: CheckpointInfo, values: Mapping[str, float]) -> None:
+        self.ask(self._write_log, None)
+
+    def _write_log(self) -> None:
+        self._remote.write(MEASURED, self._log.text())
+
+    def let_go(self, checkpoint: CheckpointInfo) -> None:
+        if agreement.rank() == 0:
+            name = checkpoint.path.name
+            if name in self._holds:
+                self._holds.remove(name)
+            needed = {name, *checkpoint.manifest.needed}  # a delta's base is not fetched again
+            discard([fetched.path for fetched in scan(self._fetched)[0] if fetched.path.name not in needed])
+
+    def begin(self, log: FollowedLog) -> None:
+        """Refuse a second follower, and take what one on another machine has measured; a collective.
+
+        Raises:
+            RunDirectoryInUse: another one lives.
+        """
+        if holder := self.ask(self._other, None):
+            raise RunDirectoryInUse(f"{self} is followed by {holder}: one is enough; stop it to start another.")
+        self.ask(self._take_over, None)
+        if agreement.rank() == 0:
+            threading.Thread(target=self._beat, name="follower", daemon=True).start()
+
+    def _other(self) -> str | None:
+        """Another follower that lives: its count goes on."""
+        first = read_note(self._remote, FOLLOWER)
+        if not first or first.get("where") == self._where:  # that of this folder is dead, as its lock is ours
+            return None
+        deadline = time.monotonic() + 3 * BEAT_S
+        while time.monotonic() < deadline:
+            now = read_note(self._remote, FOLLOWER)
+            if now != first:
+                return str(now.get("who", "another process")) if now else None
+            time.sleep(BEAT_S / 5)
+        return None
+
+    def _take_over(self) -> None:
+        self._sign()
+        if saved := of_one_run(self.saved()):
+            self._log.join(measured_lines(self._remote), saved[-1].manifest.run_id)
+            self._write_log()
+
+    def _sign(self) -> None:
+        with self._writing:
+            if self._over.is_set():
+                return
+            self._count += 1
+            note = {"who": self._who, "where": self._where, "holds": list(self._holds), "count": self._count}
+            write_note(self._remote, FOLLOWER, note)
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            with contextlib.suppress(Exception):  # of the store, which what asks it next names
+                self._sign()
+
+    def end(self) -> None:
+        """Add to the mirror what its run has not, which has ended; a collective."""
+        self.ask(self._add_to_manifests, None)
+
+    def _add_to_manifests(self) -> None:
+        self._write_log()
+        lines = self._log.lines()
+        for checkpoint in self.saved():
+            if values := missing_values(checkpoint, lines):
+                manifest = replace(checkpoint.manifest, metrics={**checkpoint.manifest.metrics, **values})
+                self._remote.write(f"{checkpoint.path.name}/{MANIFEST_NAME}", manifest.to_json())
+
+    def release(self) -> None:
+        self._over.set()
+        if self._count:  # on rank 0, unless another follower was found
+            with contextlib.suppress(Unreachable):  # a note that is left is one of the dead
+                patiently(lambda _: self._remove_note(), BEAT_S)
+
+    def _remove_note(self) -> None:
+        with self._writing:
+            self._remote.delete_file(FOLLOWER)
+
+
+class LifeThere:
+    """Whether a run goes on, as its mirror shows."""
+
+    def __init__(self, remote: Remote, wait_s: float) -> None:
+        self._remote, self.wait_s = remote, wait_s
+        self._signs: object = None
+        self._seen = time.monotonic()
+
+    def has_ended(self) -> bool:
+        return read_note(self._remote, RUN).get("status") in ENDED
+
+    def is_given_up(self) -> bool:
+        signs = (read_note(self._remote, RUN), self._remote.names())
+        if signs != self._signs:
+            self._signs, self._seen = signs, time.monotonic()
+        return self.is_silent()
+
+    def is_silent(self) -> bool:
+        return time.monotonic() - self._seen > self.wait_s
+
+
+def begins_there(run: RunDirectory, remote: Remote, wait_s: float) -> bool:
+    """Wait until there is a run in the folder, or else in the mirror; a collective.
+
+    Raises:
+        CheckpointError: the mirror cannot be read.
+    """
+
+    def look() -> bool:
+        deadline = time.monotonic() + wait_s
+        while True:
+            if is_begun(run):
+                return False
+            if read_note(remote, RUN) or remote.names():
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.5)
+
+    try:
+        return together(lambda _: look() if agreement.rank() == 0 else False, wait_s + ANSWERS_WITHIN_S)[0]
+    except Unreachable as reason:
+        raise CheckpointError(f"{remote.url} cannot be read: {str(reason).rstrip('.')}.") from None

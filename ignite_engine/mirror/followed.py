@@ -1,0 +1,161 @@
+"""What a run and a follower on another machine leave for each other in the mirror, in files beside the checkpoints.
+
+``follow/run.json`` is written by the run alone: its status. ``follow/follower.json`` is written by the follower alone:
+the checkpoints that it holds. Both have a count that goes on while their writer lives, which a reader judges by its own
+clock. ``follow/metrics.jsonl`` is the follower's log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, CheckpointStore
+from ignite_engine.checkpointing.filesystem import is_held
+from ignite_engine.checkpointing.in_use import in_use
+from ignite_engine.checkpointing.layout import named_iteration
+from ignite_engine.checkpointing.manifest import read_manifest
+from ignite_engine.checkpointing.retention import of_one_run
+from ignite_engine.followed_log import FollowedLog, Line, lines_in, missing_values
+from ignite_engine.mirror.remote import Remote
+
+logger = logging.getLogger(__name__)
+RUN, FOLLOWER, MEASURED = "follow/run.json", "follow/follower.json", "follow/metrics.jsonl"
+BEAT_S = 5.0
+"""Seconds between two counts of a follower, and between two looks of a run for them."""
+_ALIVE_S = 60.0
+"""Without a new count for so long, its writer is taken for dead."""
+
+
+def read_note(remote: Remote, name: str) -> dict[str, Any]:
+    """What the run or the follower has written last; empty if it has not, or if it cannot be read as JSON."""
+    try:
+        values = json.loads(remote.read(name))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def write_note(remote: Remote, name: str, values: Mapping[str, Any]) -> None:
+    """Leave what :func:`read_note` reads."""
+    remote.write(name, json.dumps(values).encode())
+
+
+def measured_lines(remote: Remote) -> list[Line]:
+    """What followers have measured, by iteration."""
+    try:
+        return lines_in(remote.read(MEASURED))
+    except FileNotFoundError:
+        return []
+
+
+class Pulse:
+    """Whether the writer of a note lives, by the clock of the reader."""
+
+    def __init__(self) -> None:
+        self._last: Mapping[str, Any] = {}
+        self._changed_at = -_ALIVE_S
+
+    def beats(self, note: Mapping[str, Any]) -> bool:
+        """Whether a note, as it is now, has changed lately; the first look at one counts as a change."""
+        if note != self._last:
+            self._last, self._changed_at = note, time.monotonic()
+        return bool(note) and time.monotonic() - self._changed_at < _ALIVE_S
+
+
+class RunNotes:
+    """The side of the run: says how it is, and takes what was measured, in the thread that uploads.
+
+    Args:
+        directory: of the run's checkpoints.
+    """
+
+    def __init__(self, remote: Remote, directory: Path) -> None:
+        self.remote = remote
+        self.status: str | None = None
+        """Of the run, written at the next look; None: it has not begun."""
+        self.lines: list[Line] = []
+        """What was measured."""
+        self.held: list[str] = []
+        """Names of the checkpoints that are evaluated now."""
+        self._directory = directory
+        self._pulse, self._count = Pulse(), 0
+        self._written: str | None = None
+        self._follower: dict[str, Any] | None = None
+        """Its note when its values were taken last."""
+        self._has_failed = False
+        self._kept: dict[str, contextlib.ExitStack] = {}
+
+    def look(self) -> None:
+        """Exchange what there is; of a run that nobody follows one small file is looked for.
+
+        What a store raises leaves it as it is.
+        """
+        follower = read_note(self.remote, FOLLOWER)
+        is_followed = self._pulse.beats(follower)
+        if self.status is not None and (is_followed or self.status != self._written):
+            self._count += 1
+            write_note(self.remote, RUN, {"status": self.status, "count": self._count})
+        names = follower.get("holds") if is_followed else None
+        self.held = [name for name in names if _is_name(name)] if isinstance(names, list) else []
+        self._keep(self.held)
+        self._written = self.status
+        if follower == self._follower:
+            return
+        self.lines = measured_lines(self.remote)
+        try:
+            take(self.lines, self._directory)
+        except OSError as error:  # of the disk here; the mirror keeps the values
+            if not self._has_failed:
+                logger.warning("What was measured of %s could not be written here: %s.", self._directory, error)
+            self._has_failed = True
+            return
+        self._follower, self._has_failed = follower, False
+
+    def close(self) -> None:
+        """Let retention delete what was held."""
+        self._keep([])
+
+    def _keep(self, names: Collection[str]) -> None:
+        """Keep the folder's retention from deleting what is evaluated elsewhere."""
+        for name in [*self._kept.keys() - names]:
+            self._kept.pop(name).close()
+        for name in names:
+            if name not in self._kept:
+                with contextlib.ExitStack() as stack:
+                    if stack.enter_context(in_use(self._directory / name)):
+                        self._kept[name] = stack.pop_all()
+
+
+def take(lines: Iterable[Line], directory: Path) -> int:
+    """Put what was measured elsewhere into a run's log and into the manifests of its checkpoints.
+
+    Args:
+        directory: of the checkpoints.
+
+    Returns:
+        Of how many checkpoints there were new values.
+    """
+    store, lines = CheckpointStore(directory), list(lines)
+    checkpoints = of_one_run(store.checkpoints())
+    if not checkpoints or not lines:
+        return 0
+    log = FollowedLog.beside(directory)
+    known = len(log.lines())
+    if not is_held(log.path.parent):  # a follower on this machine writes the file
+        log.join(lines, checkpoints[-1].manifest.run_id)
+    for checkpoint in checkpoints:
+        with in_use(checkpoint.path) as is_there, contextlib.suppress(CheckpointError):  # it is deleted
+            now = CheckpointInfo(checkpoint.path, read_manifest(checkpoint.path)) if is_there else checkpoint
+            if is_there and (values := missing_values(now, lines)):
+                store.add_metrics(checkpoint.path, values)
+    return len(log.lines()) - known
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and "/" not in value and named_iteration(Path(value)) is not None

@@ -1,0 +1,230 @@
+"""A follower on another machine: it reaches the mirror alone, and so does what it measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ignite.engine import Events
+
+from ignite_engine import Trainer, follow
+from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, Retention, read_manifest
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME
+from ignite_engine.checkpointing.retention import ranked
+from ignite_engine.cli import main
+from ignite_engine.followed_log import FollowedLog, identity_of
+from ignite_engine.follower import there
+from ignite_engine.handlers import Checkpoint
+from ignite_engine.mirror import followed
+from ignite_engine.mirror.followed import FOLLOWER, MEASURED, RUN, RunNotes, read_note, write_note
+from ignite_engine.mirror.remote import Remote
+from ignite_engine.mirror.upload import Contents
+from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse
+from tests.builders import numbers_loader
+from tests.checkpointing.states import save
+from tests.faults.processes import lines, start, summary, wait_until, write_config
+from tests.follower import test_follow, test_follower
+from tests.mirror.servers import Proxy
+
+
+def train(folder: Path, mirror: str) -> dict[int, float]:
+    """A run of 6 iterations that saves each second one here and there; its own values by iteration."""
+    trainer, its_own = test_follower.build(), dict[int, float]()
+    Checkpoint(folder / "checkpoints", keep_last=9, mirror=mirror).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+
+    @trainer.on(Events.ITERATION_COMPLETED(every=2))
+    def note() -> None:
+        its_own[trainer.state.iteration] = trainer.state.metrics["val/loss"]
+
+    trainer.run(numbers_loader(), max_epochs=1)
+    for info in test_follower.infos(folder):  # as if the run had not evaluated
+        for place in (info.path, Path(mirror) / info.path.name):
+            without(place)
+    return its_own
+
+
+def without(checkpoint: Path) -> None:
+    """Take its metrics out of a manifest."""
+    (checkpoint / MANIFEST_NAME).write_bytes(replace(read_manifest(checkpoint), metrics={}).to_json())
+
+
+def followed_from(folder: Path, mirror: str, **options: Any) -> dict[str, float]:
+    """What a follower in another folder announces, in its order."""
+    found: dict[str, float] = {}
+
+    def build() -> Trainer:
+        trainer = test_follower.build()
+        Checkpoint(folder / "checkpoints", mirror=mirror).attach(trainer)
+        return trainer
+
+    def announce(values: Mapping[str, Any]) -> None:
+        found[values["checkpoint"]] = values["val/loss"]
+
+    assert follow(folder, build, announce=announce, wait_s=1, **options) == len(found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (there, followed):
+        monkeypatch.setattr(module, "BEAT_S", 0.2)
+    monkeypatch.setattr(there.There, "look_every_s", 0.1)
+
+
+def test_the_values_of_the_run_are_measured_and_brought_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirror, elsewhere = str(tmp_path / "mirror"), tmp_path / "elsewhere"
+    its_own = train(tmp_path / "here", mirror)
+    assert read_note(Remote(mirror), RUN)["status"] == "completed"
+
+    values = followed_from(elsewhere, mirror)
+    expected = {f"{mirror}/iteration_{iteration:08d}": its_own[iteration] for iteration in (6, 4, 2)}
+    assert values == expected and list(values) == list(expected), "the newest first"
+    there = CheckpointStore(mirror).checkpoints()
+    assert {info.iteration: info.manifest.metrics["val/loss"] for info in there} == its_own
+    assert sorted(path.name for path in (tmp_path / "mirror" / "follow").iterdir()) == ["metrics.jsonl", "run.json"]
+    assert [path.name for path in (elsewhere / "follow" / "checkpoints").iterdir()] == ["iteration_00000002"]
+    shutil.rmtree(elsewhere)
+    assert followed_from(tmp_path / "third", mirror) == {}, "nothing is measured twice, from no machine"
+
+    assert main(["checkpoints", "pull", mirror, str(tmp_path / "here")]) == 0
+    assert "follow/metrics.jsonl  values of 3 checkpoints, measured beside the run" in capsys.readouterr().out
+    infos = test_follower.infos(tmp_path / "here")
+    assert {info.iteration: info.manifest.metrics["val/loss"] for info in infos} == its_own
+    logged = {row["iteration"]: row["val/loss"] for row in RunDirectory(tmp_path / "here").logged()}
+    assert logged == its_own
+
+
+def test_what_is_evaluated_elsewhere_is_kept_in_both_places_while_its_follower_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, remote = CheckpointStore(tmp_path / "here" / "checkpoints"), Remote(str(tmp_path / "mirror"))
+    for iteration in (1, 2, 3):
+        path = save(store, iteration, run_id="a")
+        shutil.copytree(path, tmp_path / "mirror" / path.name)
+    contents, notes = Contents(remote, Retention(keep_last=1)), RunNotes(remote, store.directory)
+    note = {"who": "process 1", "where": "elsewhere", "holds": ["iteration_00000001", "../x", 3], "count": 1}
+    write_note(remote, FOLLOWER, note)
+
+    notes.look()
+    assert contents.prune("iteration_00000003", notes.held) == ["iteration_00000002"]
+    assert [path.name for path in store.apply(Retention(keep_last=1))] == ["iteration_00000002"]
+    monkeypatch.setattr(followed, "_ALIVE_S", 0.3)
+    time.sleep(0.2)
+    write_note(remote, FOLLOWER, note | {"count": 2})
+    notes.look()
+    time.sleep(0.2)
+    notes.look()
+    assert contents.prune("iteration_00000003", notes.held) == []
+    time.sleep(0.2)
+    notes.look()  # it was killed
+    assert contents.prune("iteration_00000003", notes.held) == ["iteration_00000001"]
+    assert [path.name for path in store.apply(Retention(keep_last=1))] == ["iteration_00000001"]
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0])
+def test_the_best_is_kept_in_the_mirror_whether_its_value_comes_before_or_after_the_next_save(
+    tmp_path: Path, value: float
+) -> None:
+    store, remote = CheckpointStore(tmp_path / "here" / "checkpoints"), Remote(str(tmp_path / "mirror"))
+    log, kept = FollowedLog(tmp_path / "log.jsonl"), Retention(keep_last=1, best="val/loss")
+    saved = [save(store, iteration, run_id="a") for iteration in (1, 2)]
+    for path in saved:
+        shutil.copytree(path, tmp_path / "mirror" / path.name)
+    contents, notes = Contents(remote, kept), RunNotes(remote, store.directory)
+    first, second = test_follower.infos(tmp_path / "here")
+
+    def measure(info: CheckpointInfo, loss: float) -> list[str]:
+        log.add(info, {"val/loss": loss})
+        remote.write(MEASURED, log.text())
+        write_note(remote, FOLLOWER, {"holds": ["iteration_00000001"] if info == second else [], "count": loss})
+        notes.look()
+        contents.add_measured(notes.lines)
+        return contents.prune("iteration_00000002", notes.held)
+
+    assert measure(second, 1.0) == [], "the first is evaluated"
+    assert measure(first, value) == ([] if value < 1 else ["iteration_00000001"])
+    best = ranked(remote.checkpoints()[0], "val/loss", "min")[0]
+    assert best.manifest.metrics["val/loss"] == min(value, 1.0)
+    here = store.best("val/loss", "min")
+    assert here is not None and here.path.name == best.path.name
+
+
+def test_a_second_follower_is_refused_and_one_that_was_killed_is_succeeded(tmp_path: Path) -> None:
+    mirror = str(tmp_path / "mirror")
+    its_own, remote, over = train(tmp_path / "here", mirror), Remote(mirror), threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while not over.wait(0.05):
+            write_note(
+                remote, FOLLOWER, {"who": "process 7 on m", "where": "m:/x", "holds": [], "count": (count := count + 1)}
+            )
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        while not read_note(remote, FOLLOWER):
+            time.sleep(0.01)
+        with pytest.raises(RunDirectoryInUse, match="mirror is followed by process 7 on m: one is enough"):
+            followed_from(tmp_path / "elsewhere", mirror)
+    finally:
+        over.set()
+        thread.join()
+    assert len(followed_from(tmp_path / "elsewhere", mirror)) == len(its_own)
+
+
+def test_values_of_another_run_and_damaged_files_are_left_out(tmp_path: Path) -> None:
+    store, remote = CheckpointStore(tmp_path / "here" / "checkpoints"), Remote(str(tmp_path / "mirror"))
+    info = CheckpointInfo(path := save(store, 1, run_id="a"), store.checkpoints()[0].manifest)
+    other = {**identity_of(info), "run_id": "b"}
+    rows = [{"iteration": 1, "epoch": 1, "val/loss": 3.0, "checkpoint": other}]
+    rows += [{"iteration": 1, "epoch": 1, "val/loss": [1], "checkpoint": identity_of(info)}]
+    remote.write(MEASURED, b"[1]\n{" + "".join(json.dumps(row) + "\n" for row in rows).encode())
+    for note in (b"[]", b"\xff{", b'{"holds": {"a": 1}, "count": 1}', b"[" * 100_000):
+        remote.write(FOLLOWER, note)
+        notes = RunNotes(remote, store.directory)
+        notes.look()
+        assert notes.held == []
+    assert CheckpointStore(path.parent).checkpoints()[0].manifest.metrics == {}
+    assert FollowedLog.beside(store.directory).lines() == []
+
+
+@pytest.mark.faults
+def test_of_a_run_on_another_machine_the_best_is_known_though_its_follower_is_killed(
+    tmp_path: Path, s3: str, proxy: Proxy
+) -> None:
+    settings = {"checkpoint": {"mirror": s3}}
+    here = write_config(tmp_path / "here", task_options={"slow_step_s": 0.1}, run={"max_epochs": 12}, **settings)
+    elsewhere = write_config(tmp_path / "elsewhere", run={"max_epochs": 12}, **settings)
+    by_loss = [*test_follow.BY_LOSS[:2], "checkpoint.keep_last=2", "checkpoint.every=2", *test_follow.NOT_BY_ITSELF]
+    run = start(here, *by_loss)
+    beside = test_follow.follower(elsewhere, *by_loss)
+    measured = FollowedLog(RunDirectory(elsewhere.parent / "run").followed)
+    wait_until(lambda: measured.lines(), beside)
+    os.kill(beside.pid, signal.SIGKILL)
+    beside.wait()
+    known = len(measured.lines())
+    beside = test_follow.follower(elsewhere, *by_loss, output="second.txt")
+    wait_until(lambda: len(measured.lines()) > known, beside)
+    its_log = FollowedLog(RunDirectory(here.parent / "run").followed)
+    wait_until(lambda: its_log.lines(), run)
+    (here.parent / "fast").touch()
+    assert run.wait() == 0, (here.parent / "output.txt").read_text()
+    assert beside.wait() == 0, (elsewhere.parent / "second.txt").read_text()
+
+    values = {line["iteration"]: line["val/accuracy"] for line in measured.lines()}
+    assert max(values) == summary(here.parent)["iteration"]
+    there = Remote(s3).checkpoints()[0]
+    assert max(values.values()) == ranked(there, "val/accuracy", "max")[0].manifest.metrics["val/accuracy"]
+    assert not (elsewhere.parent / "run" / "checkpoints").exists() and lines(elsewhere.parent) == []
