@@ -19,6 +19,8 @@ class Place(Protocol):
     All of these are collectives.
     """
 
+    replayed: bool = False
+
     def attach(self, trainer: Trainer) -> None:
         """Listen to the run, after the checkpoint handler does.
 
