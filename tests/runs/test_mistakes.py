@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import re
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import ignite_engine
-from ignite_engine import Trainer, fit
+from ignite_engine import Trainer, fit, load_weights
 from ignite_engine.handlers import EarlyStopping
+from ignite_engine.run_directory import RunDirectory
 from ignite_engine.runs import recipe
 from tests.runs.test_fit import INPUTS, QUIET, TARGETS, TRAIN, VAL, loss_fn, net
 
@@ -83,6 +85,32 @@ class Endless(IterableDataset[Any]):
 def a_file(folder: Path) -> Path:
     (folder / "file").write_text("")
     return folder / "file" / "run"
+
+
+def in_use(folder: Path) -> Any:
+    def hold() -> None:
+        with RunDirectory(folder / "run").held():
+            held.set()
+            end.wait()
+
+    context = multiprocessing.get_context("fork")
+    held, end = context.Event(), context.Event()
+    other = context.Process(target=hold)
+    other.start()
+    try:
+        assert held.wait(60)
+        return run_of(folder)
+    finally:
+        end.set()
+        other.join()
+
+
+def weights(model: Callable[[], nn.Module], path: str, which: str) -> Callable[[Path], Any]:
+    def load(folder: Path) -> None:
+        run_of(folder)
+        load_weights(model(), folder / path, which)
+
+    return load
 
 
 def other_net() -> nn.Module:
@@ -204,9 +232,26 @@ MISTAKES: dict[str, Mistake] = {
         lambda folder: run_of(folder, directory=a_file(folder)),
         r"directory: .* is not a folder",
     ),
+    "folder in use": (
+        in_use,
+        r"run is in use by process \d+ on .*; wait until it has ended, or give another",
+    ),
+    "load_weights of nothing": (weights(net, "nowhere", "last"), r"nowhere does not exist; expected a run's folder or"),
+    "load_weights of another model": (
+        weights(other_net, "run", "last"),
+        r"The model is not that of .*: build it as it w",
+    ),
+    "load_weights of no best": (
+        weights(net, "run", "best"),
+        r"no metric was followed, so none is the best; train",
+    ),
     "weights of nothing": (given(checkpoint={"load": {"path": "/nowhere"}}), r"checkpoint\.load\.path: .*/nowhere"),
     # again, with something else
     "other model": (twice({}, {"model": other_net()}), r"'2\.weight'.* \(5, 8\)|2\.weight"),
+    "other optimizer": (
+        twice({}, {"optimizer": "SGD"}),
+        r"The optimizer is SGD and the saved one was AdamW: build that one, or leave it out with",
+    ),
     "other batch size": (
         twice({}, {"batch_size": 4}),
         r"made with batch_size 8 in its data, now it is 4: make them equal",
@@ -292,6 +337,32 @@ def test_forgotten_item_loses_nothing(metric: Any, tmp_path: Path) -> None:
 
     run = run_of(tmp_path, handlers=[(note, Events.EPOCH_COMPLETED)])
     assert run.metrics["mine"] == 2.0 and run.summary["status"] == "completed"
+
+
+def test_full_disk_and_a_loss_that_is_not_a_number_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, failed = os.fsync, False
+
+    def full_at_the_first_save(descriptor: int) -> None:
+        nonlocal failed
+        if calls and not failed:
+            failed = True
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full_at_the_first_save)
+    calls: list[int] = []
+
+    def nan_once(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(len(calls))
+        return loss_fn(model, batch) * (float("nan") if len(calls) == 6 else 1.0)
+
+    run = run_of(tmp_path, nan_once, max_epochs=2, update={"non_finite": "skip"}, val=None)
+
+    assert failed and run.summary["status"] == "completed"
+    said = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert said.count("No space left on device") == 1 and "is nan: its step is skipped (1 of at most 10)" in said
 
 
 def test_handler_is_attached_to_the_wrong_object(tmp_path: Path) -> None:
