@@ -176,6 +176,34 @@ def test_a_damaged_file_here_is_not_uploaded_as_a_checkpoint(tmp_path: Path, cap
     assert names(str(tmp_path / "mirror")) == [] and "shared.pt is not what was saved" in caplog.text
 
 
+def test_a_store_that_refuses_is_tried_again_after_twice_the_time_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[float] = []
+    failures, put = iter(range(11)), Remote.put
+
+    class Ending(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            paused.append(timeout or 0.0)
+            return False
+
+    def refuses(self: Remote, *arguments: Any) -> Any:
+        if next(failures, None) is not None:
+            raise OSError("busy")
+        return put(self, *arguments)
+
+    monkeypatch.setattr(Remote, "put", refuses)
+    uploader = uploader_to(str(tmp_path / "mirror"), parallel=1)
+    uploader._ending = Ending()
+    uploader.offer(save(CheckpointStore(tmp_path / "run"), 100, run_id="the run"))
+    until(lambda: not uploader.missing)
+    uploader.end()
+    assert uploader.wait(10)
+
+    assert paused == [*(2.0**number for number in range(9)), 300.0, 300.0]
+    assert names(str(tmp_path / "mirror")) == ["iteration_00000100"]
+
+
 def test_a_silent_store_is_given_up_at_the_end_and_named_as_stalled(
     tmp_path: Path, s3: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -365,6 +365,17 @@ def test_without_the_checkpoint_that_it_knew_a_copy_is_not_used(tmp_path: Path) 
     assert said_in(result, "The state in memory is not used: the newest checkpoint that it knew is gone.")
 
 
+def test_a_checkpoint_that_is_newer_than_the_copy_is_taken_and_the_line_says_so(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    assert in_child(lambda: train(tmp_path, killed_at(10), memory=7))[0] == KILLED
+    _, result = in_child(lambda: train(tmp_path, memory=7))
+
+    assert result["resumed_at"] == 8
+    assert said_in(result, "The state in memory is not used: iteration_00000008 is newer than iteration 7.")
+    assert ends(result) == ends(undisturbed)
+
+
 def test_a_start_without_memory_makes_the_copies_stale(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     assert in_child(lambda: train(tmp_path, killed_at(13)))[0] == KILLED
     assert in_child(lambda: train(tmp_path, killed_at(10), memory=None))[0] == KILLED
