@@ -90,6 +90,11 @@ def test_with_random_numbers_dropout_and_an_average_the_values_have_the_bits_of_
     torch.set_rng_state(state)
 
 
+def test_without_waiting_what_is_there_is_evaluated(tmp_path: Path) -> None:
+    train(tmp_path)
+    assert follow(tmp_path, build, wait_s=0) == 3
+
+
 def test_the_newest_comes_first_and_what_is_pruned_meanwhile_is_left_out(tmp_path: Path) -> None:
     train(tmp_path)
     assert list(followed(tmp_path)) == [6, 4, 2]

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from ignite.engine import Events
 from ignite_engine import Trainer
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.checkpointing.filesystem import LOCK_NAME
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.mirror.bring import bring
 from ignite_engine.mirror.remote import Remote
 from tests.builders import numbers_loader, trainer_of, weights
 from tests.faults.fork_server import shared
@@ -217,6 +220,20 @@ def test_checkpoints_of_changed_rows_come_back_with_their_base(tmp_path: Path) -
 
     assert found is not None and found.name == "iteration_00000007"
     assert torch.equal(weights(trainer), weights(whole))
+
+
+@pytest.mark.parametrize("file", ["tables_0.pt", "tables_1.pt"])
+def test_changed_rows_are_not_brought_with_a_base_of_which_one_file_is_another(tmp_path: Path, file: str) -> None:
+    train(tmp_path / "run", str(tmp_path / "mirror"), 7, delta_rows=["*weight*"], keep_last=1, writers=2)
+    newest = CheckpointStore(tmp_path / "mirror").checkpoints()[-1]
+    (base,) = newest.manifest.needed
+    assert f"{base}/{file}" in newest.manifest.needs and len(newest.manifest.needs) == 2
+    manifest = read_manifest(tmp_path / "mirror" / base)
+    files = manifest.files | {file: replace(manifest.files[file], bytes=1)}
+    (tmp_path / "mirror" / base / MANIFEST_NAME).write_bytes(replace(manifest, files=files).to_json())
+
+    with pytest.raises(CheckpointError, match=f"{base}, which {newest.path.name} needs, is another one there"):
+        bring(Remote(str(tmp_path / "mirror")), tmp_path / "here")
 
 
 def test_a_roll_back_does_not_wait_for_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

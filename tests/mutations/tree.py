@@ -81,6 +81,7 @@ class Tree:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_take_signals,
             )
             try:
                 code: int | None = process.wait(timeout_s)
@@ -99,6 +100,12 @@ class Tree:
         target.write_text(text, encoding="utf-8")
         self._clock += 2  # Python compares seconds and size to know a compiled module
         os.utime(target, (self._clock, self._clock))
+
+
+def _take_signals() -> None:
+    """As at a terminal: a shell has its jobs in the background ignore Ctrl-C, and tests send it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def _result(code: int | None, lines: Sequence[str], seconds: float) -> Result:
