@@ -49,6 +49,6 @@ class History:
 
     def _note(self, what: str, trainer: Trainer, config: Mapping[str, Any] | None = None) -> None:
         if agreement.rank() == 0:
-            reason = status.started_again if config is not None else trainer.state.reason
+            reason = status.attempt.reason if config is not None else trainer.state.reason
             with contextlib.suppress(OSError):
                 self.directory.note(what, trainer.state.iteration, reason, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ignite.engine import Engine, Events
@@ -86,20 +87,32 @@ def shared_rows(ranks: int) -> list[RankStatus]:
     return [RankStatus(memory[rank * _ROW : (rank + 1) * _ROW]) for rank in range(ranks)]
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """What a supervisor tells the ranks that it starts.
+
+    Attributes:
+        reason: why they are started again, in one line; None: they are not.
+        is_known: an attempt before it has trained with the same settings and code on as many ranks: what it has said
+            of them, and written into the run's folder, holds.
+        needs_invariance: the run may continue on fewer ranks.
+    """
+
+    reason: str | None = None
+    is_known: bool = False
+    needs_invariance: bool = False
+
+
 current: RankStatus | None = None
 """This process's, if it is a rank that a supervisor has started."""
-started_again: str | None = None
-"""Why this rank was started again, in one line; None: it was not."""
-needs_invariance = False
-"""The supervisor may continue the run on fewer ranks."""
+attempt = Attempt()
+"""Which this process takes part in."""
 
 
-def supervised(
-    local_rank: int, row: RankStatus, why: str | None, fewer: bool, func: Any, args: Any, kwargs: Any
-) -> None:
+def supervised(local_rank: int, row: RankStatus, told: Attempt, func: Any, args: Any, kwargs: Any) -> None:
     """In a rank that was forked: call ``func(local_rank, ...)``, and write where it is into its row."""
-    global current, started_again, needs_invariance
-    current, started_again, needs_invariance = row, why, fewer
+    global current, attempt
+    current, attempt = row, told
     watching.learned = _note_hang
     func(local_rank, *args, **kwargs)
 
@@ -133,7 +146,7 @@ class _Follower:
         Raises:
             ValueError: the run may continue on fewer ranks, and would not have the same bits there.
         """
-        if needs_invariance and not getattr(trainer.update, "rank_invariant", False):
+        if attempt.needs_invariance and not getattr(trainer.update, "rank_invariant", False):
             raise ValueError(
                 "min_ranks continues a run on fewer ranks, to the same bits: it needs Update(rank_invariant=True), in "
                 "a config update.rank_invariant. Set that, or leave min_ranks out."

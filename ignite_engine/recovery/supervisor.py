@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from ignite_engine.ranks import agreement, signals
 from ignite_engine.ranks.launch import Ranks, receiving_signals
 from ignite_engine.recovery.forking import ready_to_fork
-from ignite_engine.recovery.status import RankStatus, shared_rows, supervised
+from ignite_engine.recovery.status import Attempt, RankStatus, shared_rows, supervised
 
 logger = logging.getLogger(__name__)
 
@@ -166,18 +166,19 @@ class Supervisor:
             LaunchError: this process cannot fork ranks.
             ProcessExitedException: (of torch) a rank died, and is not started again; the message says why.
         """
-        why: str | None = None
+        attempt = Attempt(needs_invariance=self._policy.min_ranks is not None)
         with ready_to_fork(), receiving_signals() as received:
             while True:
                 with contextlib.closing(self._ranks()) as ranks:
-                    fewer = self._policy.min_ranks is not None
-                    ranks.attempt(_in_rank, (ranks.rows, why, fewer, func, args, kwargs), {}, received)
+                    ranks.attempt(_in_rank, (ranks.rows, attempt, func, args, kwargs), {}, received)
                     deaths = [] if ranks.stopped else ranks.deaths(of_exceptions=self._policy.restart_on == "any")
                     if not deaths or (ranks.stop is not None and not ranks.ended):
                         ranks.finish()
                         return
                     self._count(deaths, ranks)
-                    why = self._announced(deaths)
+                    has_trained = attempt.is_known or any(row.updates for row in ranks.rows)
+                    is_known = has_trained and not attempt.needs_invariance
+                    attempt = replace(attempt, reason=self._announced(deaths), is_known=is_known)
                     stop = ranks.stop or _first_stop(received, self._wait_s())
                 if stop is not None:
                     sys.exit(128 + signals.treated_as(stop))
@@ -244,9 +245,9 @@ class Supervisor:
 
 
 def _in_rank(
-    local_rank: int, rows: Sequence[RankStatus], why: str | None, fewer: bool, func: Any, args: Any, kwargs: Any
+    local_rank: int, rows: Sequence[RankStatus], attempt: Attempt, func: Any, args: Any, kwargs: Any
 ) -> None:
-    supervised(local_rank, rows[agreement.rank()], why, fewer, func, args, kwargs)
+    supervised(local_rank, rows[agreement.rank()], attempt, func, args, kwargs)
 
 
 def _give_up(death: _Death, reason: str) -> NoReturn:

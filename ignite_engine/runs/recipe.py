@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -21,7 +22,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from ignite_engine import every, handlers
 from ignite_engine.checkpointing import CheckpointError, LoadPlan, LoadSource, SaveOptions
-from ignite_engine.config import Config, Every
+from ignite_engine.config import Config, ConfigWarning, Every
 from ignite_engine.config.sections import LoadSection, ScheduleSection
 from ignite_engine.data import Windows
 from ignite_engine.errors import one_line
@@ -185,8 +186,10 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
         with directory.logging_to(agreement.rank(), console=console):
             if aside is not None and agreement.rank() == 0:
                 logger.info("The run that was in %s is now in %s.", config.directory, aside)
-            if status.started_again is not None:
-                logger.warning("%s", status.started_again, extra={"console": False})  # the parent has shown it
+            if status.attempt.reason is not None:
+                logger.warning("%s", status.attempt.reason, extra={"console": False})  # the parent has shown it
+            if status.attempt.is_known:
+                warnings.simplefilter("ignore", ConfigWarning)
             yield
     except BaseException:
         if aside is not None and agreement.rank() == 0 and not directory.files_of_a_run():  # it was refused

@@ -27,6 +27,7 @@ from ignite_engine.engine.length import Length
 from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watching import cause_of, known_failure, on_failure, reason_of
+from ignite_engine.recovery import status as supervision
 from ignite_engine.report.goodput import goodput_line, read_ledger
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, plain_metric, weights_sha256
 from ignite_engine.runs.code_record import record_code
@@ -224,7 +225,7 @@ class Run:
         """On EPOCH_STARTED: the settings are in force."""
         if not self._is_recorded:
             self._is_recorded = True
-            if agreement.rank() == 0:
+            if agreement.rank() == 0 and (self._differences or not supervision.attempt.is_known):
                 self._begin_directory()
             self._write_summary("running", self._resumed)
 

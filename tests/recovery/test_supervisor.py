@@ -77,11 +77,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 @pytest.mark.faults
 def test_killed_process_goes_on_to_the_same_bits(tmp_path: Path, weights: dict[int, str]) -> None:
     deaths = [{"at": 0, "how": "SIGKILL"}, {"at": 7, "how": "SIGKILL"}, {"at": 60, "how": "SIGSEGV"}]
-    process = supervised(tmp_path, task_options={"deaths": deaths})
+    process = supervised(tmp_path, task_options={"deaths": deaths}, evaluation={"every": 10})
     ended = finish(tmp_path, process)
 
     assert (ended["status"], ended["weights_sha256"]) == ("completed", weights[1])
     said = output(tmp_path)
+    assert said.count("evaluation has no effect: the task has no val_sets.") == 1
+    environment, second_death = tmp_path / "run" / "environment.json", tmp_path / "died_1"
+    assert environment.stat().st_mtime < second_death.stat().st_mtime, "its record was written again"
     for number, line in enumerate(
         ("SIGKILL before its first iteration", "SIGKILL in iteration 7", "SIGSEGV in iteration 60"), start=1
     ):
