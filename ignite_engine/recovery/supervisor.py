@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -13,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from torch.multiprocessing.spawn import ProcessExitedException
@@ -26,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 _HOUR_S = 3600.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 60.0
+_DIED, _KILLED_FROM_OUTSIDE = 2, 3  # in a row at one iteration: it would end there again, or may
 _CANNOT_COME_BACK = 2  # attempts in a row in which a rank dies before its first update
+_KERNEL_COUNTS = Path("/proc/vmstat")
 _STOPPED = frozenset(128 + signals.treated_as(stop) for stop in signals.STOPS)
 
 
@@ -57,6 +61,7 @@ class _Death:
         samples: of its batch, where it had died at the same iteration before.
         number: of the signal that killed it; None: none has.
         traceback: of what it raised.
+        from_outside: somebody has killed it, nothing that it did: not the kernel, for its memory.
     """
 
     rank: int
@@ -68,6 +73,11 @@ class _Death:
     samples: str
     number: int | None = None
     traceback: str = ""
+    from_outside: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.begun, self.phase
 
     @property
     def line(self) -> str:
@@ -81,6 +91,10 @@ class _ForkedRanks(Ranks):
     local_ranks: Sequence[int] = ()
     ended = False
     """They were killed here because one of them had died."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._out_of_memory_before = _killed_for_memory()
 
     def _sentinel(self, process: Any) -> int:
         # multiprocessing's own is a pipe that loader workers hold, too: they outlive their rank
@@ -108,11 +122,7 @@ class _ForkedRanks(Ranks):
         """Of ranks that were killed, or else the one that hangs, or else the first that raised."""
         if killed := self.killed:
             numbers = {number: self.ranks[number].killed_by for number in killed}
-            return [
-                self._death(rank, f"was killed by {signals.name_of(number)}", number)
-                for rank, number in numbers.items()
-                if number is not None
-            ]
+            return [self._killed(rank, number) for rank, number in numbers.items() if number is not None]
         for row in self.rows:
             if row.hung:
                 return [self._death(row.hung - 1, "hangs")]
@@ -121,6 +131,14 @@ class _ForkedRanks(Ranks):
             return []
         first = min(raised, key=lambda rank: (rank.end.code == 1, rank.end.at) if rank.end else (True, 0.0))
         return [self._death(first.number, "failed", traceback=first.end.traceback if first.end else "")]
+
+    def _killed(self, rank: int, number: int) -> _Death:
+        death = self._death(rank, f"was killed by {signals.name_of(number)}", number)
+        if number != signal.SIGKILL or (now := _killed_for_memory()) is None:
+            return death
+        if now != self._out_of_memory_before:
+            return replace(death, how=f"{death.how}, out of memory")
+        return replace(death, from_outside=True)
 
     def _death(self, rank: int, how: str, number: int | None = None, traceback: str = "") -> _Death:
         row, pid = self.rows[rank], self.ranks[rank].process.pid
@@ -152,8 +170,8 @@ class Supervisor:
         self._rows = shared_rows(len(self._all))
         self._restarted_at: deque[float] = deque(maxlen=policy.restarts)
         self._restarts = 0
-        self._suspects: dict[int, tuple[int, int]] = {}
-        """By local rank the iteration at which it died last, and its phase."""
+        self._suspects: dict[int, tuple[tuple[int, int], int]] = {}
+        """By local rank the iteration at which it died last, with its phase, and how often in a row it died there."""
         self._early: Counter[int] = Counter()
         """By local rank in how many attempts in a row it died before an update."""
         self._in_vain = 0
@@ -202,7 +220,7 @@ class Supervisor:
         ranks.local_ranks, ranks.rows = chosen, self._rows[: len(chosen)]
         for local_rank, row in zip(chosen, ranks.rows, strict=True):
             row.clear()
-            row.suspect = self._suspects.get(local_rank, (0, 0))[0]
+            row.suspect = self._suspect_of(local_rank)[0]
         return ranks
 
     def _count(self, deaths: Sequence[_Death], ranks: _ForkedRanks) -> None:
@@ -211,24 +229,32 @@ class Supervisor:
         Raises:
             ProcessExitedException: another one would come to no more.
         """
-        for death in deaths:
-            if death.begun and self._suspects.get(death.local_rank) == (death.begun, death.phase):
+        died = {death.local_rank: death for death in deaths}
+        times: dict[int, int] = {}
+        for local_rank, death in died.items():
+            place, before = self._suspects.get(local_rank, (None, 0))
+            times[local_rank] = before + 1 if place == death.place else 1
+            if death.begun and times[local_rank] >= (_KILLED_FROM_OUTSIDE if death.from_outside else _DIED):
+                again = "before" if times[local_rank] == _DIED else "twice before"
                 samples = f" Its batch holds the samples {death.samples}." if death.samples else ""
-                _give_up(death, f", where it died before. The run ends, as it would end there again.{samples}")
+                _give_up(death, f", where it died {again}. The run ends, as it would end there again.{samples}")
         now, restarts = time.monotonic(), self._policy.restarts
         if len(self._restarted_at) == restarts and now - self._restarted_at[0] < _HOUR_S:
             _give_up(deaths[0], f". The run ends: it was started again {_times(restarts)} within an hour.")
         self._restarted_at.append(now)
         self._restarts += 1
-        died = {death.local_rank: death for death in deaths}
         for local_rank, row in zip(ranks.local_ranks, ranks.rows, strict=True):
             dead = died.get(local_rank)
             self._early[local_rank] = self._early[local_rank] + 1 if dead and not row.updates else 0
             if dead and dead.begun:
-                self._suspects[local_rank] = (dead.begun, dead.phase)
-            elif row.begun > self._suspects.get(local_rank, (0, 0))[0]:
+                self._suspects[local_rank] = dead.place, times[local_rank]
+            elif row.begun > self._suspect_of(local_rank)[0]:
                 self._suspects.pop(local_rank, None)
         self._in_vain = 0 if any(row.updates for row in ranks.rows) else self._in_vain + 1
+
+    def _suspect_of(self, local_rank: int) -> tuple[int, int]:
+        """Iteration and phase at which it died last; zeros: nowhere."""
+        return self._suspects[local_rank][0] if local_rank in self._suspects else (0, 0)
 
     def _wait_s(self) -> float:
         """Before the next attempt: nothing, unless the last ones have not come to an update."""
@@ -244,10 +270,20 @@ class Supervisor:
         return why
 
 
-def _in_rank(
-    local_rank: int, rows: Sequence[RankStatus], attempt: Attempt, func: Any, args: Any, kwargs: Any
-) -> None:
+def _in_rank(local_rank: int, rows: Sequence[RankStatus], attempt: Attempt, func: Any, args: Any, kwargs: Any) -> None:
     supervised(local_rank, rows[agreement.rank()], attempt, func, args, kwargs)
+
+
+def _killed_for_memory() -> int | None:
+    """How many processes the kernel has killed since it was started, as memory, a container's too, was full.
+
+    None: it does not say.
+    """
+    try:
+        counts = dict(line.split() for line in _KERNEL_COUNTS.read_text().splitlines())
+        return int(counts["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def _give_up(death: _Death, reason: str) -> NoReturn:

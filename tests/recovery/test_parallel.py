@@ -18,7 +18,7 @@ from ignite_engine import Parallel, Trainer, Update, cli, fit, loader
 from ignite_engine.config import ConfigError
 from ignite_engine.errors import Interrupted, LaunchError
 from ignite_engine.handlers import Checkpoint
-from ignite_engine.recovery import forking
+from ignite_engine.recovery import forking, supervisor
 from tests.faults.processes import write_config
 
 pytestmark = pytest.mark.faults
@@ -142,6 +142,36 @@ def test_stopped_fit_raises_interrupted(tmp_path: Path) -> None:
     with pytest.raises(Interrupted) as end:
         fitted(tmp_path / "run", model(), stop, restarts=2)
     assert end.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("kernel", "starts", "said"),
+    [
+        ("counts it", 2, "in iteration 7, out of memory, where it died before. The run ends"),
+        ("does not", 3, "in iteration 7, where it died twice before. The run ends"),
+        ("says nothing", 2, "in iteration 7, where it died before. The run ends"),
+    ],
+)
+def test_kills_that_are_not_for_memory_may_strike_one_iteration_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, starts: int, said: str
+) -> None:
+    """Somebody who kills again and again may do so; a batch that needs too much memory is killed each time."""
+    counts, killed = tmp_path / "vmstat", tmp_path / "killed"
+    if kernel != "says nothing":
+        counts.write_text("nr_free_pages 5\noom_kill 0\n")
+    monkeypatch.setattr(supervisor, "_KERNEL_COUNTS", counts)
+
+    def die(trainer: Trainer) -> None:
+        if trainer.state.iteration == 7:
+            with killed.open("a") as file:
+                file.write("x")
+            if kernel == "counts it":
+                counts.write_text(f"nr_free_pages 5\noom_kill {len(killed.read_text())}\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(ProcessExitedException, match=said):
+        fitted(tmp_path / "run", model(), die, restarts=9)
+    assert len(killed.read_text()) == starts
 
 
 def test_fewer_ranks_need_rank_invariance(tmp_path: Path) -> None:
