@@ -20,7 +20,7 @@ from ignite_engine.replay.stored import loadable
 from ignite_engine.run_directory import RunDirectory, write_whole
 from ignite_engine.runs import recipe
 from ignite_engine.runs.components import agreed_task, check_fit
-from ignite_engine.runs.exclusion import digest_of, read_indices, without_excluded
+from ignite_engine.runs.exclusion import digest_of, read_indices, record_excluded, recorded, without_excluded
 from ignite_engine.runs.fit import excluding, only_building
 from ignite_engine.runs.loaders import data_loader
 from ignite_engine.runs.run import Run
@@ -120,6 +120,10 @@ def plan_to_forget(
     excluded, before = read_indices(samples, size), frozenset[int]()
     if (already := stored["data"].get("exclude")) is not None:
         before = read_indices(Path(already), size)
+        if recorded(run) not in (None, digest_of(before)):
+            raise ReplayError(
+                f"{already} names other samples than those that {run} has left out: give it its list again."
+            )
     first_use = _first_use(config, loader, excluded - before, had, come)
     found = [one for one in CheckpointStore(run / "checkpoints").checkpoints()]
     found = [one for one in found if first_use is not None and one.iteration < first_use.iteration]
@@ -189,6 +193,7 @@ def begin_to_forget(forgetting: Forgetting) -> Path:
     new.path.mkdir(parents=True, exist_ok=True)
     text = "".join(f"{index}\n" for index in sorted(forgetting.excluded))
     write_whole(new.path / LIST, text)
+    record_excluded(new.path, forgetting.excluded)
     record = {
         "run": str(forgetting.run.resolve()),
         "config": config_at(forgetting.run, forgetting.iterations + 1),

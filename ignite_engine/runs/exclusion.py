@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
@@ -18,14 +19,20 @@ from ignite_engine.config import Config
 from ignite_engine.data import Windows
 from ignite_engine.data.sampler import reads_whole_batches
 from ignite_engine.ranks import agreement
+from ignite_engine.run_directory import RunDirectory, lines_of, write_whole
 from ignite_engine.runs.loaders import is_loader
+from ignite_engine.state import Start
 from ignite_engine.step.losses import LossFn
 from ignite_engine.step.micro_batches import WeightFn
 from ignite_engine.step.out_of_memory import samples_of
 from ignite_engine.task import Task
+from ignite_engine.trainer import Trainer
 from ignite_engine.update import Update
 
 logger = logging.getLogger(__name__)
+
+RECORD = "exclusion.json"
+"""In the folder of a run: the number of samples that it leaves out, and the hash of their indices."""
 
 
 class Kept(NamedTuple):
@@ -41,10 +48,12 @@ def without_excluded(config: Config, task: Task) -> Task:
     """The task, whose training set leaves out what ``data.exclude`` names; its batches are :class:`Kept`.
 
     Raises:
-        ConfigError: the file cannot be read, names what is not there or all there is, or the data has no indices.
+        ConfigError: the file cannot be read, names what is not there or all there is, the data has no indices, or the
+            run in the folder has left out other samples.
     """
     path = config.data.exclude
     if path is None:
+        _check_resumed(config, frozenset())
         return task
     data: Any = task.train_set
     if isinstance(data, Windows | IterableDataset) or is_loader(data):
@@ -57,6 +66,7 @@ def without_excluded(config: Config, task: Task) -> Task:
     except (OSError, ValueError) as error:
         problem = error.strerror if isinstance(error, OSError) else str(error)
         raise config.error("data.exclude", f"got {path!r}: {problem}.") from None
+    _check_resumed(config, excluded)
     if agreement.rank() == 0:
         logger.info("%d of %d samples are left out (%s, %s).", len(excluded), len(data), path, digest_of(excluded)[:12])
     wrapper = _WithoutInBatches if reads_whole_batches(data) else _Without
@@ -66,6 +76,41 @@ def without_excluded(config: Config, task: Task) -> Task:
         collate_fn=_CollateKept(task.collate_fn or default_collate, data, excluded),
         weight_fn=None if task.weight_fn is None else _WeighKept(task.weight_fn),
         tokens_fn=None if task.tokens_fn is None else _CountKept(task.tokens_fn),
+    )
+
+
+def recorded(directory: Path) -> str | None:
+    """The hash of what the run in a folder leaves out; None: nothing."""
+    return next((str(line.get("sha256")) for line in lines_of(directory / RECORD)), None)
+
+
+def record_excluded(directory: Path, excluded: frozenset[int]) -> None:
+    """Write into a run's folder what it leaves out."""
+    values = {"samples": len(excluded), "sha256": digest_of(excluded)}
+    write_whole(directory / RECORD, f"{json.dumps(values)}\n")
+
+
+def record_from_start(config: Config, task: Task, trainer: Trainer) -> None:
+    """Write what is left out into the run's folder once it trains; a resumed run has what it had."""
+
+    def write(trainer: Trainer) -> None:
+        is_new = trainer.state.start is Start.FRESH or recorded(config.directory) is None
+        if agreement.rank() == 0 and is_new:
+            record_excluded(config.directory, task.collate_fn.excluded)  # type: ignore[union-attr]  # without_excluded made it
+
+    write.replayed = False  # type: ignore[attr-defined]
+    trainer.add_event_handler(Events.EPOCH_STARTED, write)
+
+
+def _check_resumed(config: Config, excluded: frozenset[int]) -> None:
+    before = recorded(config.directory)
+    if before is None or before == digest_of(excluded) or not any(RunDirectory(config.directory).checkpoints.glob("*")):
+        return
+    now = f"{config.data.exclude!r} with {len(excluded)} samples ({digest_of(excluded)[:12]})" if excluded else "none"
+    raise config.error(
+        "data.exclude",
+        f"got {now}, but the run in {config.directory} leaves out other samples ({before[:12]}, {RECORD}): give its "
+        "list again, or train anew in another run.directory.",
     )
 
 

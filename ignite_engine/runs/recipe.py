@@ -47,7 +47,7 @@ from ignite_engine.runs.components import (
     settings_of,
     steps_per_epoch,
 )
-from ignite_engine.runs.exclusion import UpdateOfKept, without_excluded
+from ignite_engine.runs.exclusion import UpdateOfKept, record_from_start, without_excluded
 from ignite_engine.runs.loaders import data_loader, epochs_of, is_loader, say_how_it_resumes, updates_of
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
@@ -321,6 +321,8 @@ def _attach(
     log_point = interval_event(logging.every or _log_interval(run.total), task)
     trainer.add_event_handler(Events.STARTED, run.log_length)
     trainer.add_event_handler(Events.EPOCH_STARTED, run.keep_record)
+    if config.data.exclude is not None:
+        record_from_start(config, task, trainer)
     say_how_it_resumes(run.loader)
     metric_logger = _metric_logger(config, run)
     if evaluation.sanity_batches and evaluations:

@@ -16,6 +16,7 @@ from ignite_engine.config import ConfigError
 from ignite_engine.config.load import config_from_dict
 from ignite_engine.errors import ReplayError
 from ignite_engine.replay.forget import forget, plan_to_forget
+from ignite_engine.runs import recipe
 from ignite_engine.runs.exclusion import Kept, digest_of, read_indices
 from ignite_engine.runs.recipe import build_run
 from tests.replay import fit_runs
@@ -221,6 +222,54 @@ def test_run_that_cannot_be_forgotten_from_is_refused(tmp_path: Path) -> None:
         train(settings(tmp_path / "old", longer | {"update": {"clip_norm": 0.5}}))
     with pytest.raises(ReplayError, match=r"has changed its settings \(update\) after iteration 0"):
         plan_to_forget(tmp_path / "old", samples, tmp_path / "new")
+
+
+def test_list_that_was_edited_since_is_refused_by_resumes_and_forgetting(tmp_path: Path) -> None:
+    samples = samples_of(tmp_path / "list.txt", [3, 7])
+    values = settings(tmp_path / "old", run_in(tmp_path), samples)
+    with rng.isolated():
+        train(values)
+        whole = weights_of(tmp_path / "old")
+    assert json.loads((tmp_path / "old" / "exclusion.json").read_text()) == {"samples": 2, "sha256": digest_of([3, 7])}
+
+    for edited in ("3\n8\n", None):
+        samples.write_text(edited or "3\n7\n")
+        values["data"]["exclude"] = edited and str(samples)
+        with rng.isolated(), pytest.raises(ConfigError, match="leaves out other samples") as refusal:
+            train(values)
+        assert "data.exclude: got" in str(refusal.value) and "\n" not in str(refusal.value)
+        assert weights_of(tmp_path / "old") == whole
+    samples.write_text("3\n8\n")
+    with pytest.raises(ReplayError, match=r"names other samples than .* has left out"):
+        plan_to_forget(tmp_path / "old", samples_of(tmp_path / "more.txt", [1]), tmp_path / "new")
+    samples.write_text("# in another order\n7\n3\n")
+    values["data"]["exclude"] = str(samples)
+    values["run"]["max_iterations"] = 6
+    with rng.isolated():
+        train(values)
+    assert json.loads((tmp_path / "old" / "summary.json").read_text())["iteration"] == 6
+    values["run"]["restart"] = True
+    samples.write_text("3\n8\n")
+    with rng.isolated():
+        config = config_from_dict(values)
+        with recipe.logged(config):
+            recipe.build_run(config).train()
+    assert json.loads((tmp_path / "old" / "exclusion.json").read_text())["sha256"] == digest_of([3, 8])
+
+
+def test_forgotten_run_whose_list_was_edited_is_not_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ignite-engine"])
+    with rng.isolated():
+        train(settings(tmp_path / "old", {"data": {"shuffle": False, "batch_size": 3}, **run_in(tmp_path)}))
+        forget(tmp_path / "old", samples_of(tmp_path / "list.txt", [20]), tmp_path / "new")
+        (tmp_path / "new" / "excluded.txt").write_text("20\n21\n")
+
+        assert main(["train", str(tmp_path / "new" / "config.yaml"), "run.max_iterations=8"]) == 2
+
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "data.exclude: got" in line and "with 2 samples" in line
 
 
 def test_exclusion_changes_nothing_before_the_first_use(tmp_path: Path) -> None:
