@@ -27,6 +27,7 @@ from ignite_engine.data.streams import is_sequence
 from ignite_engine.replay.eject_code import Code, code_of, code_of_task
 from ignite_engine.replay.eject_text import (
     IMPORTS,
+    LOG_EVERY,
     OWN_NAMES,
     Optimizing,
     Plain,
@@ -302,8 +303,8 @@ def _plain(live: _Live, code: Code, function: str, iterations: int | None, sourc
         collate='parts["train_set"].collate_fn' if data == "loader" else collate,
         losses="one" if isinstance(loss, Tensor) else "mapping" if isinstance(loss, Mapping) else "tuple",
         has_extras=is_pair,
-        optimizers=[] if optimizer is not None else [_optimizing(live, name) for name in update.optimizers],
-        own_optimizer='parts["optimizer"]' + ("" if hasattr(optimizer, "param_groups") else "(model)"),
+        optimizers=[_optimizing(live, name) for name in update.optimizers],
+        own_optimizer=None if optimizer is None else 'parts["optimizer"]' + ("(model)" * callable(optimizer)),
         has_several=len(update.optimizers) > 1,
         scheduler_steps=None if schedule is None else "epoch" if per_epoch else "step",
         clip_norm=config.update.clip_norm,
@@ -314,12 +315,15 @@ def _plain(live: _Live, code: Code, function: str, iterations: int | None, sourc
         deterministic=config.run.deterministic,
         matmul_precision=config.run.matmul_precision,
         threads=config.run.threads,
+        log_every=_log_every(config),
         left_out=["evaluation", "checkpoints", "logging", *(what for what, is_so in left_out.items() if is_so)],
         copied=[code_of(RowwiseAdagrad)] if is_ours and optimizer is None else [],
     )
 
 
 def _optimizing(live: _Live, name: str) -> Optimizing:
+    if live.own("optimizer") is not None:
+        return Optimizing(None, _rate(live, name))
     config, groups = live.config, live.parts.get("parameter_groups")
     section = config.optimizers[name] if config.optimizers else config.optimizer
     if isinstance(groups, Mapping):
@@ -332,7 +336,14 @@ def _optimizing(live: _Live, name: str) -> Optimizing:
         parameters = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
     of_torch = section.type.__module__.startswith("torch.optim")
     kind = f"torch.optim.{section.type.__name__}" if of_torch else section.type.__name__
-    return Optimizing(parameters, kind, section.options, _rate(live, name))
+    options = "".join(f", {key}={literal(value)}" for key, value in section.options.items())
+    return Optimizing(f"{kind}({parameters}{options})", _rate(live, name))
+
+
+def _log_every(config: Config) -> int:
+    """Updates from one log point of the run to the next, as far as they are counted so."""
+    unit, number = config.logging.every.given if config.logging.every is not None else ("", 0)
+    return int(number) if unit == "iterations" else LOG_EVERY
 
 
 def _rate(live: _Live, name: str) -> Rate | None:

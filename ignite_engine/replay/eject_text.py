@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ignite_engine.replay.eject_code import Code
 
 LOG_EVERY = 50
-"""Updates from one printed loss to the next."""
+"""Updates from one printed loss to the next, where the run does not count them."""
 _WIDTH = 118
 
 
@@ -28,16 +28,10 @@ class Rate:
 class Optimizing:
     """An optimizer of the run, as code."""
 
-    parameters: str
-    kind: str
-    options: Mapping[str, Any]
+    made: str | None
+    """The call that makes it; None: the task does."""
     rate: Rate | None
     """None: it stays as it is."""
-
-    @property
-    def made(self) -> str:
-        options = "".join(f", {key}={literal(value)}" for key, value in self.options.items())
-        return f"{self.kind}({self.parameters}{options})"
 
 
 @dataclass(frozen=True)
@@ -72,9 +66,8 @@ class Plain:
     has_extras: bool
     """The loss function returns a pair, of which the second is only reported."""
     optimizers: Sequence[Optimizing]
-    """Empty: the task makes them."""
-    own_optimizer: str
-    """The expression of what the task makes."""
+    own_optimizer: str | None
+    """The expression of what the task makes; None: they are made from the config."""
     has_several: bool
     scheduler_steps: Literal["step", "epoch"] | None
     clip_norm: float | None
@@ -86,6 +79,7 @@ class Plain:
     deterministic: bool
     matmul_precision: str
     threads: int | None
+    log_every: int
     left_out: Sequence[str] = ()
     copied: Sequence[Code] = ()
 
@@ -354,8 +348,9 @@ def _main(plain: Plain) -> list[str]:
     lines += [f"    for iteration, {'group' if plain.steps else 'batch'} in enumerate({batches}):"]
     lines += [f"        {line}" for line in _step(plain)]
     lines += [
-        f"        if (iteration + 1) % {LOG_EVERY} == 0:",
-        '            print(f"iteration {iteration + 1}, loss {loss.item():.4f}", flush=True)',
+        f"        if (iteration + 1) % {plain.log_every} == 0:",
+        '            print(f"iteration {iteration + 1}, loss {torch.stack(logged).mean().item():.6g}", flush=True)',
+        "            logged.clear()",
         "    print(weights_sha256(model))",
     ]
     return lines
@@ -392,8 +387,7 @@ def _set_up(plain: Plain) -> list[str]:
 
 def _make_optimizers(plain: Plain) -> list[str]:
     lines = []
-    if not plain.optimizers:
-        made = plain.own_optimizer
+    if (made := plain.own_optimizer) is not None:
         lines += [f"optimizers = list({made}.values())" if plain.has_several else f"optimizer = {made}"]
     elif plain.has_several:
         lines += ["optimizers = ["]
@@ -432,7 +426,7 @@ def _make_optimizers(plain: Plain) -> list[str]:
         lines += [f'scaler = torch.amp.GradScaler("{plain.device}"{options})']
     if _counts_steps(plain):
         lines += ["steps = 0"]
-    return lines
+    return [*lines, "logged = []"]
 
 
 def _counts_steps(plain: Plain) -> bool:
@@ -481,6 +475,7 @@ def _forward_backward(plain: Plain, scale: str | None) -> list[str]:
         lines = [f'with torch.autocast("{plain.device}", dtype={dtype}):', f"    {forward}"]
     if plain.losses != "one":
         lines += [f"loss = sum({'losses.values()' if plain.losses == 'mapping' else 'losses'})"]
+    lines += ["logged.append(loss.detach())"]
     scaled = "loss" if scale is None else f"loss * ({scale})"
     if plain.precision == "fp16":
         return [*lines, f"scaler.scale({scaled}).backward()"]

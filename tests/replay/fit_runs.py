@@ -81,7 +81,8 @@ def of_a_maker(directory: Path) -> Run:
         max_iters=11,
         clip_norm=0.2,
         optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
-        logging=QUIET,
+        schedule={"name": "cosine", "warmup": 3},
+        logging={**QUIET, "every": 4},
     )
     return run
 

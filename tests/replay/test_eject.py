@@ -158,6 +158,22 @@ def test_ejected_run_of_fit_ends_with_its_weights(
     assert weights_of_program(text, tmp_path, capsys) == run.summary["weights_sha256"]
 
 
+def test_ejected_program_prints_the_losses_of_the_log_points(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with rng.isolated():
+        run = fit_runs.of_a_maker(tmp_path / "run")
+    capsys.readouterr()
+    program = tmp_path / "plain.py"
+    program.write_text(eject(tmp_path / "run", build=fit_runs.of_a_maker))
+    with rng.isolated():
+        runpy.run_path(str(program), run_name="__main__")
+
+    lines = capsys.readouterr().out.splitlines()[:-1]
+    logged = [(row["iteration"], row["loss"]) for row in run.history if "loss" in row and row["iteration"] % 4 == 0]
+    assert lines == [f"iteration {iteration}, loss {loss:.6g}" for iteration, loss in logged] and len(lines) == 2
+
+
 def test_completed_run_is_ejected_up_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"task: {ROOT}/tests/replay/features.py:build\nrun: {{max_epochs: 9}}\ndata: {{batch_size: 4}}\n")
