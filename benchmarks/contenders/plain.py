@@ -1,45 +1,46 @@
-"""The usual loop of the tutorials: the baseline."""
+"""The plain loop, the baseline: what `eject` makes of the settings, with the benchmark's model and batches in it."""
 
 from __future__ import annotations
 
-import torch
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import LambdaLR
+import runpy
+from pathlib import Path
+from typing import Any
 
-from benchmarks.contenders.schedule import lr_factor
-from benchmarks.workload import ACCUMULATION, CLIP_NORM, LOG_EVERY, Workload
+from benchmarks.workload import ACCUMULATION, Batch, Workload
+
+EJECTED = Path(__file__).with_name("ejected")
 
 
 def bare(work: Workload) -> None:
-    model, optimizer = work.model, work.optimizer
-    model.train()
-    for _ in range(work.epochs):
-        for inputs, targets in work.batches:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
+    _run("bare", work, updates=work.epochs * len(work.batches))
 
 
 def full(work: Workload) -> None:
-    model, optimizer = work.model, work.optimizer
-    scheduler = LambdaLR(optimizer, lr_factor)
-    model.train()
-    micro_batches = 0
-    running_loss = 0.0
-    for _ in range(work.epochs):
-        for inputs, targets in work.batches:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = cross_entropy(model(inputs), targets)
-            (loss / ACCUMULATION).backward()
-            running_loss += loss.item()
-            micro_batches += 1
-            if micro_batches % ACCUMULATION == 0:
-                clip_grad_norm_(model.parameters(), CLIP_NORM)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            if micro_batches % LOG_EVERY == 0:
-                work.log.append(running_loss / LOG_EVERY)
-                running_loss = 0.0
+    _run("full", work, updates=work.epochs * len(work.batches) // ACCUMULATION)
+
+
+def _run(setting: str, work: Workload, *, updates: int) -> None:
+    """Run the program; what it reads, and where it prints, is replaced, as for every contender."""
+
+    class Epoch:
+        """A pass over the batches in memory."""
+
+        def __init__(self, data: Any, number: int) -> None:
+            work.batches.gate()
+            self.batches = work.batches.batches
+
+        def __len__(self) -> int:
+            return len(self.batches)
+
+        def __getitem__(self, number: int) -> Batch:
+            return self.batches[number]
+
+    def log(text: str, flush: bool = False) -> None:
+        if setting == "full" and "loss" in text:
+            work.log.append(float(text.rpartition(" ")[2]))
+
+    names = runpy.run_path(str(EJECTED / f"{setting}.py"))
+    main = names["main"]
+    parts = {"model": work.model, "loss_fn": names["loss_fn"], "train_set": None, "optimizer": lambda _: work.optimizer}
+    main.__globals__.update(build=lambda options: parts, Epoch=Epoch, ITERATIONS=updates, print=log)
+    main()

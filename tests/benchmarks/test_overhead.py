@@ -14,9 +14,11 @@ from ignite.engine import Engine
 from benchmarks import overhead
 from benchmarks.contenders import CONTENDERS
 from benchmarks.contenders.ignite_engines import add_quiet_handlers
+from benchmarks.contenders.plain import EJECTED
 from benchmarks.ratios import TARGETS, Ratio, Target, ratio_of_medians
 from benchmarks.rounds import Measured
 from benchmarks.workload import ACCUMULATION, HANDLER_PERIOD, LOG_EVERY, Workload, build, weights_digest
+from ignite_engine.replay.eject import eject
 
 EPOCHS = 2
 
@@ -50,6 +52,12 @@ def test_contender_logs_the_losses_of_the_plain_loop(plain: dict[str, Workload],
         assert math.isclose(line, other, rel_tol=1e-5)  # the means are summed in another order
 
 
+@pytest.mark.parametrize("setting", CONTENDERS)
+def test_plain_loop_is_the_program_that_is_ejected(setting: str) -> None:
+    config, program = (EJECTED / f"{setting}.{kind}" for kind in ("yaml", "py"))
+    assert program.read_text() == eject(config), f"look at: python -m ignite_engine eject {config} > {program}"
+
+
 def test_plain_loops_step_as_often_as_their_setting_says(plain: dict[str, Workload]) -> None:
     assert steps_of(plain["bare"]) == EPOCHS * LOG_EVERY
     assert steps_of(plain["full"]) == EPOCHS * LOG_EVERY // ACCUMULATION
@@ -64,7 +72,7 @@ def test_full_setting_clips_some_updates_and_not_others(monkeypatch: pytest.Monk
         norms.append(norm.item())
         return norm
 
-    monkeypatch.setattr("benchmarks.contenders.plain.clip_grad_norm_", recorded)
+    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", recorded)
     work = build(20 * LOG_EVERY, 1)
     CONTENDERS["full"]["plain"](work)
     assert min(norms) < 1.0 < max(norms)
