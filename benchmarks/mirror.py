@@ -1,90 +1,111 @@
 """What a mirror costs training: the time of an iteration while checkpoints are uploaded beside it.
 
-    python -m benchmarks.mirror [--rounds N] [--iterations N] [--mib N] [--slow] [--json PATH]
+    python -m benchmarks.mirror [--rounds N] [--iterations N] [--mib N] [--stores a,b] [--json PATH]
 
-One process. By turns a run saves each 20 iterations with a mirror (a directory, written by another thread, durably) and
-without; ``--slow`` allows the upload 1 MiB/s, so that one is under way all the time. The saves themselves are in both.
-See ``benchmarks/README.md``.
+By turns a run saves each 50 iterations without a mirror and with one: a directory, an S3 server of this machine, and
+that server behind a line of 10 KB/s, answering 500, stopped, and cutting its answers short. Training has the first
+core, the uploads and the server have the second. See ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import random
+import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import torch
-from ignite.engine import Events
-from torch import nn
-
+from benchmarks.beside import in_child, measured, pin
 from benchmarks.goals import Goal, print_goals
-from benchmarks.machine import machine
+from benchmarks.machine import installed, machine
 from benchmarks.ratios import ratio_of_medians
-from ignite_engine import Trainer, Update
-from ignite_engine.handlers import Checkpoint
+from benchmarks.turns import take_turns
 
 GOAL = 1.01
-WITH, WITHOUT = "with a mirror", "without"
-_EVERY = 20
+WITHOUT, DIRECTORY = "without", "directory"
+SERVERS = ("S3", "10 KB/s", "500", "stopped", "truncating")
 
 
-def measure(directory: Path, mirror: Any, iterations: int, mib: float) -> float:
-    """Median seconds of an iteration, its save not counted."""
-    torch.manual_seed(0)
-    width = max(8, round((mib * 2**20 / 4 / 3) ** 0.5))
-    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))  # AdamW holds two more of each
-    optimizer = torch.optim.AdamW(model.parameters())
-    trainer = Trainer(Update(model, optimizer, lambda model, batch: model(batch).square().mean()))
-    checkpoint = Checkpoint(directory, keep_last=1, save_at_end=False, mirror=mirror)
-    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=_EVERY))
-    took: list[float] = []
-    began = 0.0
+@contextlib.contextmanager
+def servers(folder: Path) -> Iterator[dict[str, int]]:
+    """The port of an S3 server by what lies before it, in processes on the second core."""
+    from tests.mirror.servers import Proxy, free_port, make_bucket, s3_server
 
-    def start() -> None:
-        nonlocal began
-        began = time.perf_counter()
+    def serve() -> None:
+        pin(os.getpid(), 1)
+        with s3_server() as port:
+            make_bucket(port, "bucket")
+            made = {name: Proxy(port) for name in SERVERS}
+            made["10 KB/s"].bytes_per_s = 10_000
+            made["500"].mode, made["truncating"].mode = "error", "cut"
+            ports = {name: proxy.port for name, proxy in made.items()} | {"stopped": free_port()}
+            (folder / "ports.tmp").write_text(json.dumps(ports))
+            (folder / "ports.tmp").rename(folder / "ports")
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+            while True:
+                time.sleep(1)
 
-    def end() -> None:
-        took.append(time.perf_counter() - began)
-
-    trainer.add_event_handler(Events.ITERATION_STARTED, start)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, end)
-    batches = [torch.randn(32, width) for _ in range(4)]
-    trainer.run([batches[index % 4] for index in range(iterations)], max_epochs=1)
-    return median(took[_EVERY:])
+    process = in_child(serve)
+    try:
+        while not (folder / "ports").exists():
+            if os.waitpid(process, os.WNOHANG)[0]:
+                raise RuntimeError("The S3 server did not start.")
+            time.sleep(0.05)
+        yield json.loads((folder / "ports").read_text())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
+            os.waitpid(process, 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure by turns, print, and write the report."""
+    known = [DIRECTORY, *(SERVERS if installed("s3fs") and installed("moto") else ())]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mirror")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--mib", type=float, default=16.0, help="size of a checkpoint")
-    parser.add_argument("--slow", action="store_true", help="an upload at 1 MiB/s")
+    parser.add_argument("--stores", type=lambda text: text.split(","), default=known, help=f"of {','.join(known)}")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    times: dict[str, list[float]] = {WITH: [], WITHOUT: []}
-    for turn in range(options.rounds):
-        kinds = [WITH, WITHOUT]
-        random.Random(turn).shuffle(kinds)
-        for kind in kinds:
-            with tempfile.TemporaryDirectory() as folder:
-                place = {"url": f"{folder}/mirror", "max_mib_per_s": 1.0 if options.slow else None}
-                mirror = place if kind == WITH else None
-                times[kind].append(measure(Path(folder) / "run", mirror, options.iterations, options.mib))
-    ratio = ratio_of_medians(times[WITH], times[WITHOUT])
-    goals = [Goal.of("iteration with a mirror / without", ratio, GOAL)]
-    for kind, values in times.items():
-        print(f"{kind:15} {1e3 * median(values):.3f} ms an iteration")
+    if unknown := set(options.stores) - set(known):
+        parser.error(f"--stores must be of {','.join(known)}, got {','.join(sorted(unknown))}.")
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        by_network = set(options.stores) & set(SERVERS)
+        ports = stack.enter_context(servers(Path(scratch))) if by_network else {}
+
+        def run(store: str) -> dict[str, float]:
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                mirror = None if store == WITHOUT else f"{folder}/mirror"
+                if store in ports:
+                    from tests.mirror.servers import CREDENTIALS
+
+                    os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=f"http://127.0.0.1:{ports[store]}")
+                    mirror = f"s3://bucket/{Path(folder).name}"
+                return measured(Path(folder) / "run", options.iterations, options.mib, mirror=mirror)
+
+        found = {store: list[dict[str, float]]() for store in (WITHOUT, *options.stores)}
+
+        def turn(store: str) -> float:
+            found[store].append(run(store))
+            return found[store][-1]["mean"]
+
+        take_turns({store: (lambda store=store: turn(store)) for store in found}, options.rounds, warmup=1)  # type: ignore[misc]  # binds it
+    times = {store: {kind: [run[kind] for run in runs[1:]] for kind in runs[0]} for store, runs in found.items()}
+    goals = []
+    for kind, goal in (("mean", GOAL), ("median", None)):
+        for store in options.stores:
+            ratio = ratio_of_medians(times[store][kind], times[WITHOUT][kind])
+            goals.append(Goal.of(f"{kind} iteration with a mirror ({store}) / without", ratio, goal))
+    for store, values in times.items():
+        print(f"{store:12} {1e3 * median(values['mean']):.3f} ms an iteration")
     print_goals(goals)
     if options.json:
         report = {"machine": machine(), "options": {**vars(options), "json": None}, "times": times}

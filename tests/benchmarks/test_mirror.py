@@ -1,28 +1,40 @@
-"""The benchmark of a mirror measures both kinds of run, and the one with a mirror has uploaded."""
+"""The benchmark of a mirror measures a run with each store and without, and what is uploaded is there."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import mirror
+from benchmarks.beside import EVERY, measured
 
-SMALL = ["--rounds", "2", "--iterations", "45", "--mib", "0.1"]
+SMALL = ["--rounds", "1", "--iterations", str(EVERY + 5), "--mib", "0.1"]
 
 
-def test_both_kinds_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_store_is_measured_beside_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "report.json"
-    assert mirror.main([*SMALL, "--json", str(target)]) == 0
+    assert mirror.main([*SMALL, "--stores", "directory,S3,stopped", "--json", str(target)]) == 0
     report = json.loads(target.read_text())
 
-    assert {kind: len(times) for kind, times in report["times"].items()} == {mirror.WITH: 2, mirror.WITHOUT: 2}
-    assert all(min(times) > 0 for times in report["times"].values()) and len(report["goals"]) == 1
-    assert "iteration with a mirror / without" in capsys.readouterr().out
+    assert list(report["times"]) == [mirror.WITHOUT, mirror.DIRECTORY, "S3", "stopped"]
+    assert all(len(values["mean"]) == 1 and min(values["mean"]) > 0 for values in report["times"].values())
+    assert "mean iteration with a mirror (stopped) / without" in capsys.readouterr().out
+    assert [goal["goal"] for goal in report["goals"]] == [mirror.GOAL] * 3 + [None] * 3
+
+
+def test_an_unknown_store_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        mirror.main(["--stores", "ftp"])
+    assert "--stores must be of directory" in capsys.readouterr().err
 
 
 def test_the_run_with_a_mirror_uploads(tmp_path: Path) -> None:
-    mirror.measure(tmp_path / "run", str(tmp_path / "mirror"), 45, 0.1)
-
-    assert [path.name for path in (tmp_path / "mirror").iterdir()] == ["iteration_00000040"]
+    for iterations in (2 * EVERY, 20 * EVERY):  # it does not wait for its uploads
+        measured(tmp_path / "run", iterations, 0.1, mirror=str(tmp_path / "mirror"))
+        time.sleep(0.1)
+        if names := list((tmp_path / "mirror").glob("iteration_*/manifest.json")):
+            break
+    assert names
