@@ -144,7 +144,8 @@ class Mirroring:
                     ranks = agreement.gather_objects((done, interrupted()))
                     if all(has_ended for has_ended, _ in ranks) or any(stopped for _, stopped in ranks):
                         return
-                    if rank_0 and (shown_at is None or time.monotonic() - shown_at >= _SHOWN_EVERY_S):
+                    is_due = shown_at is None or time.monotonic() - shown_at >= _SHOWN_EVERY_S
+                    if rank_0 and is_due and self._uploader.missing:
                         shown_at = time.monotonic()
                         self._show_progress()
         finally:

@@ -15,7 +15,7 @@ from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
 from ignite_engine.config.yaml_file import SCIENTIFIC, display
 from ignite_engine.errors import did_you_mean
-from ignite_engine.mirror.options import MirrorOptions
+from ignite_engine.mirror.options import MirrorOptions, check_protocol
 from ignite_engine.sparse.rowwise_adagrad import RowwiseAdagrad
 
 
@@ -48,7 +48,7 @@ def _as_switch_or_keys(value: object) -> object:
 
 def _as_mirror(value: object) -> object:
     try:
-        MirrorOptions.of(value)  # type: ignore[arg-type]  # it refuses what is of another type
+        check_protocol(MirrorOptions.of(value).url)  # type: ignore[arg-type]  # it refuses what is of another type
     except (TypeError, ValueError) as error:  # without what was given: it may hold a password
         raise PydanticCustomError("setting", "{complaint}", {"key": "", "complaint": str(error)}) from None
     return value

@@ -14,6 +14,9 @@ from ignite_engine.errors import check_type, did_you_mean, is_number, is_whole
 
 _SECRET = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)|\?[^\s'\"]+")
 
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+_LOCAL = ("file://", "local://")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorOptions:
@@ -58,7 +61,7 @@ class MirrorOptions:
         check_type("mirror", self.url, isinstance(self.url, str), "a directory or a URL")
         if not self.url:
             raise ValueError("mirror must be a directory or a URL, got an empty text.")
-        check_no_secret(self.url)
+        check_url(self.url)
         rate = self.max_mib_per_s
         for name, value, least in (("keep_last", self.keep_last, 1), ("parallel", self.parallel, 1)):
             is_right = is_whole(value) or (value is None and name == "keep_last")
@@ -75,20 +78,45 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def check_no_secret(url: str) -> None:
-    """Refuse a URL with a password or a query, without repeating them.
+def check_url(url: str) -> None:
+    """Refuse what is no place, and a URL with a password or a query, without repeating them.
 
     Raises:
         ValueError: one line.
     """
+    if found := _ONE_SLASH.match(url):
+        raise ValueError(
+            f"mirror is neither a URL nor a path, got {without_secrets(url)!r}: a URL begins with {found[1]}://, a "
+            "directory of that name with ./"
+        )
     for part in url.split("::") if is_url(url) else ():
-        found = urlsplit(part)
-        if found.query or ":" in found.netloc.rpartition("@")[0]:
+        split = urlsplit(part)
+        if split.query or ":" in split.netloc.rpartition("@")[0]:
             raise ValueError(
                 f"mirror must hold no credentials, got {without_secrets(url)}: a URL is written to logs and "
                 "checkpoints. Leave user and password, or the query, out of it; the store's package reads its own "
                 "environment variables and files."
             )
+    if is_url(url) and not url.partition("://")[2].strip("/"):
+        raise ValueError(f"mirror must name a bucket or a folder, got {url!r}: give a URL such as s3://bucket/run.")
+
+
+def check_protocol(url: str) -> None:
+    """Refuse a URL for which a package is missing.
+
+    Raises:
+        ValueError: one line, which names the package.
+    """
+    if not is_url(url) or url.startswith(_LOCAL):
+        return
+    try:
+        from fsspec.core import get_filesystem_class, split_protocol
+    except ImportError:
+        raise ValueError(f"{url} needs the package fsspec: pip install 'ignite-engine[mirror]'.") from None
+    try:
+        get_filesystem_class(split_protocol(url.split("::")[0])[0])
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{url} cannot be used: {str(error).rstrip('.')}.") from None
 
 
 def without_secrets(text: str) -> str:

@@ -20,7 +20,7 @@ from ignite_engine.checkpointing.part_file import compare
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.errors import CheckpointError, one_line
-from ignite_engine.mirror.options import check_no_secret, is_url, without_secrets
+from ignite_engine.mirror.options import check_protocol, check_url, is_url, without_secrets
 
 PIECE_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 23
@@ -47,17 +47,16 @@ class Remote:
     """
 
     def __init__(self, url: str) -> None:
-        check_no_secret(url)
+        check_url(url)
+        check_protocol(url)
         self.url = url.rstrip("/") if len(url) > 1 else url
         self._directory: Path | None = None
         path = url.removeprefix("file://").removeprefix("local://")
         if not is_url(path):
             self._directory = Path(path).absolute()
             return
-        try:
-            from fsspec.core import url_to_fs
-        except ImportError:
-            raise ValueError(f"{url} needs the package fsspec: pip install 'ignite-engine[mirror]'.") from None
+        from fsspec.core import url_to_fs
+
         try:
             # answers that are kept would hide what another process has changed there
             self._store, self._root = url_to_fs(url, use_listings_cache=False)

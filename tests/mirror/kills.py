@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def child(work: Callable[[], object], kill_after_s: float) -> bool:
         torch.set_num_threads(1)
         try:
             work()
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(0)
     deadline = time.monotonic() + kill_after_s

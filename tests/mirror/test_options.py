@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(tmp_path: Path, url: 
         ({"url": "x", "parallel": 1.5}, "parallel must be a whole number, got 1.5"),
         ({"url": "x", "max_mib_per_s": 0}, "max_mib_per_s must be more than 0, got 0"),
         (3, "mirror must be a directory, a URL, or a mapping"),
+        ("s3://", "must name a bucket or a folder, got 's3://': give a URL such as s3://bucket/run"),
+        ("s3:/bucket/run", "neither a URL nor a path, got 's3:/bucket/run': a URL begins with s3://"),
     ],
 )
 def test_a_wrong_setting_is_one_line_in_python_and_in_a_config(given: Any, said: str) -> None:
@@ -57,6 +60,22 @@ def test_a_wrong_setting_is_one_line_in_python_and_in_a_config(given: Any, said:
 def test_a_protocol_that_nobody_knows_is_one_line_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"s4://bucket/run cannot be used: Protocol not known: s4\."):
         Checkpoint(tmp_path, mirror="s4://bucket/run").attach(trainer_of())
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s4://bucket/run", "s4://bucket/run cannot be used: Protocol not known: s4."),
+        ("gs://bucket/run", "gs://bucket/run cannot be used: Please install gcsfs to access Google Storage."),
+    ],
+)
+def test_a_package_that_is_missing_is_a_mistake_in_a_config(
+    url: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError) as raised:
+        config_from_dict({"task": "x.py:build", "run": {"max_epochs": 1}, "checkpoint": {"mirror": url}})
+    assert str(raised.value).endswith(f"checkpoint.mirror: {said}")
 
 
 def test_what_a_store_says_is_told_without_credentials() -> None:
