@@ -16,6 +16,7 @@ from ignite.engine import Events
 from ignite_engine import Trainer
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.columns import Columns, head_of, short
+from ignite_engine.handlers.compilations import call_around_compilations
 from ignite_engine.text import Html, in_notebook
 
 REDRAW_S = 0.1
@@ -36,7 +37,7 @@ class Progress:
     loggers print. In a notebook it is a bar in HTML. Elsewhere a line is printed after each tenth of the run, at least
     10 s apart, after 30 s without a log point or a line, and at the end. Rank 0 only; it reads nothing from the device,
     and between its lines costs a clock read and two comparisons. The time left is computed from the mean speed of this
-    process, evaluations and checkpoints included.
+    process, evaluations and checkpoints included, ``torch.compile`` not; while that compiles, a redrawn line says so.
 
     Args:
         keys: of ``state.metrics``, as :class:`~ignite_engine.handlers.ConsoleSink` takes them; plain lines show
@@ -51,6 +52,8 @@ class Progress:
         self._html: Html | None = None
         self._next_time = self._next_iteration = self._not_before = 0.0
         self._started_at, self._first_iteration, self._printed_iteration, self._more_iterations = 0.0, 0, -1, 0
+        self._compiling_since: float | None = None
+        self._compiled_s = 0.0
 
     def attach(self, trainer: Trainer, event: object = Events.ITERATION_COMPLETED) -> None:
         if idist.get_rank() != 0:
@@ -73,6 +76,9 @@ class Progress:
         of_now = position.epochs_completed * (state.epoch_length or 0) + position.epoch_iteration
         self._more_iterations = state.iteration - of_now if state.epoch_length else 0
         self._schedule(trainer, self._started_at)
+        self._compiling_since, self._compiled_s = None, 0.0
+        unwatch = call_around_compilations(lambda: self._compilation_starts(trainer), self._compilation_ends)
+        trainer.call_at_end(lambda _: unwatch())
         if self._html is None and _is_terminal():
             # filters of the handlers, because filters of a logger do not see records of its children
             every = (*logging.getLogger().handlers, logging.lastResort)
@@ -86,6 +92,16 @@ class Progress:
                 self._leave()
 
             trainer.call_at_end(end)
+
+    def _compilation_starts(self, trainer: Trainer) -> None:
+        self._compiling_since = perf_counter()
+        if self._html is not None or _is_terminal():
+            self._print(trainer, self._compiling_since)
+
+    def _compilation_ends(self) -> None:
+        if self._compiling_since is not None:
+            self._compiled_s += perf_counter() - self._compiling_since
+            self._compiling_since = None
 
     def _schedule(self, trainer: Trainer, now: float) -> None:
         redrawn, total = self._html is not None or _is_terminal(), self._total(trainer)
@@ -152,15 +168,18 @@ class Progress:
         elapsed, done = now - self._started_at, state.iteration - self._first_iteration
         epochs = f"/{state.max_epochs}" if state.max_epochs else ""
         where, times = f"epoch {state.epoch}{epochs}  iter {state.iteration}", [f"elapsed {_clock(elapsed)}"]
+        if self._compiling_since is not None:
+            times.append("compiling")
         if total is None:
             return where, None, times
-        if done > 0:
-            times.append(f"ETA {_clock(elapsed / done * max(total - state.iteration, 0))}")
+        if done > 0 and self._compiling_since is None:
+            times.append(f"ETA {_clock((elapsed - self._compiled_s) / done * max(total - state.iteration, 0))}")
         return f"{where}/{total}", min(state.iteration / total, 1.0), times
 
     def _rate(self, trainer: Trainer, now: float) -> list[str]:
         """Iterations of this process in a second, once there is one."""
-        done, elapsed = trainer.state.iteration - self._first_iteration, now - self._started_at
+        done = trainer.state.iteration - self._first_iteration
+        elapsed = now - self._started_at - self._compiled_s
         return [f"{short(done / elapsed, 'throughput/steps_per_s')} it/s"] if done > 0 and elapsed > 0 else []
 
     def _total(self, trainer: Trainer) -> int | None:

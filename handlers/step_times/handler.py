@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Update, Updates, devices
+from ignite_engine.handlers.compilations import call_around_compilations
 from ignite_engine.handlers.host_memory import Limits, memory_groups
 from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP, DeviceClock, HostClock, StepClock, own_time
 from ignite_engine.handlers.step_times.memory_growth import MemoryGrowth
@@ -62,7 +63,8 @@ class StepTimes:
     - on several ranks ``time/slowest_rank``, ``time/slowest_rank_ms``: the step of the slowest without its reduction,
       and ``time/other_ranks_ms``, the median of that of the others.
 
-    With its first values a start writes ``time/startup_s``, the seconds until its first epoch, the most of all ranks.
+    With its first values a start writes ``time/startup_s``, the seconds until its first epoch and in ``torch.compile``
+    since, the most of all ranks.
 
     A part that takes no time in a run is not written. On an accelerator the times are the device's, by events in its
     stream that are read once they have completed: nothing waits for it. One collective at the event, none between. When
@@ -179,6 +181,7 @@ class StepTimes:
         self._clock.seconds["startup"] = perf_counter() - self._began
         self._after_backward = "reduction" if getattr(update, "rank_invariant", False) else "optimizer"
         self._hook = self._last_gradient(model)
+        self._unwatch = call_around_compilations(self._compilation_starts, self._compilation_ends)
         self._checkpoints = state.checkpoints
         self._before = _Before(
             state.iteration,
@@ -255,6 +258,7 @@ class StepTimes:
 
     def _close(self) -> None:
         self._hook()
+        self._unwatch()
         while self._around:
             self._around.pop().remove()
         if self._file is not None:
@@ -387,6 +391,13 @@ class StepTimes:
 
     def _optimizer_ends(self) -> None:
         self._clock.mark("optimizer")
+
+    def _compilation_starts(self) -> None:
+        self._step_is_over()
+        self._beat()
+
+    def _compilation_ends(self) -> None:
+        self._clock.mark("startup")
 
     def _iteration_ends(self) -> None:
         clock = self._clock

@@ -15,8 +15,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer
@@ -144,6 +146,35 @@ def test_on_a_terminal_it_shows_the_iterations_of_this_process_in_a_second() -> 
         after = drawn()
         trainer._call_at_end()
     assert "it/s" not in before and "ETA 6:36  2.50 it/s" in after
+
+
+def test_on_a_terminal_it_says_that_torch_compiles_and_counts_it_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(module, "perf_counter", lambda: now)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal now
+        now += 8.0
+        return graph
+
+    compiled = torch.compile(lambda value: value + 1, backend=backend)
+
+    def update(engine: Any, batch: Any) -> None:
+        nonlocal now
+        compiled(torch.ones(2))
+        now += 1.0
+
+    with terminal(100) as drawn:
+        trainer = Trainer(update)
+        Progress().attach(trainer)
+        trainer.run([0] * 10, max_epochs=1)
+        lines = drawn().split("\r")
+
+    shown = [line.removesuffix("\x1b[K") for line in lines]
+    assert [line for line in shown if "compiling" in line and "epoch 1/1" in line] == [
+        "epoch 1/1  iter 1/10 [##......................] 10%  compiling"
+    ]
+    assert "epoch 1/1  iter 1/10 [##......................] 10%  ETA 0:09  1.00 it/s" in shown
 
 
 def test_elsewhere_a_short_run_is_its_last_line_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def _summed(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Ledger:
         kept = _kept(lines, cut)
         for part in ("data_wait", "evaluation", "checkpoint", "handlers"):
             seconds[part] += kept[part]
-        seconds["restart" if number else "startup"] += last["startup"]
+        seconds["restart" if number else "startup"] += kept["startup"]
         trained = kept["elapsed"] - sum(kept[part] for part in COUNTED)
         seconds["productive"] += max(trained, 0.0)
         seconds["wasted"] += max(last["elapsed"] - kept["elapsed"], 0.0)
@@ -146,7 +146,8 @@ def _kept(lines: Sequence[Mapping[str, Any]], cut: float) -> Mapping[str, Any]:
     last = lines[-1]
     if last["iteration"] <= cut:
         return last
-    began = {**dict.fromkeys(COUNTED, 0.0), "startup": last["startup"], "elapsed": last["startup"]}
+    startup = lines[0]["startup"]  # that of a later line may hold compilations after the first
+    began = {**dict.fromkeys(COUNTED, 0.0), "startup": startup, "elapsed": startup}
     known = [began | {"iteration": last["first"]}, *lines]
     before = next((line for line in reversed(known) if line["iteration"] <= cut), known[0])
     if before["iteration"] >= cut:

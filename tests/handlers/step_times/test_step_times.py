@@ -13,6 +13,7 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
@@ -175,6 +176,21 @@ def test_own_update_is_one_part_and_nothing_is_left_over() -> None:
     assert times._clock.seconds["forward"] == times._clock.seconds["copy"] == 0
     assert sum(times._clock.seconds.values()) == pytest.approx(time.perf_counter() - began, abs=0.01)
     assert trainer.state.metrics["time/step_ms"] >= 1e3 * PLANTED_S
+
+
+def test_compiling_is_start_up_and_no_part_of_a_step(tmp_path: Path) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        time.sleep(0.3)
+        return graph
+
+    compiled, before = torch.compile(lambda value: value + 1, backend=backend), [*callback_handler.start_callbacks]
+    trainer, times = Trainer(lambda engine, batch: compiled(torch.ones(2))), StepTimes(tmp_path)
+    times.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+    trainer.run([0] * 4, max_epochs=1)
+
+    assert times.ledger is not None and times.ledger.seconds["startup"] > 0.3 > 0.2 > times.ledger.seconds["productive"]
+    assert trainer.state.metrics["time/startup_s"] > 0.3 and trainer.state.metrics["time/step_ms"] < 50
+    assert callback_handler.start_callbacks == before
 
 
 def test_data_of_unknown_length_is_waited_for_to_its_end() -> None:
