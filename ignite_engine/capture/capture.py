@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import is_
-from statistics import median
 from typing import Any
 
 import torch
@@ -16,32 +16,59 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.optim import Optimizer
 
 from ignite_engine.capture import step as steps
-from ignite_engine.capture.gradients import GradientGraphs, Signature, signature_of
+from ignite_engine.capture.compiling import LONGEST_S, Compilations, NotCompiled, cause_of, compiler
+from ignite_engine.capture.gradients import GradientGraph, Signature, signature_of
 from ignite_engine.capture.step import StepGraph
-from ignite_engine.errors import one_line
+from ignite_engine.capture.trial import MUST_GAIN, Trial
 from ignite_engine.events import TrainingEvents
 from ignite_engine.step.accumulate import Accumulate, ForwardBackward
 from ignite_engine.step.accumulate.forward_backward import listeners_of, means
 from ignite_engine.step.device import to_device
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
-from ignite_engine.step.losses import scalar
+from ignite_engine.step.losses import LossFn, scalar
 from ignite_engine.step.optimizer_step import step
+from ignite_engine.step.parameters import Parameters
 from ignite_engine.step.precision import DTYPES, LossScaler, Precision
-from ignite_engine.step.without_trace import without_trace
 
 logger = logging.getLogger(__name__)
 
 CAPTURE_MODES = (False, True, "auto")
-_MEASURED = 50
-_WARM_UP = 10
-_MUST_GAIN = 0.95
-"""Largest median of a captured iteration, in those of the plain way, with which ``auto`` keeps the capture."""
 _TOLERANCE = {None: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest relative difference of the loss and of each gradient's norm, by the type of autocast."""
 
 
 class NotCaptured(ValueError):
     """``Update(capture=True)`` and an update that cannot be captured; one line."""
+
+
+@dataclass
+class _Trained:
+    """What the graphs of gradients were made for."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    parameters: list[nn.Parameter]
+    buffers: list[Tensor]
+    trainable: list[bool]
+    optimized: list[Tensor]
+    """Of the optimizers."""
+    graphs: dict[Signature, GradientGraph] = field(default_factory=dict)
+
+    def is_now(self, other: _Trained) -> bool:
+        """Whether graphs made for the other are right for this."""
+        return (
+            self.model is other.model
+            and self.loss_fn is other.loss_fn
+            and self.trainable == other.trainable
+            and _same(self.parameters, other.parameters)
+            and _same(self.buffers, other.buffers)
+        )
+
+    @property
+    def name(self) -> str:
+        """The same in a resumed run."""
+        function = getattr(self.loss_fn, "__qualname__", type(self.loss_fn).__name__)
+        return function if all(self.trainable) else f"{function}, frozen {zlib.crc32(bytes(self.trainable)):08x}"
 
 
 class Capture:
@@ -63,6 +90,7 @@ class Capture:
         *,
         required: bool,
         device: torch.device,
+        parameters: Parameters,
         precision: Precision,
         clip_norm: float | None,
         log_grad_norm: bool,
@@ -72,18 +100,19 @@ class Capture:
     ) -> None:
         self._plain, self._forward_backward, self._optimizers = plain, forward_backward, optimizers
         self._required, self._device, self._precision = required, device, precision
+        self._parameters = parameters
         self._clip_norm, self._log_grad_norm, self._eager_step = clip_norm, log_grad_norm, eager_step
         self._scaler = scaler
         self._factors: dict[float, Tensor] = {}
-        self._graphs: GradientGraphs | None = None
-        self._parameters: list[nn.Parameter] = []
-        self._trainable: list[bool] = []
+        # there is no other way to train by where capture is required, and so nothing to go on with after a time
+        self._compilations = Compilations(None if required else LONGEST_S)
+        self._trained: list[_Trained] = []
+        self._now: _Trained | None = None
         self._looked_up = False
-        self._step: StepGraph | None = None
+        self._step = StepGraph(clip_norm, log_grad_norm, self._compilations)
         self._group_is_captured = False
-        self._signatures: list[str] = []
-        self._admitted: set[Signature] = set()
-        self._trial = _Trial()
+        self._trial = Trial()
+        self._differs: str | None = None
         self.decision: bool | None = True if required else None
         """Captured for good, or not; None: not decided."""
         if callable(precision):
@@ -98,100 +127,74 @@ class Capture:
         """Why a resumed run may have other bits, for the reproducibility report; None: it has the same."""
         if self.decision is None:
             return "measures whether it is faster, and a resumed run measures again: capture=True or False is exact"
-        return None
+        return self._differs
 
     def state_dict(self) -> dict[str, Any]:
-        return {"decision": self.decision, "signatures": list(self._signatures), "torch": str(torch.__version__)}
+        names = list(self._compilations.names)
+        return {
+            "decision": self.decision,
+            "graphs": names,
+            "step": not self._eager_step,
+            "torch": str(torch.__version__),
+            "compiler": compiler() if names else None,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved, now = state["torch"], str(torch.__version__)
-        if state["decision"] and saved != now:
-            logger.warning("The run was captured by torch %s and goes on with %s: other bits may follow.", saved, now)
         if self._required and not state["decision"]:
-            logger.warning("The run was not captured when it was saved, and is now: it goes on with other bits.")
+            self._differs = "was not there when the run was saved, which goes on captured"
+        elif state["decision"] and state["graphs"] and state["compiler"] != compiler():
+            self._differs = f"was compiled by {state['compiler']} when the run was saved, and is by {compiler()} now"
+        if self._differs is not None:
+            logger.warning("The update's capture %s: it goes on with other bits.", self._differs)
         if not self._required:
             self.decision = state["decision"]
-        self._signatures = list(state["signatures"])
+        self._compilations.names[:] = state["graphs"]
+        self._eager_step = self._eager_step or not state["step"]
 
     def run_starts(self) -> None:
         """A run starts: what is trained is looked up again."""
         self._looked_up = False
-        self._trial = _Trial()
+        self._trial = Trial()
 
     # -- the strategy
 
     def __call__(self, engine: Engine, micro_batches: Sequence[Any], scales: list[float]) -> dict[str, Tensor]:
         self._group_is_captured = False
         if self.decision is None:
-            self._decide(engine)
-        if not self._wants_capture():
+            self._decide()
+        wanted = self.decision or (self.decision is None and self._trial.is_captured)
+        if not wanted or not all(scales):
             return self._plain(engine, micro_batches, scales)
-        if not all(scales):
-            return self._plain(engine, micro_batches, scales)
-        state: Any = engine.state
-        on_host = self._device.type == "cpu"
-        batches = list(micro_batches if on_host else to_device(micro_batches, self._device, state.iteration))
-        if not self._fits() and not self._begin(batches[0]):
-            return self._plain(engine, micro_batches, scales)
-        assert self._graphs is not None
-        training = self._forward_backward.model.training
-        signatures = [signature_of(batch, training) for batch in batches]
-        if not all(map(self._admits, signatures)):
-            return self._plain(engine, micro_batches, scales)
-        done = state.micro_batches
-        try:
-            output = self._captured(engine, batches, scales, signatures)
-        except FailOnRecompileLimitHit as error:
-            if state.micro_batches > done:
-                raise
-            self._refuse(f"it changes from one iteration to another ({_cause(error)})")
+        if self._device.type == "cpu":
+            batches = micro_batches
+        else:
+            batches = list(to_device(micro_batches, self._device, engine.state.iteration))
+        graphs = self._graphs_of(batches)
+        if graphs is None:
             return self._plain(engine, micro_batches, scales)
         self._group_is_captured = True
-        return output
-
-    @property
-    def clip_and_step(self) -> Callable[[], Tensor | None] | None:
-        """What clips, steps and returns the norm or None, in the place of the plain way; None: that is used."""
-        if not self._group_is_captured or self._eager_step or not steps.has_states(self._optimizers.values()):
-            return None
-        return self._clip_and_step
-
-    def _clip_and_step(self) -> Tensor | None:
-        if self._step is None:
-            self._step = StepGraph(self._clip_norm, self._log_grad_norm)
-        done, norm = self._step(self._optimizers)
-        if done:
-            return norm
-        assert self._graphs is not None
-        if self._clip_norm is not None:
-            norm = clip_gradients(self._graphs.parameters, self._clip_norm)
-        elif self._log_grad_norm:
-            norm = gradient_norm(
-                [parameter.grad for parameter in self._graphs.parameters if parameter.grad is not None]
-            )
-        for optimizer in self._optimizers.values():
-            step(optimizer)
-        return norm
-
-    def _captured(
-        self, engine: Engine, batches: Sequence[Any], scales: list[float], signatures: Sequence[Signature]
-    ) -> dict[str, Tensor]:
-        assert self._graphs is not None
         state: Any = engine.state
-        graphs, losses, extras = self._graphs, list[Tensor](), list[Mapping[str, Tensor]]()
+        losses, extras = list[Tensor](), list[Mapping[str, Tensor]]()
         forward_starts, forward_completes, backward_completes = listeners_of(engine)
-        for batch, scale, signature in zip(batches, scales, signatures, strict=True):
+        for index, (batch, scale, graph) in enumerate(zip(batches, scales, graphs, strict=True)):
             if forward_starts:
                 engine.fire_event(TrainingEvents.FORWARD_STARTED)
             if forward_completes:  # where one graph has both, the time of both is backward's
                 engine.fire_event(TrainingEvents.FORWARD_COMPLETED)
-            gradients, loss, extra = graphs(batch, self._factor(scale), signature)
-            if not losses:
-                for parameter, gradient in zip(graphs.parameters, gradients, strict=True):
+            factor = self._factor(scale)
+            try:
+                with torch.no_grad():
+                    gradients, loss, extra = graph(batch, factor)
+            except FailOnRecompileLimitHit as error:
+                self._group_is_captured = False
+                self._refuse(f"it changes from one iteration to another ({cause_of(error)})")
+                rest = self._plain(engine, micro_batches[index:], scales[index:])
+                done = means(losses, extras, scales[:index]) if index else {}
+                return {name: value + done[name] if index else value for name, value in rest.items()}
+            for parameter, gradient in zip(graph.parameters, gradients, strict=True):
+                if parameter.grad is None:
                     parameter.grad = gradient
-            else:
-                for parameter, gradient in zip(graphs.parameters, gradients, strict=True):
-                    assert parameter.grad is not None
+                else:
                     parameter.grad.add_(gradient)
             losses.append(loss)
             if extra:
@@ -200,6 +203,29 @@ class Capture:
             if backward_completes:
                 engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
         return means(losses, extras, scales)
+
+    @property
+    def clip_and_step(self) -> Callable[[], Tensor | None] | None:
+        """What clips, steps and returns the norm or None, in the place of the plain way; None: that is used."""
+        return self._clip_and_step if self._group_is_captured and not self._eager_step else None
+
+    def _clip_and_step(self) -> Tensor | None:
+        try:
+            done, norm = self._step(self._optimizers)
+            if done:
+                return norm
+        except (NotCompiled, FailOnRecompileLimitHit) as error:
+            logger.warning("The optimizers' step is no longer captured: %s.", cause_of(error).rstrip("."))
+            self._eager_step = True
+        norm = None
+        parameters = self._parameters.in_order_of(self._forward_backward.model)
+        if self._clip_norm is not None:
+            norm = clip_gradients(parameters, self._clip_norm)
+        elif self._log_grad_norm:
+            norm = gradient_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        for optimizer in self._optimizers.values():
+            step(optimizer)
+        return norm
 
     def _factor(self, scale: float) -> Tensor:
         """What the loss is multiplied by: in fp16 by the loss scale, too."""
@@ -214,77 +240,78 @@ class Capture:
 
     # -- what may be captured
 
-    def _wants_capture(self) -> bool:
-        return self.decision is True or (self.decision is None and self._trial.is_captured)
-
-    def _admits(self, signature: Signature) -> bool:
-        """Whether a batch like this has a graph, or may have one: few shapes are worth a compilation."""
-        if signature in self._admitted:
-            return True
-        name = str(signature)
-        if name in self._signatures:
-            self._admitted.add(signature)
-            return True
-        if len(self._signatures) >= steps.MAX_GRAPHS:
-            return False
-        self._signatures.append(name)
-        self._admitted.add(signature)
-        if len(self._signatures) == steps.MAX_GRAPHS:
-            logger.info("%d shapes of batches are captured; others are trained on as they are.", steps.MAX_GRAPHS)
-        return True
+    def _graphs_of(self, batches: Sequence[Any]) -> list[GradientGraph] | None:
+        """A graph for each micro-batch, compiled where it is the first of its kind; None: the plain way it is."""
+        trained = self._now if self._fits() else self._begin()
+        if trained is None:
+            return None
+        training, found = trained.model.training, list[GradientGraph]()
+        for batch in batches:
+            signature = signature_of(batch, training)
+            graph = trained.graphs.get(signature)
+            if graph is None:
+                graph = self._compile(trained, signature, batch)
+                if graph is None:
+                    return None
+            found.append(graph)
+        return found
 
     def _fits(self) -> bool:
-        """Whether the graphs are those of what is trained now, which a handler may freeze or replace."""
-        if self._graphs is None or [parameter.requires_grad for parameter in self._parameters] != self._trainable:
+        """Whether what is trained is what it was, of which a handler may freeze, replace or add something."""
+        now, ways = self._now, self._forward_backward
+        if now is None or not self._looked_up or now.loss_fn is not ways.loss_fn or now.model is not ways.model:
             return False
-        if not self._looked_up:
-            parameters = list(self._forward_backward.model.parameters())
-            self._looked_up = len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
-        return self._looked_up and self._graphs.loss_fn is self._forward_backward.loss_fn
+        trainable = [parameter.requires_grad for parameter in now.parameters]
+        return trainable == now.trainable and _same(now.optimized, self._optimized())
 
-    def _begin(self, batch: Any) -> bool:
-        """Capture the first micro-batch of a process, and compare it with the plain way on the same weights."""
-        model, dtype = self._forward_backward.model, DTYPES[str(self._precision)]
-        if (why := self._why_not(model)) is not None:
+    def _optimized(self) -> list[Tensor]:
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _begin(self) -> _Trained | None:
+        """Find the graphs of what is trained from now on; None: it cannot be captured."""
+        model, loss_fn = self._forward_backward.model, self._forward_backward.loss_fn
+        parameters, buffers = list(model.parameters()), list(model.buffers())
+        trainable = [parameter.requires_grad for parameter in parameters]
+        now = _Trained(model, loss_fn, parameters, buffers, trainable, self._optimized())
+        if (why := self._why_not(now)) is not None:
             self._refuse(why)
-            return False
-        graphs = GradientGraphs(model, self._forward_backward.loss_fn, self._device, dtype)
-        scale = torch.ones((), device=self._device)
-        expected_loss, expected, draws = graphs.probe(batch, scale)
-        began = time.perf_counter()
-        logger.info("The update is being compiled, which takes from seconds to minutes.")
-        try:
-            with without_trace(model):
-                for _ in range(2):  # what changes from call to call would be compiled again in each
-                    gradients, loss, _ = graphs(batch, scale, signature_of(batch, model.training))
-        except Exception as error:  # the plain way has just worked: it is torch.compile's
-            self._refuse(_cause(error))
-            return False
-        if not draws:
-            tolerance = _TOLERANCE[dtype]
-            pairs = zip([expected_loss, *expected], [loss, *gradients], strict=True)
-            if not all(_agree(one, other, tolerance) for one, other in pairs):
-                self._refuse(f"the loss or a gradient differs by more than {tolerance:g} from the plain way's")
-                return False
-        logger.info("The update is captured, compiled in %.1f s.", time.perf_counter() - began)
-        self._graphs, self._looked_up = graphs, True
-        self._parameters = list(model.parameters())
-        self._trainable = [parameter.requires_grad for parameter in self._parameters]
-        return True
+            return None
+        known = next((each for each in self._trained if each.is_now(now)), None)
+        if known is None:
+            known = now
+            self._trained = [*(each for each in self._trained if each.graphs), now]
+        known.optimized, self._now, self._looked_up = now.optimized, known, True
+        return known
 
-    def _why_not(self, model: nn.Module) -> str | None:
-        held = {id(parameter) for parameter in model.parameters()}
-        trained = [
-            parameter
-            for optimizer in self._optimizers.values()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        if any(id(parameter) not in held for parameter in trained):
+    def _compile(self, trained: _Trained, signature: Signature, batch: Any) -> GradientGraph | None:
+        """Compile the gradients of a batch like this, and compare them with the plain way's on the same weights."""
+        kept = 0 if self._eager_step or self._step.is_named else 1
+        if not self._compilations.admits(f"{signature} of {trained.name}", kept=kept):
+            return None
+        dtype = DTYPES[str(self._precision)]
+        try:
+            graph = GradientGraph(trained.model, trained.loss_fn, self._device, dtype, batch)
+        except Exception:  # the plain way raises it again, and says of what micro-batch
+            return None
+        try:
+            agrees = self._compilations.compile(lambda: graph.agrees(batch, _TOLERANCE[dtype]))
+        except NotCompiled as error:
+            self._refuse(str(error))
+            return None
+        if not agrees:
+            self._refuse(f"the loss or a gradient differs by more than {_TOLERANCE[dtype]:g} from the plain way's")
+            return None
+        trained.graphs[signature] = graph
+        return graph
+
+    def _why_not(self, trained: _Trained) -> str | None:
+        held = set(map(id, trained.parameters))
+        if any(id(parameter) not in held for parameter in trained.optimized):
             return "an optimizer trains parameters that are not the model's"
-        if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained):
+        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in trained.optimized):
             return "a parameter has hooks of its gradient"
-        if (why := steps.why_not(self._optimizers.values())) is not None and not self._eager_step:
+        if not self._eager_step and (why := steps.why_not(self._optimizers.values())) is not None:
             logger.info("The optimizers' step is not captured: %s.", why)
             self._eager_step = True
         return None
@@ -301,63 +328,25 @@ class Capture:
                 "train such an update the plain way, or capture=False."
             )
         logger.warning("The update is not captured: %s.", why.rstrip("."))
-        self.decision = False
+        self._decide_for(False)
 
-    def _decide(self, engine: Engine) -> None:
+    def _decide(self) -> None:
         """``auto``: measure plain iterations, then captured ones, then keep the faster way."""
         trial = self._trial
         trial.count()
         if trial.ratio is None:
             return
-        self.decision = trial.ratio <= _MUST_GAIN
+        self._decide_for(trial.ratio <= MUST_GAIN)
         logger.warning(
             "An iteration takes %.2f of its time when the update is captured: %s.",
             *(trial.ratio, "it stays captured" if self.decision else "it is not captured"),
         )
 
-
-class _Trial:
-    """The durations of iterations, first of plain ones and then of captured ones."""
-
-    def __init__(self) -> None:
-        self._durations: tuple[list[float], list[float]] = [], []
-        self._phase = 0
-        self._seen = 0
-        self._last: float | None = None
-
-    @property
-    def is_captured(self) -> bool:
-        return self._phase == 1
-
-    @property
-    def ratio(self) -> float | None:
-        """Of the medians, captured to plain; None: not known yet."""
-        plain, captured = self._durations
-        return None if len(captured) < _MEASURED else median(captured) / median(plain)
-
-    def count(self) -> None:
-        """An iteration begins."""
-        now = time.perf_counter()
-        if self._last is not None:
-            self._seen += 1
-            if self._seen > _WARM_UP:
-                self._durations[self._phase].append(now - self._last)
-        self._last = now
-        if self._phase == 0 and len(self._durations[0]) >= _MEASURED:
-            self._phase, self._seen = 1, 0
+    def _decide_for(self, captured: bool) -> None:
+        self.decision = captured
+        if not captured:  # graphs hold memory
+            self._trained, self._now = [], None
 
 
-def _agree(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    one, other = one.float(), other.float()
-    return bool((one - other).norm() <= tolerance * one.norm() + 1e-6)
-
-
-def _cause(error: Exception) -> str:
-    """In a line, with the line of the user's code that torch names."""
-    text = one_line(error)
-    lines = str(error).splitlines()
-    if "from user code:" in str(error):
-        places = [line.strip() for line in lines if line.lstrip().startswith('File "')]
-        if places:
-            text = f"{text.rstrip('.')} ({places[-1]})"
-    return text
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))

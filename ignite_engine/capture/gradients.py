@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from types import FunctionType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,16 +12,16 @@ from torch.func import functional_call, grad
 from torch.utils._pytree import tree_flatten
 
 from ignite_engine import devices
+from ignite_engine.capture.compiling import compiled
 from ignite_engine.step.losses import LossFn, parts
 from ignite_engine.step.without_trace import without_trace
 
 Gradients = list[Tensor]
-Graph = Callable[..., Any]
 Signature = tuple[Any, ...]
 
 
-class GradientGraphs:
-    """One graph for each signature of a batch: its structure, shapes and types.
+class GradientGraph:
+    """The graph for one signature of a batch: its structure, shapes and types.
 
     torch would compile the second shape for all later ones, so that the bits of a short last batch would depend on what
     came before it.
@@ -31,57 +29,59 @@ class GradientGraphs:
     Args:
         model: what is trained, not wrapped.
         dtype: of autocast; None: none.
+        batch: an example, on the device.
+
+    Raises:
+        Whatever loss_fn raises.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, device: torch.device, dtype: torch.dtype | None) -> None:
-        self.model, self.loss_fn, self._device, self._dtype = model, loss_fn, device, dtype
-        self._loss = _Loss(model, loss_fn)
-        self._graphs: dict[Signature, Graph] = {}
-        self._trained: dict[str, Tensor] = {}
-        self._buffers: dict[str, Tensor] = {}
-
-    @property
-    def parameters(self) -> list[Tensor]:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, device: torch.device, dtype: torch.dtype | None, batch: Any
+    ) -> None:
+        self._loss, self._device, self._dtype = _Loss(model, loss_fn), device, dtype
+        self.buffers = dict(self._loss.named_buffers())
+        named = {name: parameter for name, parameter in self._loss.named_parameters() if parameter.requires_grad}
+        before = self._generators()
+        with without_trace(model), _same_attributes(self._loss), torch.enable_grad(), self._context():
+            loss, _ = parts(self._loss(batch))
+            self.draws = not all(map(torch.equal, before, self._generators()))
+            """The loss draws random numbers."""
+            gradients = torch.autograd.grad(loss.reshape(()), list(named.values()), allow_unused=True)
+        self._expected = [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
+        found = zip(named.items(), gradients, strict=True)
+        self._trained = {name: parameter for (name, parameter), gradient in found if gradient is not None}
+        self.parameters = list(self._trained.values())
         """Those that get a gradient, in the order of the gradients."""
-        return list(self._trained.values())
+        self._graph = compiled(self._function())
 
-    def __contains__(self, signature: Signature) -> bool:
-        return signature in self._graphs
+    def __call__(self, batch: Any, scale: Tensor) -> tuple[Gradients, Tensor, Mapping[str, Tensor]]:
+        """Gradients of ``scale`` times the loss, the loss, and what is reported beside it; under ``torch.no_grad()``.
 
-    def __len__(self) -> int:
-        return len(self._graphs)
+        The first call compiles.
+        """
+        result: tuple[Gradients, Tensor, Mapping[str, Tensor]] = self._graph(self._trained, self.buffers, batch, scale)
+        return result
 
-    def probe(self, batch: Any, scale: Tensor) -> tuple[Tensor, Gradients, bool]:
-        """Find out which parameters the loss depends on; leaves no trace in generators and buffers.
+    def agrees(self, batch: Any, tolerance: float) -> bool:
+        """Whether the loss and each gradient of the example are the plain way's; two calls, which leave no trace.
 
-        Returns:
-            The loss and the gradients of the uncaptured way, and whether it draws random numbers.
+        Args:
+            tolerance: of each, relative to its norm.
 
         Raises:
-            Whatever loss_fn raises.
+            FailOnRecompileLimitHit: the second call would be another graph, as every later one would.
         """
-        named = {name: each for name, each in self._loss.named_parameters() if each.requires_grad}
-        before = self._generators()
-        with without_trace(self.model), torch.enable_grad(), self._context():
-            loss, _ = parts(self._loss(batch))
-            draws = not all(map(torch.equal, before, self._generators()))
-            found = torch.autograd.grad(loss.reshape(()) * scale, list(named.values()), allow_unused=True)
-        gradients = dict(zip(named, found, strict=True))
-        self._trained = {name: named[name] for name, gradient in gradients.items() if gradient is not None}
-        self._buffers = dict(self._loss.named_buffers())
-        self._graphs.clear()
-        return loss.detach(), [gradient for gradient in found if gradient is not None], draws
-
-    def __call__(
-        self, batch: Any, scale: Tensor, signature: Signature
-    ) -> tuple[Gradients, Tensor, Mapping[str, Tensor]]:
-        """Gradients of ``scale`` times the loss, the loss, and what is reported beside it; compiles a new signature."""
-        graph = self._graphs.get(signature)
-        if graph is None:
-            graph = self._graphs[signature] = compiled(self._graph())
-        with torch.no_grad():
-            result: tuple[Gradients, Tensor, Mapping[str, Tensor]] = graph(self._trained, self._buffers, batch, scale)
-            return result
+        scale, error = torch.ones((), device=self._device), None
+        with without_trace(self._loss.model), _same_attributes(self._loss), torch.no_grad():
+            try:
+                for _ in range(2):
+                    gradients, loss, _ = self(batch, scale)
+            except BaseException as raised:  # buffers are put back only where the body ends
+                error = raised
+        if error is not None:
+            raise error
+        expected, self._expected = self._expected, []
+        return self.draws or all(map(_agree, expected, [loss, *gradients], [tolerance] * len(expected)))
 
     def _generators(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
@@ -91,7 +91,7 @@ class GradientGraphs:
     def _context(self) -> Any:
         return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
 
-    def _graph(self) -> Graph:
+    def _function(self) -> Any:
         loss, device_type, dtype = self._loss, self._device.type, self._dtype
 
         def graph(
@@ -126,27 +126,29 @@ class _Loss(nn.Module):
         return self.loss_fn(self.model, batch)
 
 
-def compiled(function: Graph) -> Graph:
-    """One graph, or an error: what would be compiled a second time changes from call to call."""
-    # torch keeps graphs by code object, which all functions of one definition share
-    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__)
-    result: Graph = torch.compile(own, fullgraph=True, dynamic=False, **_ONE_GRAPH)
-    return result
+def _agree(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    one, other = one.float(), other.float()
+    return bool((one - other).norm() <= tolerance * one.norm() + 1e-6)
 
 
-def _one_graph() -> dict[str, Any]:
-    """Options of ``torch.compile`` since torch 2.13; before it 8 graphs are the limit."""
-    options = {"isolate_recompiles": True, "recompile_limit": 1}
-    return options if options.keys() <= inspect.signature(torch.compile).parameters.keys() else {}
-
-
-_ONE_GRAPH = _one_graph()
+@contextmanager
+def _same_attributes(module: nn.Module) -> Iterator[None]:
+    """Put back numbers and words that modules note of their calls, such as how many there were."""
+    noted = [
+        (each, {name: value for name, value in vars(each).items() if isinstance(value, int | float | str | None)})
+        for each in module.modules()
+    ]
+    try:
+        yield
+    finally:
+        for each, values in noted:
+            vars(each).update(values)
 
 
 def signature_of(batch: Any, training: bool) -> Signature:
     """What a graph is compiled for."""
-    if type(batch) in (tuple, list) and all(type(leaf) is Tensor for leaf in batch):  # to flatten it takes 20 us
-        return (training, type(batch), *((leaf.shape, leaf.stride(), leaf.dtype) for leaf in batch))
+    if type(batch) in (tuple, list) and all([type(leaf) is Tensor for leaf in batch]):  # to flatten it takes 20 us
+        return (training, type(batch), *[(leaf.shape, leaf.stride(), leaf.dtype) for leaf in batch])
     leaves, structure = tree_flatten(batch)
     tensors = ((leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return (training, str(structure), *tensors)

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from ignite_engine.capture.gradients import Graph, compiled
+from ignite_engine.capture.compiling import Compilations, Graph, compiled
 
-MAX_GRAPHS = 4
-"""Of shapes of batches, and of settings of optimizers."""
-
-
-@dataclass
-class _Group:
-    """A parameter group as a graph takes it: tensors are inputs, settings are compiled into it."""
-
-    kind: type[Optimizer]
-    parameters: list[Tensor]
-    gradients: list[Tensor]
-    states: dict[str, list[Tensor]]
-    lr: Tensor
-    settings: dict[str, Any]
-
+_NO_STATE: dict[str, Tensor] = {}
 
 _STATES: dict[type[Optimizer], tuple[str, ...]] = {
     AdamW: ("exp_avg", "exp_avg_sq", "step"),
@@ -44,17 +30,35 @@ _SETTINGS: dict[type[Optimizer], tuple[str, ...]] = {
 
 def why_not(optimizers: Iterable[Optimizer]) -> str | None:
     """Why the step is not captured, as the end of a sentence; None: it is."""
+    trained = set[int]()
     for optimizer in optimizers:
         if type(optimizer) not in _STATES:
             return f"{type(optimizer).__name__} is none of {', '.join(kind.__name__ for kind in _STATES)}"
-        if any(group.get("amsgrad") for group in optimizer.param_groups):
-            return "amsgrad is on"
-        if any(group.get("differentiable") for group in optimizer.param_groups):
-            return "differentiable is on"
-        hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        if any(getattr(optimizer, name, None) for name in hooks):
-            return f"{type(optimizer).__name__} has hooks of its step"
+        for group in optimizer.param_groups:
+            for name in ("amsgrad", "differentiable"):
+                if group.get(name):
+                    return f"{name} is on"
+            if any(isinstance(group.get(name), Tensor) for name in ("betas", "eps", "weight_decay", "momentum")):
+                return "a setting beside the LR is a tensor"
+            parameters = set(map(id, group["params"]))
+            if trained & parameters:
+                return "two optimizers train one parameter"
+            trained |= parameters
+        if has_hooks(optimizer):
+            return f"{type(optimizer).__name__} has hooks of its step, or another step"
     return None
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody listens to its steps, or has put another one in their place; torch's schedulers only count."""
+    replaced = optimizer.__dict__.get("step")
+    return bool(
+        (replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False))
+        or getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        or getattr(optimizer, "_optimizer_step_post_hooks", None)
+        or getattr(torch_optimizer, "_global_optimizer_pre_hooks", None)
+        or getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
+    )
 
 
 class StepGraph:
@@ -63,118 +67,109 @@ class StepGraph:
     Args:
         clip_norm: largest joint L2 norm; None does not clip.
         with_norm: return the norm where nothing is clipped, too.
+        compilations: of the update.
     """
 
-    def __init__(self, clip_norm: float | None, with_norm: bool) -> None:
-        self._clip_norm, self._with_norm = clip_norm, with_norm
+    def __init__(self, clip_norm: float | None, with_norm: bool, compilations: Compilations) -> None:
+        self._clip_norm, self._with_norm, self._compilations = clip_norm, with_norm, compilations
         self._graphs: dict[tuple[Any, ...], Graph] = {}
-        self._rates: dict[tuple[int, int], Tensor] = {}
+        self._rates: dict[tuple[int, int], tuple[float, Tensor]] = {}
+
+    @property
+    def is_named(self) -> bool:
+        """Whether one of the graphs that the update may have is this."""
+        return any(name.startswith("step ") for name in self._compilations.names)
 
     def __call__(self, optimizers: Mapping[str, Optimizer]) -> tuple[bool, Tensor | None]:
-        """One step of each; the optimizers' states must exist.
+        """One step of each.
 
         Returns:
-            Whether it was done: few settings, other than the LR, are worth a compilation; and the norm before clipping,
-            shape ``()``.
+            Whether it was done: not where an optimizer has yet to make its states, or has hooks, or all graphs are in
+            use; and the norm before clipping, shape ``()``.
         """
-        groups = [
-            self._group(number, index, optimizer, group)
-            for number, optimizer in enumerate(optimizers.values())
-            for index, group in enumerate(optimizer.param_groups)
-        ]
-        groups = [group for group in groups if group.parameters]
-        key = tuple((group.kind, len(group.parameters), *group.settings.values()) for group in groups)
-        graph = self._graphs.get(key)
-        if graph is None:
-            if len(self._graphs) >= MAX_GRAPHS:
+        groups, rates, key = list[list[list[Tensor]]](), list[Tensor](), list[Any]()
+        for number, optimizer in enumerate(optimizers.values()):
+            if has_hooks(optimizer):
                 return False, None
-            graph = self._graphs[key] = compiled(_clip_and_step(self._clip_norm, self._with_norm))
+            kind, state = type(optimizer), optimizer.state
+            names, settings = _STATES[kind], _SETTINGS[kind]
+            for index, group in enumerate(optimizer.param_groups):
+                parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+                if not parameters:
+                    continue
+                tensors = [parameters, [parameter.grad for parameter in parameters]]
+                if kind is not SGD or group["momentum"]:
+                    states = [state.get(parameter, _NO_STATE) for parameter in parameters]
+                    tensors += [[state.get(name) for state in states] for name in names]
+                    if any([tensor is None for moments in tensors[2:] for tensor in moments]):
+                        return False, None
+                groups.append(tensors)
+                rates.append(self._rate(number, index, group["lr"], parameters[0].device))
+                key.append((kind, len(parameters), *[group.get(name) for name in settings]))
+        signature = tuple(key)
+        graph = self._graphs.get(signature)
         with torch.no_grad():
-            norm = graph(
-                [group.parameters for group in groups],
-                [group.gradients for group in groups],
-                [group.states for group in groups],
-                [group.lr for group in groups],
-                [(group.kind, group.settings) for group in groups],
-            )
-        return True, norm
+            if graph is not None:
+                return True, graph(groups, rates)
+            names_of_kinds = [(kind.__name__, *rest) for kind, *rest in key]
+            if not self._compilations.admits(f"step {names_of_kinds}"):
+                return False, None
+            graph = self._graphs[signature] = compiled(_clip_and_step(self._clip_norm, self._with_norm, key))
+            return True, self._compilations.compile(lambda: graph(groups, rates))
 
-    def _group(self, number: int, index: int, optimizer: Optimizer, group: dict[str, Any]) -> _Group:
-        kind = type(optimizer)
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [optimizer.state[parameter] for parameter in parameters]
-        names = _STATES[kind] if kind is not SGD or group["momentum"] else ()
+    def _rate(self, number: int, index: int, lr: float | Tensor, device: torch.device) -> Tensor:
         # a number would be compiled into the graph, and each value of a schedule would be another graph
-        lr = group["lr"]
-        if not isinstance(lr, Tensor):
-            device = parameters[0].device if parameters else torch.device("cpu")
-            rate = self._rates.get((number, index))
-            if rate is None or rate.device != device:
-                rate = self._rates[number, index] = torch.zeros((), device=device)
-            lr = rate.fill_(lr)
-        return _Group(
-            kind,
-            parameters,
-            [parameter.grad for parameter in parameters],
-            {name: [state[name] for state in states] for name in names},
-            lr,
-            {name: group[name] for name in _SETTINGS[kind] if name in group},
-        )
+        if isinstance(lr, Tensor):
+            return lr
+        last = self._rates.get((number, index))
+        if last is None or last[1].device != device:
+            rate = torch.full((), lr, device=device)
+        elif last[0] == lr:
+            return last[1]
+        else:
+            rate = last[1].fill_(lr)
+        self._rates[number, index] = lr, rate
+        return rate
 
 
-def _clip_and_step(clip_norm: float | None, with_norm: bool) -> Graph:
-    def graph(
-        parameters: list[list[Tensor]],
-        gradients: list[list[Tensor]],
-        states: list[dict[str, list[Tensor]]],
-        rates: list[Tensor],
-        kinds: list[tuple[type[Optimizer], dict[str, Any]]],
-    ) -> Tensor | None:
+def _clip_and_step(clip_norm: float | None, with_norm: bool, kinds: Sequence[tuple[Any, ...]]) -> Graph:
+    settings = [(kind, dict(zip(_SETTINGS[kind], values, strict=True))) for kind, _, *values in kinds]
+
+    def graph(groups: list[list[list[Tensor]]], rates: list[Tensor]) -> Tensor | None:
         norm = None
+        gradients = [group[1] for group in groups]
         if clip_norm is not None or with_norm:
             norms = [torch.linalg.vector_norm(gradient) for group in gradients for gradient in group]
             norm = torch.linalg.vector_norm(torch.stack(norms))
         if clip_norm is not None and norm is not None:
             factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
             gradients = [[gradient * factor for gradient in group] for group in gradients]
-        for group in range(len(parameters)):
-            kind, settings = kinds[group]
-            _STEPS[kind](parameters[group], gradients[group], states[group], rates[group], settings)
+        for index, (kind, values) in enumerate(settings):
+            parameters, _, *states = groups[index]
+            _STEPS[kind](parameters, gradients[index], states, rates[index], values)
         return norm
 
     return graph
 
 
-def has_states(optimizers: Iterable[Optimizer]) -> bool:
-    """Whether every parameter with a gradient has the state that its optimizer makes in its first step."""
-    return all(
-        name in optimizer.state[parameter] and optimizer.state[parameter][name] is not None
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        if type(optimizer) is not SGD or group["momentum"]
-        for parameter in group["params"]
-        if parameter.grad is not None
-        for name in _STATES[type(optimizer)]
-    )
-
-
 def _adam(
     parameters: list[Tensor],
     gradients: list[Tensor],
-    states: dict[str, list[Tensor]],
+    states: list[list[Tensor]],
     lr: Tensor,
     settings: dict[str, Any],
 ) -> None:
+    averages, squares, steps = states
     adam(
         parameters,
         gradients,
-        states["exp_avg"],
-        states["exp_avg_sq"],
+        averages,
+        squares,
         [],
-        states["step"],
+        steps,
         foreach=False,
         capturable=True,
-        decoupled_weight_decay=settings.get("decoupled_weight_decay", False),
+        decoupled_weight_decay=bool(settings.get("decoupled_weight_decay")),
         amsgrad=False,
         beta1=settings["betas"][0],
         beta2=settings["betas"][1],
@@ -188,7 +183,7 @@ def _adam(
 def _adamw(
     parameters: list[Tensor],
     gradients: list[Tensor],
-    states: dict[str, list[Tensor]],
+    states: list[list[Tensor]],
     lr: Tensor,
     settings: dict[str, Any],
 ) -> None:
@@ -198,14 +193,14 @@ def _adamw(
 def _sgd(
     parameters: list[Tensor],
     gradients: list[Tensor],
-    states: dict[str, list[Tensor]],
+    states: list[list[Tensor]],
     lr: Tensor,
     settings: dict[str, Any],
 ) -> None:
     sgd(
         parameters,
         gradients,
-        states.get("momentum_buffer", [None] * len(parameters)),  # type: ignore[arg-type]  # without momentum
+        states[0] if states else [None] * len(parameters),  # type: ignore[arg-type]  # without momentum
         foreach=False,
         fused=False,
         weight_decay=settings["weight_decay"],

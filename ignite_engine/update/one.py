@@ -173,6 +173,7 @@ class Update:
             self.optimizers,
             required=capture is True,
             device=self.device,
+            parameters=self._parameters,
             precision=self.precision,
             clip_norm=self.clip_norm,
             log_grad_norm=self.log_grad_norm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader, seed_everything
-from ignite_engine.capture import NotCaptured, capture
+from ignite_engine.capture import NotCaptured, capture, trial
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_cosine
 from tests.builders import linear
@@ -167,10 +169,27 @@ def test_what_cannot_be_captured_is_one_line_and_auto_trains_the_plain_way(caplo
     assert str(refused.value).startswith("Update(capture=True), but the update cannot be captured: ")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture, "_MEASURED", 2)
-        patch.setattr(capture, "_WARM_UP", 1)
+        patch.setattr(trial, "MEASURED", 2)
+        patch.setattr(trial, "WARM_UP", 1)
         assert run("auto") == run(False)
     assert "The update is not captured: " in caplog.text
+
+
+@pytest.mark.timeout(300, method="thread")  # the other method holds the alarm
+def test_compiling_that_takes_too_long_is_broken_off_and_auto_trains_the_plain_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(capture, "LONGEST_S", 0.1)
+    monkeypatch.setattr(trial, "MEASURED", 2)
+    monkeypatch.setattr(trial, "WARM_UP", 1)
+    before = signal.getsignal(signal.SIGALRM)
+
+    found = outputs_of(trainer_of("auto"))
+
+    assert "The update is not captured: compiling takes longer than 0.1 s." in caplog.messages
+    assert found == outputs_of(trainer_of(False))
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and signal.getsignal(signal.SIGALRM) == before
+    assert torch.compile(lambda value: value + 1, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(("takes", "kept"), [(0.5, True), (0.99, False)])
@@ -188,9 +207,9 @@ def test_auto_keeps_what_is_five_percent_faster(
         now += takes if captured._trial.is_captured else 1.0
         return now
 
-    monkeypatch.setattr(capture, "_MEASURED", 3)
-    monkeypatch.setattr(capture, "_WARM_UP", 1)
-    monkeypatch.setattr(capture.time, "perf_counter", clock)
+    monkeypatch.setattr(trial, "MEASURED", 3)
+    monkeypatch.setattr(trial, "WARM_UP", 1)
+    monkeypatch.setattr(trial.time, "perf_counter", clock)
     caplog.set_level(logging.INFO)
     undecided = trainer.reproducibility()
     trainer.run(data(), max_epochs=3)
@@ -205,11 +224,37 @@ def test_auto_keeps_what_is_five_percent_faster(
     assert captured.state_dict()["decision"] is kept
 
 
-def test_a_fifth_shape_is_trained_on_the_plain_way() -> None:
-    captured = trainer_of(True).update._capture  # type: ignore[attr-defined]
+@pytest.mark.slow  # compiles
+def test_never_more_than_four_graphs_are_compiled_and_the_rest_is_trained_as_it_is() -> None:
+    """Five shapes of batches, frozen parameters and another setting of the optimizer; one graph is the step's."""
 
-    assert [captured._admits((size,)) for size in (1, 2, 3, 4, 5, 1)] == [True] * 4 + [False, True]
-    assert len(captured.state_dict()["signatures"]) == 4
+    def run(mode: bool) -> tuple[list[dict[str, float]], Trainer]:
+        trainer, outputs = trainer_of(mode), list[dict[str, float]]()
+        model, (optimizer,) = trainer.update.model, trainer.update.optimizers.values()  # type: ignore[attr-defined]
+        inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+        batches = [(inputs[:size], inputs[:size, :1].sin()) for size in (4, 6, 8, 10, 12) * 3]
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda: model[4].bias.requires_grad_(False))
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED(once=11), lambda: optimizer.param_groups[0].update(weight_decay=0.2)
+        )
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda: outputs.append({k: float(v) for k, v in trainer.state.output.items()})
+        )
+        trainer.run(batches, max_epochs=1)
+        return outputs, trainer
+
+    compilations = list[str]()
+    callback = callback_handler.register_start_callback(lambda arguments: compilations.append(arguments.compile_id))
+    try:
+        found, trainer = run(True)
+    finally:
+        callback_handler.remove_start_callback(callback)
+
+    names = trainer.update._capture.state_dict()["graphs"]  # type: ignore[attr-defined]
+    assert len(compilations) == len(names) == 4
+    assert [name.startswith("step ") for name in names] == [False, False, True, False]
+    for output, expected in zip(found, run(False)[0], strict=True):
+        assert output == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def test_a_run_that_was_captured_is_not_resumed_without_a_word(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""Compiling a graph: how many there may be, how long it may take, and what is done where torch's cache is no use."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.utils import fresh_cache
+
+from ignite_engine.errors import one_line
+
+logger = logging.getLogger(__name__)
+Graph = Callable[..., Any]
+Result = TypeVar("Result")
+
+MAX_GRAPHS = 4
+"""Of one update in a run: shapes of batches, sets of trained parameters and settings of optimizers together."""
+LONGEST_S = 300.0
+"""What ``auto`` spends on compiling in one process at most."""
+_AGAIN_S = 30.0
+"""After the time a compilation is interrupted; once more where the first time was in code that drops exceptions."""
+
+
+class NotCompiled(Exception):
+    """A graph could not be compiled; one line, which names the line of the user's code where torch knows it."""
+
+
+class _TookTooLong(BaseException):
+    """A compilation has reached its limit; no ``Exception``, which torch would wrap or take for a defect of its own."""
+
+
+class Compilations:
+    """The graphs that an update has, by name, so that a resumed run has the same ones.
+
+    Args:
+        limit_s: for the compilations of this process together; None: no limit.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.names: list[str] = []
+        self._limit_s, self._left_s, self._compiled = limit_s, limit_s, 0
+
+    def admits(self, name: str, *, kept: int = 0) -> bool:
+        """Whether there is a graph of this name, or may be one, which is noted.
+
+        Args:
+            kept: so many graphs are for others.
+        """
+        if self._compiled + kept >= MAX_GRAPHS:
+            return False
+        if name in self.names:
+            return True
+        if len(self.names) + kept >= MAX_GRAPHS:
+            return False
+        self.names.append(name)
+        if len(self.names) + kept == MAX_GRAPHS:
+            logger.info("The update has %d graphs, all that it may have: others are not compiled.", len(self.names))
+        return True
+
+    def compile(self, call: Callable[[], Result]) -> Result:
+        """What ``call`` returns, in which torch compiles a graph.
+
+        Raises:
+            NotCompiled: torch cannot, or the time is over.
+        """
+        self._compiled += 1
+        began = time.perf_counter()
+        logger.info("The update is being compiled, which takes from seconds to minutes.")
+        try:
+            with _interrupted_after(self._left_s):
+                result = _without_broken_cache(call)
+        except _TookTooLong:
+            raise NotCompiled(f"compiling takes longer than {self._limit_s:g} s") from None
+        except Exception as error:  # the plain way has just worked: it is torch.compile's
+            raise NotCompiled(cause_of(error)) from error
+        finally:
+            took_s = time.perf_counter() - began
+            if self._left_s is not None:
+                self._left_s = max(self._left_s - took_s, 0.001)
+        logger.info("Compiled in %.1f s.", took_s)
+        return result
+
+
+def compiled(function: Graph) -> Graph:
+    """One graph, or an error: what would be compiled a second time changes from call to call."""
+    # torch keeps graphs by code object, which all functions of one definition share
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__)
+    result: Graph = torch.compile(own, fullgraph=True, dynamic=False, **_ONE_GRAPH)
+    return result
+
+
+def cause_of(error: Exception) -> str:
+    """In a line, with the line of the user's code that torch names."""
+    text = one_line(error)
+    if "from user code:" in str(error):
+        places = [line.strip() for line in str(error).splitlines() if line.lstrip().startswith('File "')]
+        if places:
+            text = f"{text.rstrip('.')} ({places[-1]})"
+    return text
+
+
+@cache
+def compiler() -> str | None:
+    """The C++ compiler that torch calls, with its version; None: there is none."""
+    command = os.environ.get("CXX", "g++")
+    try:
+        done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.partition("\n")[0].strip()
+
+
+def _one_graph() -> dict[str, Any]:
+    """Options of ``torch.compile`` since torch 2.13; before it 8 graphs are the limit."""
+    options = {"isolate_recompiles": True, "recompile_limit": 1}
+    return options if options.keys() <= inspect.signature(torch.compile).parameters.keys() else {}
+
+
+_ONE_GRAPH = _one_graph()
+
+
+def _without_broken_cache(call: Callable[[], Result]) -> Result:
+    """``call()``, again with an empty cache in a temporary folder where the one on disk may have been the cause."""
+    try:
+        return call()
+    except (BackendCompilerFailed, OSError, ImportError) as error:
+        logger.warning(
+            "torch's cache of compiled code %sis perhaps full, damaged or not to be written (%s): compiled without it.",
+            *(f"in {path} " if (path := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) else "", one_line(error)),
+        )
+    with fresh_cache():
+        return call()
+
+
+@contextmanager
+def _interrupted_after(seconds: float | None) -> Iterator[None]:
+    """Raise :class:`_TookTooLong`; no limit in other threads than the main one, and where the alarm is in use."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if seconds is None or not is_main or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise _TookTooLong
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
