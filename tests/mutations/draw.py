@@ -37,7 +37,11 @@ _LARGEST = 8
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change: the text from ``start`` to ``end`` of a file becomes ``text``."""
+    """One change: the text from ``start`` to ``end`` of a file becomes ``text``.
+
+    Args:
+        within: the line of code on which it begins.
+    """
 
     path: str
     line: int
@@ -46,11 +50,14 @@ class Mutation:
     end: int
     before: str
     text: str
+    within: str
 
     @property
     def key(self) -> str:
-        """The same wherever in the file its text is."""
-        return f"{self.path} {self.kind}: {_one_line(self.before)} -> {_one_line(self.text)}"
+        """The same wherever in the file its line is."""
+        return (
+            f"{self.path} {self.kind}: {_one_line(self.before)} -> {_one_line(self.text)} in {_one_line(self.within)}"
+        )
 
     def applied(self, source: str) -> str:
         assert source[self.start : self.end] == self.before
@@ -206,7 +213,8 @@ class _Finder(ast.NodeVisitor):
 
     def _add(self, node: ast.stmt | ast.expr, kind: str, text: str) -> None:
         start, end = self._place(node.lineno, node.col_offset), self._place(node.end_lineno, node.end_col_offset)
-        self.mutations.append(Mutation(self.path, node.lineno, kind, start, end, self.source[start:end], text))
+        within = self._lines[node.lineno - 1].strip()
+        self.mutations.append(Mutation(self.path, node.lineno, kind, start, end, self.source[start:end], text, within))
 
     def _place(self, line: int | None, column: int | None) -> int:
         """In characters; the tree has bytes of a line."""

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,9 +63,8 @@ class Tree:
 
     def test(self, arguments: Sequence[str], *, timeout_s: float, variables: Mapping[str, str] | None = None) -> Result:
         """Run pytest, until the first test fails."""
-        temporary = self.folder.parent / "tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        # a new one each time: processes that the tests before have left may still write to theirs
+        temporary = Path(tempfile.mkdtemp(prefix="tmp_", dir=self.folder.parent))
         command = [sys.executable, "-m", "pytest", "-x", "-v", "--tb=line", "-p", "no:cacheprovider", "--no-header"]
         environment = (
             os.environ
@@ -92,6 +92,7 @@ class Tree:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         seconds = time.monotonic() - started
+        shutil.rmtree(temporary, ignore_errors=True)
         lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
         return _result(code, lines, seconds)
 
