@@ -92,7 +92,7 @@ class MemoryCopies:
     def begin(self, trainer: Trainer) -> None:
         resumed, self._resumed = self._resumed, None
         layout = layout_of_models(trainer.registry.objects.values())
-        self._problem = "the model is sharded over ranks" if layout else self._memory.begin(resumed)
+        self._problem = self._memory.begin(resumed, sharded=bool(layout))
         self._is_on, self._is_agreed = self._problem is None, False
         self._end_if_impossible()
         on_disk = self._saver.store.checkpoints()

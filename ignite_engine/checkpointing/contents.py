@@ -21,7 +21,7 @@ from ignite_engine.checkpointing.part_file import is_finite, load_plain
 from ignite_engine.checkpointing.plain_data import TensorLeaf, tensors_of
 from ignite_engine.checkpointing.rows import RowFiles, RowsOfParts, Tables, rows_file, shared_out, tables_file, take_out
 from ignite_engine.checkpointing.shard_files import ShardFiles, shards_file
-from ignite_engine.checkpointing.shards import Shards, is_sharded, split
+from ignite_engine.checkpointing.shards import Shards, is_placeholder, is_sharded, split
 from ignite_engine.checkpointing.unread import whole as read_whole
 
 Problem = Callable[[str], str | None]
@@ -75,7 +75,9 @@ class Extracted:
             CheckpointError: a value cannot be saved; names it.
         """
         tables, writers = self.tables, self.writers or 1
-        tensors = [tensors_of(parts, is_sharded if self.shards is None else _is_elsewhere) for parts in (shared, local)]
+        tensors = [
+            tensors_of(parts, is_sharded if self.shards is None else is_placeholder) for parts in (shared, local)
+        ]
         of_shards, shards = split([*tensors[0], *tensors[1]]) if self.shards is None else ({}, self.shards)
         of_rows, rows = take_out(tensors[0]) if rank == 0 and writers > 1 else ({}, {})
         placeholders = [{**of_shards, **of_rows}, of_shards]
@@ -130,10 +132,6 @@ def extracted(shared: Parts, local: Parts, take_tables: TakeTables) -> tuple[Par
     of_tables, tables = take_tables(shared, tensors[0])
     without = nested.replaced(shared, {**of_shards, **of_tables}), nested.replaced(local, of_shards)
     return *without, Extracted(shards, tables)
-
-
-def _is_elsewhere(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def _in_files(rows: RowsOfParts, files: int, name: Callable[[int], str]) -> dict[str, RowsOfParts]:

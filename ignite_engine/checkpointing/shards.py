@@ -192,7 +192,8 @@ def _writes(tensor: Any) -> bool:
     return first and 0 in mesh.mesh.flatten().tolist()
 
 
-def _is_placeholder(value: Any) -> bool:
+def is_placeholder(value: Any) -> bool:
+    """Whether this stands in the place of a tensor whose values are elsewhere."""
     return isinstance(value, Tensor) and value.is_meta
 
 
@@ -208,7 +209,7 @@ def join(parts: Mapping[str, Any], pieces: Callable[[str, Path], Sequence[Piece]
     """
 
     def leaf(part: str, path: Path, value: Any) -> Any:
-        if not _is_placeholder(value):
+        if not is_placeholder(value):
             return value
         found = value.as_subclass(Sharded)
         found.pieces = pieces(part, path)

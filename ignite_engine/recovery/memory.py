@@ -20,9 +20,14 @@ from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ranks import agreement
 from ignite_engine.recovery import slots
 from ignite_engine.recovery.packing import Packed
+from ignite_engine.recovery.pieces import PIECES, joined, with_pieces_apart
 from ignite_engine.recovery.slots import Boundary, Folder, Header, Slot
 
 logger = logging.getLogger(__name__)
+
+
+_Needed = list[tuple[Slot, bool]]
+"""Slots, and whether more than the pieces of sharded tensors is read."""
 
 
 class Copy:
@@ -121,7 +126,7 @@ class Memory:
         self.directory, self._settings = directory, settings
         self._folder: Folder | None = None
         self._number = 0
-        self._writes_shared = False
+        self._writes_shared = self._is_sharded = False
 
     def newest(self) -> Copy | None:
         """The newest copy that all ranks can load, read and verified; a collective. None: there is none."""
@@ -149,8 +154,8 @@ class Memory:
             _ignore("it is torn or damaged")
         return None
 
-    def _headers(self) -> dict[Boundary, dict[int, Slot]]:
-        """By step boundary the slots that this rank needs, by rank; the boundaries that it can load."""
+    def _headers(self) -> dict[Boundary, _Needed]:
+        """By step boundary what this rank needs; those that it can load."""
         folder, rank = self._folder, agreement.rank()
         if folder is None:
             return {}
@@ -164,31 +169,41 @@ class Memory:
             own = rank if rank < boundary[3] else 0  # a rank that did not exist then takes what rank 0 had
             with_shared = [other for other, (_, header) in by_rank.items() if header.has_shared]
             if own in by_rank and with_shared:
-                usable[boundary] = {other: by_rank[other][0] for other in (own, with_shared[0])}
+                whole = {own, with_shared[0]}
+                needed = set(range(boundary[3])) if by_rank[own][1].is_sharded else whole
+                if needed <= by_rank.keys():
+                    usable[boundary] = [(by_rank[other][0], other in whole) for other in sorted(needed)]
         return usable
 
-    def _read(self, path: Path, needed: Mapping[int, Slot]) -> tuple[Copy | None, str | None]:
+    def _read(self, path: Path, needed: _Needed) -> tuple[Copy | None, str | None]:
         """The copy, or why it cannot be loaded."""
-        local: dict[int, dict[str, Any]] = {}
-        of_shared: tuple[Header, dict[str, Any], dict[str, Any]] | None = None
+        local: dict[int, Mapping[str, Any]] = {}
+        pieces: list[Mapping[str, Any]] = []
+        of_shared: tuple[Header, dict[str, Any], Mapping[str, Any]] | None = None
         try:
-            for rank, slot in needed.items():
-                header, facts, parts = slot.read()
+            for slot, whole in needed:
+                header, facts, parts = slot.read(in_place=not whole)
+                pieces.append(parts.pop(PIECES, {}))
                 names = facts.pop("shared")
-                if header.has_shared:
+                if whole and header.has_shared:
                     of_shared = header, facts, {name: parts.pop(name) for name in names}
-                local[rank] = parts
+                if whole:
+                    local[header.rank] = parts
+            assert of_shared is not None
+            header, facts, shared = of_shared
+            if header.is_sharded:
+                shared, local = joined(shared, pieces), {rank: joined(parts, pieces) for rank, parts in local.items()}
         except CheckpointError as error:
             return None, one_line(error).rstrip(".")
-        assert of_shared is not None
-        return Copy(path, *of_shared, local), None
+        return Copy(path, header, facts, shared, local), None
 
-    def begin(self, resumed: int | None) -> str | None:
+    def begin(self, resumed: int | None, *, sharded: bool = False) -> str | None:
         """A run begins; a collective.
 
         Args:
             resumed: number of the copy that it was resumed from, which stays until the next one; None: what is there
                 is stale.
+            sharded: the model is, over the ranks.
 
         Returns:
             Why there will be no copies, as the rest of a sentence, the same on all ranks; None: there will be.
@@ -199,8 +214,11 @@ class Memory:
         if problem is None:
             nodes = agreement.gather_objects(slots.node())
             self._writes_shared = nodes.index(nodes[agreement.rank()]) == agreement.rank()
+            if sharded and len(set(nodes)) > 1:
+                problem = "the model is sharded over several machines"
+        if problem is None:
             problem = next(filter(None, agreement.gather_objects(self._open(name, resumed))), None)
-        self._number = resumed or 0
+        self._number, self._is_sharded = resumed or 0, sharded
         if problem is not None:
             self.end()
         return problem
@@ -251,6 +269,8 @@ class Memory:
         """
         assert self._folder is not None
         self._number += 1
+        if self._is_sharded:
+            shared, local = with_pieces_apart(shared, local)
         shared = shared if self._writes_shared else {}
         rank = agreement.rank()
         header = Header(
@@ -260,6 +280,7 @@ class Memory:
             world_size=agreement.world_size(),
             rank=rank,
             has_shared=self._writes_shared,
+            is_sharded=self._is_sharded,
             run_id=run_id,
             settings=self._settings,
         )

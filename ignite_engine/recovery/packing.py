@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from ignite_engine.checkpointing.memories import compacted
 from ignite_engine.checkpointing.plain_data import tensors_of
+from ignite_engine.checkpointing.shards import is_placeholder
 from ignite_engine.errors import CheckpointError, one_line
 
 _ALIGNMENT = 64
@@ -46,7 +47,7 @@ class Packed:
     """
 
     def __init__(self, facts: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-        copies, _ = compacted([leaf.value for leaf in tensors_of(parts)])
+        copies, _ = compacted([leaf.value for leaf in tensors_of(parts, is_placeholder)])
         structure = io.BytesIO()
         pickler = _Pickler(structure, copies)
         pickler.dump((dict(facts), dict(parts)))
@@ -65,8 +66,11 @@ class Packed:
             ctypes.memmove(address + offset, memory.data_ptr(), memory.nbytes())
 
 
-def unpack(room: memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
+def unpack(room: memoryview, *, in_place: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Facts and parts that :meth:`Packed.write` has written, tensors on the CPU in memories of their own.
+
+    Args:
+        in_place: the tensors stay in ``room``, so that only what is used of them is read.
 
     Raises:
         CheckpointError: one line; it is something else, of which nothing was executed.
@@ -74,7 +78,7 @@ def unpack(room: memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
     length = int.from_bytes(room[:_LENGTH_BYTES], "little")
     begin = _aligned(_LENGTH_BYTES + length)
     try:
-        facts, parts = _Unpickler(room[_LENGTH_BYTES : _LENGTH_BYTES + length], room[begin:]).load()
+        facts, parts = _Unpickler(room[_LENGTH_BYTES : _LENGTH_BYTES + length], room[begin:], in_place).load()
     except Exception as error:  # pickle raises errors of many types
         raise CheckpointError(f"What is in memory is not the state of a run: {one_line(error)}.") from error
     return facts, parts
@@ -120,9 +124,9 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Gives tensors the memories at their places, each copied once; refuses every name that is not among those few."""
 
-    def __init__(self, structure: memoryview, room: memoryview) -> None:
+    def __init__(self, structure: memoryview, room: memoryview, in_place: bool) -> None:
         super().__init__(io.BytesIO(structure))
-        self._room = room
+        self._room, self._in_place = room, in_place
         self._memories: dict[int, torch.UntypedStorage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -142,8 +146,9 @@ class _Unpickler(pickle.Unpickler):
         if offset not in self._memories:
             if offset < 0 or offset + size > len(self._room):
                 raise pickle.UnpicklingError("it is shorter than its tensors are")
-            values = torch.empty(size, dtype=torch.uint8)
-            values.numpy()[:] = self._room[offset : offset + size]
+            values = torch.frombuffer(self._room[offset : offset + size], dtype=torch.uint8)
+            if not self._in_place:
+                values = values.clone()
             self._memories[offset] = values.untyped_storage()
         return _tensor_in(self._memories[offset], *view)
 

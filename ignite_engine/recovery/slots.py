@@ -58,6 +58,8 @@ class Header:
     rank: int
     has_shared: bool
     """It holds the parts that ranks share, too."""
+    is_sharded: bool
+    """Tensors are sharded: the slots of all ranks hold them together."""
     run_id: str
     settings: str
     """Digest of the run's settings."""
@@ -124,8 +126,11 @@ class Slot:
         with _opened(self.path) as room:
             return None if room is None else Header.from_bytes(bytes(room[:_HEADER_BYTES]))
 
-    def read(self) -> tuple[Header, dict[str, Any], dict[str, Any]]:
+    def read(self, *, in_place: bool = False) -> tuple[Header, dict[str, Any], dict[str, Any]]:
         """What it holds, with the facts and the parts of the state.
+
+        Args:
+            in_place: its tensors stay there; they are to be used before the slot is written to again.
 
         Raises:
             CheckpointError: it holds none, or the content is not what was written.
@@ -135,7 +140,7 @@ class Slot:
             content = None if room is None or header is None else room[_HEADER_BYTES : _HEADER_BYTES + header.size]
             if header is None or content is None or not _is_sound(content, header):
                 raise CheckpointError(f"{self.path} is torn or damaged.")
-            return header, *unpack(content)
+            return header, *unpack(content, in_place=in_place)
 
     def close(self) -> None:
         """Let go of its memory."""
