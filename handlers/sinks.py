@@ -113,6 +113,7 @@ class GuardedSink:
                     )
                 return None
 
+        attempt.replayed = False  # type: ignore[attr-defined]
         return attempt
 
 

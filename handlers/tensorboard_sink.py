@@ -57,6 +57,7 @@ class TensorBoardSink:
                 self._written = {}
             trainer.call_at_end(guarded.guard(lambda trainer: self.close()))
 
+        start.replayed = False  # type: ignore[attr-defined]
         trainer.add_event_handler(Events.STARTED, start)
 
     def write(self, iteration: int, values: Values) -> None:

@@ -231,6 +231,7 @@ def _attach(
         guarded_start(trainer)
         trainer.call_at_end(guarded_end)
 
+    start_and_end.replayed = False  # type: ignore[attr-defined]
     trainer.add_event_handler(Events.STARTED, start_and_end)
 
 

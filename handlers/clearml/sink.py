@@ -97,6 +97,7 @@ class ClearMLLogger:
             start(trainer)
             trainer.call_at_end(end)
 
+        start_session.replayed = False  # type: ignore[attr-defined]
         if idist.get_rank() == 0:
             trainer.add_event_handler(Events.STARTED, start_session)
             trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, register)

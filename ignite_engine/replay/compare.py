@@ -135,6 +135,9 @@ def _replayed(folder: Path, build: Build | None, began_at: int, until: int) -> t
 def _files(first: Path, second: Path) -> tuple[RunComparison, list[int]]:
     """What their files say, and the iterations at which checkpoints of both are equal."""
     one, other = RunDirectory(first), RunDirectory(second)
+    for folder in (first, second):
+        if not folder.is_dir():
+            raise ReplayError(f"{folder} does not exist: expected the folder of a run.")
     common = min(iterations_of(first), iterations_of(second))
     if not common:
         raise ReplayError(f"{first} and {second} have no iteration that both have.")

@@ -164,6 +164,8 @@ def _check(run: Path, directory: Path, stored: dict[str, Any], had: int, ranks: 
     if (stored.get("task") == IN_PYTHON) != (build is not None):
         what = "was made by fit(): give the function that calls it" if build is None else "is of a config: leave out"
         raise ReplayError(f"{run} {what} (build, --build FILE:FUNCTION).")
+    if directory.exists() and not directory.is_dir():
+        raise ReplayError(f"{directory} is not a folder: give another --directory, which is made.")
     if RunDirectory(directory).files_of_a_run():
         raise ReplayError(f"{directory} holds a run: give another --directory, which is made.")
     if directory.resolve().is_relative_to(run.resolve()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import pdb
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -131,6 +132,8 @@ def bring_to(
             ranks share, and this rank's.
     """
     directory, until = Path(run_directory), until or at
+    if save is not None and Path(save).resolve().is_relative_to(directory.resolve()):
+        raise ReplayError(f"save: {save} is in the folder of the run, which is only read: give another one.")
     if not 1 <= at <= until:
         raise ReplayError(f"got iterations {at} to {until}, expected numbers from 1, the smaller one first.")
     stored = config_at(directory, at)
@@ -148,7 +151,12 @@ def bring_to(
             call(rebuilt.trainer)
         watch.attach(rebuilt.trainer)
         trainer = rebuilt.trainer
-        trainer.run(**rebuilt.arguments)
+        try:
+            trainer.run(**rebuilt.arguments)
+        except bdb.BdbQuit:
+            raise ReplayError(f"The debugger was left, or has no terminal: iteration {at} is not made.") from None
+        if watch.save_failed:
+            raise ReplayError(f"save: no checkpoint could be written to {save}; the line above says why.")
         quieted = rebuilt.quieted
         compared = sum(lines.compared for lines in quieted.compared)
         moment = Moment(
@@ -176,6 +184,7 @@ class _Watch:
             raise ReplayError("save: the run has no Checkpoint handler, which would save it.")
         self.rebuilt, self.at, self.until, self.save, self.debug = rebuilt, at, until, save, debug
         self.iterations: dict[int, Iteration] = {}
+        self.save_failed = False
         self._before: dict[str, Tensor] = {}
         self._paused = False
 
@@ -184,6 +193,7 @@ class _Watch:
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._step)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._complete)
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._pause)
+        trainer.add_event_handler(TrainingEvents.CHECKPOINT_FAILED, self._note_failure)
 
     def _begin(self, trainer: Trainer) -> None:
         number = trainer.state.iteration
@@ -205,6 +215,9 @@ class _Watch:
             iteration.changes = changes_of(self._before, trainer)
         if number == self.until and self.save is not None and self.rebuilt.checkpoint is not None:
             self.rebuilt.checkpoint.save(self.save)
+
+    def _note_failure(self, trainer: Trainer) -> None:
+        self.save_failed = True  # the run's own saves are counted, and cannot fail
 
     def _pause(self, trainer: Trainer) -> None:
         quieted = self.rebuilt.quieted

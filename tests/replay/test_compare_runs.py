@@ -73,3 +73,5 @@ def test_runs_with_nothing_in_common_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(ReplayError, match="no iteration that both have"):
         compare_runs(tmp_path / "run", tmp_path / "run")
+    with pytest.raises(ReplayError, match="nothing does not exist"):
+        compare_runs(tmp_path / "run", tmp_path / "nothing")

@@ -210,6 +210,8 @@ def test_run_that_cannot_be_forgotten_from_is_refused(tmp_path: Path) -> None:
         plan_to_forget(tmp_path / "nothing", samples, tmp_path / "new")
     with rng.isolated():
         train(settings(tmp_path / "old", run_in(tmp_path)))
+    with pytest.raises(ReplayError, match=r"list\.txt is not a folder: give another --directory"):
+        plan_to_forget(tmp_path / "old", samples, samples)
     with pytest.raises(ReplayError, match="is in the folder of the run"):
         plan_to_forget(tmp_path / "old", samples, tmp_path / "old" / "new")
     with pytest.raises(ReplayError, match="holds a run: give another --directory"):
