@@ -59,7 +59,9 @@ def without_excluded(config: Config, task: Task) -> Task:
     if isinstance(data, Windows | IterableDataset) or is_loader(data):
         kind = type(data).__name__
         raise config.error(
-            "data.exclude", f"got {path!r}, but the train_set is a {kind}, whose samples have no indices."
+            "data.exclude",
+            f"got {path!r}, but the train_set is a {kind}, whose samples have no indices: give map-style data, or "
+            "leave them out of what it reads and train anew.",
         )
     try:
         excluded = read_indices(Path(path), len(data))
