@@ -24,22 +24,11 @@ from ignite_engine.config.yaml_file import read_config_source
 from ignite_engine.data import Windows
 from ignite_engine.data.sampler import DrawnSampler, ResumableSampler
 from ignite_engine.data.streams import is_sequence
+from ignite_engine.replay.eject_batches import data_of
 from ignite_engine.replay.eject_code import Code, code_of, code_of_task
-from ignite_engine.replay.eject_text import (
-    IMPORTS,
-    LOG_EVERY,
-    OWN_NAMES,
-    Optimizing,
-    Plain,
-    Rate,
-    data_of,
-    definitions_of,
-    literal,
-    rate_names,
-    rate_of,
-    text_of,
-    whole,
-)
+from ignite_engine.replay.eject_plain import LOG_EVERY, Optimizing, Plain, Rate, literal
+from ignite_engine.replay.eject_rates import rate_names, rate_of, whole
+from ignite_engine.replay.eject_text import IMPORTS, OWN_NAMES, definitions_of, text_of
 from ignite_engine.replay.rebuild import Build
 from ignite_engine.replay.stored import loadable
 from ignite_engine.run_directory import RunDirectory, weights_sha256

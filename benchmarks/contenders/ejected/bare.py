@@ -65,14 +65,6 @@ def seed_generators(seed):
     torch.default_generator.manual_seed(seed)
 
 
-def weights_sha256(model):
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode() + b"\0")
-        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 class Epoch:
     """Batches of an epoch, in an order by (seed, epoch); what a sample draws is by (seed, epoch, index)."""
 
@@ -104,6 +96,14 @@ def updates(data):
     for number in itertools.count():
         epoch = Epoch(data, number)
         yield from map(epoch.__getitem__, range(len(epoch)))
+
+
+def weights_sha256(model):
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode() + b"\0")
+        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def main():

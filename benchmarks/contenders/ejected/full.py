@@ -66,14 +66,6 @@ def seed_generators(seed):
     torch.default_generator.manual_seed(seed)
 
 
-def weights_sha256(model):
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode() + b"\0")
-        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 class Epoch:
     """Batches of an epoch, in an order by (seed, epoch); what a sample draws is by (seed, epoch, index)."""
 
@@ -115,6 +107,14 @@ def rate(update):
         return (update + 1) / 100
     progress = min((update - 100) / 9900, 1.0)
     return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def weights_sha256(model):
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode() + b"\0")
+        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def main():
