@@ -137,6 +137,7 @@ class Uploader:
         """Checkpoints that were uploaded, by the manifest that was."""
         self._failures = 0
         self._why = ""
+        self._has_named_others = False
         self._sending = self._was_stalled = False
 
     def begin(self) -> None:
@@ -261,6 +262,7 @@ class Uploader:
     def _upload(self, held: Held) -> None:
         if self._contents is None:
             self._contents = Contents(self._remote, self._retention, self._options.parallel)
+            self._name_another_run(held.manifests[held.name].run_id)
         sent = self._throttle.moved
         before = signature(held.checkpoint / MANIFEST_NAME)  # values may be added to it meanwhile
         try:
@@ -284,6 +286,17 @@ class Uploader:
         self._failures = 0
         if self._throttle.moved > sent:
             logger.info("Uploaded %s to %s.", held.name, self._remote.url)
+
+    def _name_another_run(self, run_id: str | None) -> None:
+        assert self._contents is not None
+        others = [name for name, manifest in self._contents.complete.items() if manifest.run_id != run_id]
+        if others and not self._has_named_others:
+            logger.warning(
+                "%s holds %s of another run, too: a resume in an empty folder takes the run that has saved there last. "
+                "Give each run a mirror of its own.",
+                *(self._remote.url, shortened(others, 1)),
+            )
+        self._has_named_others = True
 
     def _look(self) -> None:
         if self._notes is not None:

@@ -185,8 +185,11 @@ def test_values_measured_after_a_save_are_in_the_mirror(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path / "mirror").verify(newest.path) == []
 
 
-def test_another_run_that_starts_afresh_leaves_what_the_mirror_holds(tmp_path: Path) -> None:
+def test_another_run_that_starts_afresh_is_warned_and_leaves_what_the_mirror_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train(tmp_path / "first", str(tmp_path / "mirror"), 5)
+    assert "of another run" not in caplog.text
     trainer = trainer_of()
     Checkpoint(tmp_path / "second", mirror=str(tmp_path / "mirror")).attach(
         trainer, Events.ITERATION_COMPLETED(every=2)
@@ -195,6 +198,9 @@ def test_another_run_that_starts_afresh_leaves_what_the_mirror_holds(tmp_path: P
 
     there = CheckpointStore(tmp_path / "mirror").checkpoints()
     assert len({one.manifest.run_id for one in there}) == 2
+    assert (
+        caplog.text.count("mirror holds iteration_00000004 and 1 more of another run, too: a resume in an empty") == 1
+    )
     shutil.rmtree(tmp_path / "second")
     _, found = train(tmp_path / "second", str(tmp_path / "mirror"), 8)
     assert found is not None and found.name == "iteration_00000008"  # of the run that has saved last
