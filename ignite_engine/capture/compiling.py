@@ -17,6 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.cpu_vec_isa import pick_vec_isa, supported_vec_isa_list, valid_vec_isa_list
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.utils import fresh_cache
 
 from ignite_engine.errors import one_line
@@ -113,13 +116,13 @@ def cause_of(error: Exception) -> str:
 
 @cache
 def compiler() -> str | None:
-    """The C++ compiler that torch calls, with its version; None: there is none."""
-    command = os.environ.get("CXX", "g++")
+    """The C++ compiler that torch calls, with its version and the vector instructions; None: there is none."""
     try:
-        done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        command = [get_cpp_compiler(), "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, InvalidCxxCompiler, subprocess.CalledProcessError):
         return None
-    return done.stdout.partition("\n")[0].strip()
+    return f"{done.stdout.partition(chr(10))[0].strip()}, {pick_vec_isa()}"
 
 
 def _one_graph() -> dict[str, Any]:
@@ -134,14 +137,36 @@ _ONE_GRAPH = _one_graph()
 def _without_broken_cache(call: Callable[[], Result]) -> Result:
     """``call()``, again with an empty cache in a temporary folder where the one on disk may have been the cause."""
     try:
+        if not _knows_instructions():
+            raise OSError("torch's trial of the processor's vector instructions has failed")
         return call()
     except (BackendCompilerFailed, OSError, ImportError) as error:
         logger.warning(
-            "torch's cache of compiled code %sis perhaps full, damaged or not to be written (%s): compiled without it.",
+            "torch's cache of compiled code %sis perhaps full, damaged or not to be written (%s): compiled without it. "
+            "Delete it.",
             *(f"in {path} " if (path := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) else "", one_line(error)),
         )
     with fresh_cache():
+        if not _knows_instructions():
+            _try_instructions_again()
         return call()
+
+
+def _knows_instructions() -> bool:
+    """Whether torch compiles for the vector instructions that it has itself; with others the bits are others, too.
+
+    It tries them by a library in the cache, and takes a library that cannot be written or loaded for an answer.
+    """
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    return capability not in ("avx2", "avx512") or capability in str(pick_vec_isa())
+
+
+def _try_instructions_again() -> None:
+    for kind in {kind for instructions in supported_vec_isa_list for kind in type(instructions).__mro__}:
+        for value in vars(kind).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+    valid_vec_isa_list.cache_clear()
 
 
 @contextmanager
