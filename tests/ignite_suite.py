@@ -43,6 +43,13 @@ import ignite.engine
 from ignite_engine import Trainer
 
 ignite.engine.Engine = ignite.engine.engine.Engine = Trainer
+LISTED = {listed!r}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.name.partition("[")[0] in LISTED:
+            item.add_marker(pytest.mark.xfail(reason="in the decision's table"))
 """
 
 
@@ -102,8 +109,9 @@ def outcomes(folder: Path, plugin: str, paths: list[str], package: Path | None) 
     )
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        kinds = {child.tag for child in case}
-        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        kinds = {child.get("type") if child.tag == "skipped" else child.tag for child in case}
+        failed, skipped = kinds & {"failure", "error", "pytest.xfail"}, "pytest.skip" in kinds
+        outcome = "failed" if failed else "skipped" if skipped else "passed"
         found[str(case.get("classname")), str(case.get("name"))] = outcome
     return found
 
@@ -147,7 +155,7 @@ def main() -> int:
         folder = Path(name)
         sources = checkout or unpack(options.sdist or download(version, folder), folder)
         shutil.copytree(sources / "tests", folder / "tests")  # away from its `ignite`: the installed one is tested
-        (folder / "as_trainer.py").write_text(FIXTURES + AS_TRAINER)
+        (folder / "as_trainer.py").write_text(FIXTURES + AS_TRAINER.format(listed=listed))
         (folder / "as_engine.py").write_text(FIXTURES)
         found = outcomes(folder, "as_trainer", folders, checkout)
         failed = {test for test, outcome in found.items() if outcome == "failed"}
