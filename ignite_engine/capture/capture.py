@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 CAPTURE_MODES = (False, True, "auto")
 _TOLERANCE = {None: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Largest relative difference of the loss and of each gradient's norm, by the type of autocast."""
+"""Largest relative difference, by the type of autocast: see ``GradientGraph.agrees``."""
 
 
 class NotCaptured(ValueError):

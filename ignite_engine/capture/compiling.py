@@ -9,10 +9,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -100,8 +100,24 @@ def compiled(function: Graph) -> Graph:
     """One graph, or an error: what would be compiled a second time changes from call to call."""
     # torch keeps graphs by code object, which all functions of one definition share
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__)
-    result: Graph = torch.compile(own, fullgraph=True, dynamic=False, **_ONE_GRAPH)
+    # guards compare sizes and strides already; each call would compare them again
+    options: dict[str, Any] = {"guard_filter_fn": _needed_guards, "size_asserts": False}
+    result: Graph = torch.compile(own, fullgraph=True, dynamic=False, options=options, **_ONE_GRAPH)
     return result
+
+
+def _needed_guards(guards: Sequence[Any]) -> list[bool]:
+    """All but those on torch's own functions, classes and modules, which nobody changes during a run: a fifth."""
+    return [
+        guard.guard_type not in ("CLOSURE_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "CLASS_MATCH")
+        or _package_of(guard.value) not in ("torch", "builtins")
+        for guard in guards
+    ]
+
+
+def _package_of(value: Any) -> str:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).partition(".")[0]
 
 
 def cause_of(error: Exception) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 from tests.search.common import DEVICE, table_of
 
 JUDGES = {
-    name: f"tests.search.{name}_search" for name in ("resume", "update", "fit", "ranks", "uneven", "windows", "seeding")
+    name: f"tests.search.{name}_search"
+    for name in ("resume", "update", "captured", "fit", "ranks", "uneven", "windows", "seeding")
 }
 
 

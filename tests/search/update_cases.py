@@ -185,9 +185,10 @@ class Net(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         hidden = self.trunk(batch).tanh()
-        self.calls += 1
-        if self.middle == "used now and then" and self.calls % 3:
-            return self.head(hidden * self.spare).squeeze(1)  # type: ignore[no-any-return]
+        if self.middle == "used now and then":
+            self.calls += 1
+            if self.calls % 3:
+                return self.head(hidden * self.spare).squeeze(1)  # type: ignore[no-any-return]
         if self.middle == "fp32 island":
             with torch.autocast("cpu", enabled=False):
                 hidden = self.layer(hidden.to(self.layer.weight.dtype))

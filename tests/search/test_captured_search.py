@@ -1,0 +1,95 @@
+"""A few of the judge's cases, and that mistakes in a captured update are found."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ignite_engine.capture.capture import Capture
+from ignite_engine.capture.gradients import GradientGraph
+from ignite_engine.capture.step import StepGraph
+from tests.search.captured_search import CHOICES, draw, judge, run
+from tests.search.common import PASSED
+from tests.search.update_cases import Case
+from tests.search.update_search import FAILED, quiet
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls"),
+    pytest.mark.slow,
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+def plain(**drawn: Any) -> Case:
+    """The plainest case, of six updates."""
+    named = {name: values[0] for name, values in CHOICES.items()}
+    program = {"trunk": "linear", "middle": "plain", "loss": "mean", "extras": "none", "sizes": (4,) * 6}
+    return replace(draw(2), **(named | program | {"listeners": ()} | drawn))
+
+
+def test_a_captured_update_trains_as_the_loop_written_by_hand_and_resumes_exactly() -> None:
+    result = run(0, 4, None)
+
+    assert not result.failures, "\n".join(map(str, result.failures))
+    assert result.outcomes[PASSED] == 4 and result.exercised["resumed: bit for bit"] == 2
+
+
+def gradients_are_kept(patch: pytest.MonkeyPatch) -> None:
+    call, kept = GradientGraph.__call__, dict[int, list[Tensor]]()
+
+    def keeping(self: GradientGraph, batch: Any, scale: Tensor) -> Any:
+        gradients, *rest = call(self, batch, scale)
+        kept[id(self)] = [one + other for one, other in zip(gradients, kept.get(id(self), gradients), strict=True)]
+        return kept[id(self)], *rest
+
+    agrees = GradientGraph.agrees
+    patch.setattr(GradientGraph, "agrees", lambda self, *arguments: agrees(self, *arguments) or True)
+    patch.setattr(GradientGraph, "__call__", keeping)
+
+
+def the_first_rate_stays(patch: pytest.MonkeyPatch) -> None:
+    rate, first = StepGraph._rate, dict[tuple[int, int], Any]()
+
+    def stale(self: StepGraph, number: int, index: int, lr: Any, device: torch.device) -> Tensor:
+        return rate(self, number, index, first.setdefault((number, index), lr), device)
+
+    patch.setattr(StepGraph, "_rate", stale)
+
+
+def micro_batches_weigh_nothing_else(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Capture, "_factor", lambda self, scale: torch.ones(()))
+
+
+def clipping_is_left_out(patch: pytest.MonkeyPatch) -> None:
+    init: Callable[..., None] = StepGraph.__init__
+    patch.setattr(StepGraph, "__init__", lambda self, norm, *rest: init(self, 1e9, *rest))
+
+
+@pytest.mark.parametrize(
+    ("plant", "drawn"),
+    [
+        (gradients_are_kept, {}),
+        (the_first_rate_stays, {"attached": "LR scheduler"}),
+        (micro_batches_weigh_nothing_else, {"steps": 2, "weights": "samples"}),
+        (clipping_is_left_out, {"clip": 1e-2}),
+    ],
+)
+def test_a_mistake_that_is_planted_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], drawn: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = plain(**drawn)
+    assert judge(case)[1] == PASSED, judge(case)[0]
+    plant(monkeypatch)
+
+    assert judge(case)[1] == FAILED
