@@ -86,7 +86,8 @@ def is_number(value: object) -> bool:
 
 def leave_out(*parts: str) -> str:
     """How to resume without a part that does not fit."""
-    return f"resume(ignore={list(parts)}), or checkpoint.ignore in a config"
+    of_fit = f", or checkpoint={{'ignore': {list(parts)}}} to fit()" if _fit_is_known() else ""
+    return f"resume(ignore={list(parts)}), {'' if of_fit else 'or '}checkpoint.ignore in a config{of_fit}"
 
 
 def change_on_resume(part: str, changed: Mapping[tuple[str, str], Any], groups: int) -> str:
@@ -102,9 +103,13 @@ def change_on_resume(part: str, changed: Mapping[tuple[str, str], Any], groups: 
         in_all = [new for (_, name), new in changed.items() if name == option] == [value] * groups
         name = option if in_all or groups == 1 else f"{group}.{option}"
         values[f"{dotted_part(part)}.{name}"] = list(value) if isinstance(value, tuple) else value
-    # one who has never imported fit has no call of it to change
-    of_fit = ", or resume=... to fit()" if "ignite_engine.runs.fit" in sys.modules else ""
+    of_fit = ", or resume=... to fit()" if _fit_is_known() else ""
     return f"Checkpoint(..., override={values}), {'' if of_fit else 'or '}checkpoint.override in a config{of_fit}"
+
+
+def _fit_is_known() -> bool:
+    """One who has never imported ``fit`` has no call of it to change."""
+    return "ignite_engine.runs.fit" in sys.modules
 
 
 def dotted_part(part: str) -> str:

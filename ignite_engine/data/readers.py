@@ -85,9 +85,7 @@ class Replayed:
                 place.batch,
                 f", in an order that {drawn} draws anew" if (drawn := self._drawn_by()) else "",
             )
-            for _ in islice(iterator, place.batch):
-                pass
-        return iterator
+        return _from(iterator, place.batch)
 
     def _drawn_by(self) -> str | None:
         """The sampler whose order is another one each time; None: none is known to be."""
@@ -108,6 +106,15 @@ class Replayed:
 
     def close(self) -> None:
         """The run is over."""
+
+
+class Listed(Replayed):
+    """Batches in a list or a tuple: the same in every pass."""
+
+    inexact = None
+
+    def open(self, place: Place, begin: Begin) -> Iterator[Any]:
+        return _from(begin(), place.batch)
 
 
 class ByIndex(Replayed):
@@ -146,6 +153,13 @@ class ByIndex(Replayed):
 
     def close(self) -> None:
         self.sampler.start, self.sampler.skipped = None, 0
+
+
+def _from(iterator: Iterator[Any], batch: int) -> Iterator[Any]:
+    """The iterator without what comes before ``batch``."""
+    for _ in islice(iterator, batch):
+        pass
+    return iterator
 
 
 def orders_of(data: Any) -> list[Any]:

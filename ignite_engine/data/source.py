@@ -14,7 +14,7 @@ from ignite_engine.data.fingerprint import fingerprint
 from ignite_engine.data.own_state import WithState, keeps_state
 from ignite_engine.data.place import Held, Place
 from ignite_engine.data.read_errors import ReadErrors, marked
-from ignite_engine.data.readers import ByIndex, Replayed, length_of
+from ignite_engine.data.readers import ByIndex, Listed, Replayed, length_of
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import StateMismatch, leave_out
@@ -30,6 +30,8 @@ def reader_of(data: Any) -> Replayed:
     """How ``data`` is read from a place on."""
     if type(data) is DataLoader and isinstance(data.sampler, ResumableSampler):
         return ByIndex(data)
+    if type(data) in (list, tuple):
+        return Listed(data)
     return WithState(data) if keeps_state(data) else Replayed(data)
 
 

@@ -330,7 +330,6 @@ LEFT_ALONE = {
     "DataLoader with list": lambda: DataLoader(Indices(6), batch_sampler=[[0, 1], [2, 3]]),
     "Subclass": lambda: Subclass(Indices(6), 2),
     "DataLoader with Stream": lambda: DataLoader(Stream(), 2),
-    "list": lambda: [torch.tensor([1]), torch.tensor([2])],
 }
 
 
@@ -351,10 +350,18 @@ def test_loader_of_ours_is_exact() -> None:
     assert trainer.reproducibility() == []
 
 
+class Batches:
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([10, 20, 30, 40])
+
+
 def test_replayed_data_leaves_out_what_was_consumed(caplog: pytest.LogCaptureFixture) -> None:
-    saved, _ = captured_at([10, 20, 30, 40], 6)
+    saved, _ = captured_at(Batches(), 6)
     with caplog.at_level(logging.WARNING, logger="ignite_engine.data"):
-        rest = resumed_batches(saved, [10, 20, 30, 40])
+        rest = resumed_batches(saved, Batches())
 
     assert rest == [30, 40]
     assert "the 2 batches that were consumed are loaded again and skipped" in caplog.text

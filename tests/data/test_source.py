@@ -13,7 +13,7 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from ignite.metrics import Average
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset, WeightedRandomSampler
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
@@ -211,6 +211,25 @@ def test_loader_without_a_batch_sampler_is_reported_as_replayed() -> None:
     trainer.run(Bare(), max_epochs=1)
 
     assert len(batches) == 3 and trainer.reproducibility() == ["Bare keeps no state: its batches are replayed"]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_listed_batches_are_exact_and_resumed_without_a_warning(
+    kind: type[list[Tensor] | tuple[Tensor, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = list[Tensor]()
+    for until in (2, 6):
+        trainer, batches = trainer_with_batches()
+        trainer.register("model", nn.Linear(1, 1))
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(kind(torch.arange(4)[:, None]), max_iters=until, epoch_length=4)
+        seen += batches
+
+    assert torch.cat(seen).tolist() == [0, 1, 2, 3, 0, 1]
+    assert trainer.reproducibility() == []
+    assert all(message.startswith("Resumed from") for message in caplog.messages)
 
 
 class Empty:
