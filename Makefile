@@ -37,7 +37,7 @@ train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 3 minutes on 2 co
 	$(BIN)/python -m ignite_engine train $(CONFIG) $(ARGS)
 
 test: $(STAMP)  ## run the tests but the slow ones (SLOW=1: these, too); PYTEST_ARGS="-k schedule"
-	$(BIN)/python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal -m "not cuda and not accelerator$(if $(SLOW),, and not slow)" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -p no:cacheprovider -n 3 --dist worksteal -m "not cuda and not accelerator$(if $(SLOW),, and not slow)" $(PYTEST_ARGS)
 
 device: $(STAMP)  ## run the tests that need a device, on this machine's or on fake ones; docs/devices.md
 	$(BIN)/python -m tests.device $(PYTEST_ARGS)

@@ -205,7 +205,7 @@ def settings(folder: Path, iterations: int) -> dict[str, Any]:
         "task": f"{Path(__file__)}:build",
         "task_options": {"progress": str(folder / "progress")},
         "run": {"directory": str(folder / "run"), "max_iterations": iterations, "seed": 1, "threads": 1},
-        "data": {"batch_size": 8},
+        "data": {"batch_size": 24},
         "optimizer": {"name": "AdamW", "lr": 0.001, "fused": True},
         "update": {"clip_norm": 1.0},
         "checkpoint": {"every": {"minutes": 1}, "memory": 1, "keep_last": 2},

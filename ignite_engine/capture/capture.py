@@ -113,6 +113,8 @@ class Capture:
         self._group_is_captured = False
         self._trial = Trial()
         self._differs: str | None = None
+        self._errors: list[Exception] = []
+        """Of the loss, when it was called for an example in this group; one at most."""
         self.decision: bool | None = True if required else None
         """Captured for good, or not; None: not decided."""
         if callable(precision):
@@ -169,9 +171,13 @@ class Capture:
             batches = micro_batches
         else:
             batches = list(to_device(micro_batches, self._device, engine.state.iteration))
+        self._errors.clear()
         graphs = self._graphs_of(batches)
         if graphs is None:
-            return self._plain(engine, micro_batches, scales)
+            done = self._plain(engine, micro_batches, scales)
+            for error in self._errors:  # the plain way has not raised it again
+                self._refuse(cause_of(error))
+            return done
         self._group_is_captured = True
         state: Any = engine.state
         losses, extras = list[Tensor](), list[Mapping[str, Tensor]]()
@@ -292,7 +298,8 @@ class Capture:
         dtype = DTYPES[str(self._precision)]
         try:
             graph = GradientGraph(trained.model, trained.loss_fn, self._device, dtype, batch)
-        except Exception:  # the plain way raises it again, and says of what micro-batch
+        except Exception as error:  # the plain way raises it again, and says of what micro-batch
+            self._errors.append(error)
             return None
         try:
             agrees = self._compilations.compile(lambda: graph.agrees(batch, _TOLERANCE[dtype]))

@@ -52,7 +52,7 @@ class GradientGraph:
         self._trained = {name: parameter for (name, parameter), gradient in found if gradient is not None}
         self.parameters = list(self._trained.values())
         """Those that get a gradient, in the order of the gradients."""
-        self._graph = compiled(self._function())
+        self._graph = compiled(self._function(), device.type)
 
     def __call__(self, batch: Any, scale: Tensor) -> tuple[Gradients, Tensor, Mapping[str, Tensor]]:
         """Gradients of ``scale`` times the loss, the loss, and what is reported beside it; under ``torch.no_grad()``.

@@ -114,7 +114,8 @@ class StepGraph:
             names_of_kinds = [(kind.__name__, *rest) for kind, *rest in key]
             if not self._compilations.admits(f"step {names_of_kinds}"):
                 return False, None
-            graph = self._graphs[signature] = compiled(_clip_and_step(self._clip_norm, self._with_norm, key))
+            function = _clip_and_step(self._clip_norm, self._with_norm, key)
+            graph = self._graphs[signature] = compiled(function, rates[0].device.type)
             return True, self._compilations.compile(lambda: graph(groups, rates))
 
     def _rate(self, number: int, index: int, lr: float | Tensor, device: torch.device) -> Tensor:

@@ -175,6 +175,28 @@ def test_what_cannot_be_captured_is_one_line_and_auto_trains_the_plain_way(caplo
     assert "The update is not captured: " in caplog.text
 
 
+def test_a_loss_that_cannot_be_called_for_an_example_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def trainer_that_raises_once(mode: bool | str, before: int) -> Trainer:
+        calls = iter([False] * before + [True])
+
+        def raises_once(model: nn.Module, batch: Any) -> Tensor:
+            if next(calls, False):
+                raise LookupError("not yet")
+            return loss_fn(model, batch)[0]
+
+        trainer = trainer_of(mode)
+        trainer.update.loss_fn = raises_once  # type: ignore[attr-defined]
+        return trainer
+
+    with pytest.raises(NotCaptured, match="cannot be captured: LookupError: not yet"):
+        outputs_of(trainer_that_raises_once(True, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "MEASURED", 2)
+        patch.setattr(trial, "WARM_UP", 1)
+        assert len(outputs_of(trainer_that_raises_once("auto", 3))) == 2 * EPOCH
+    assert "The update is not captured: LookupError: not yet." in caplog.messages
+
+
 @pytest.mark.timeout(300, method="thread")  # the other method holds the alarm
 def test_compiling_that_takes_too_long_is_broken_off_and_auto_trains_the_plain_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

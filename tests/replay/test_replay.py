@@ -268,7 +268,7 @@ def test_run_of_windows_is_replayed_within_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow  # four commands, of which each starts two processes
+@pytest.mark.slow  # three commands, of which each starts two processes
 def test_commands_on_two_ranks_agree_and_end_with_their_codes(tmp_path: Path) -> None:
     config = settings(tmp_path / "run", 20, {"distributed": {"nproc_per_node": 2}})
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
@@ -285,7 +285,6 @@ def test_commands_on_two_ranks_agree_and_end_with_their_codes(tmp_path: Path) ->
     assert done.stdout.count("iteration 20, epoch") == 1 and "samples of rank 1" in done.stdout
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"lr": 0.0', '"lr": 0.1', 1))
-    assert command("replay", "run", "--at", "8", *two).returncode == 1
     audited = command("audit", "run", "--segments", "2", *two)
     assert audited.returncode == 1 and "iterations 11 to 20: as saved and logged" in audited.stdout, audited.stderr
     refused = command("replay", "run", "--at", "8", "--nproc-per-node", "3")

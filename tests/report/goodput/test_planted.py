@@ -168,7 +168,7 @@ def test_too_many_threads_are_named(tmp_path: Path) -> None:
         {"save_every": 30, "background": True, "iterations": 80},
         {"accumulation_steps": 2, "iterations": 20},
         {"evaluate_every": None},
-        {"workers": 1, "sample_s": 0.0005, "step_s": 0.03},
+        {"workers": 1, "sample_s": 0.0005, "step_s": 0.03, "iterations": 120},  # the first of them wait for its start
         {"evaluate_every": 40, "log_every": 1},
         {"leak_mib": 4, "leaks": "in the first epoch", "iterations": 60},
         {"leak_mib": 4, "leaks": "for a moment", "iterations": 60},
