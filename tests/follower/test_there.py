@@ -228,3 +228,20 @@ def test_of_a_run_on_another_machine_the_best_is_known_though_its_follower_is_ki
     there = Remote(s3).checkpoints()[0]
     assert max(values.values()) == ranked(there, "val/accuracy", "max")[0].manifest.metrics["val/accuracy"]
     assert not (elsewhere.parent / "run" / "checkpoints").exists() and lines(elsewhere.parent) == []
+
+
+@pytest.mark.faults
+@pytest.mark.distributed
+def test_two_ranks_follow_two_ranks_on_another_machine(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"checkpoint": {"mirror": str(tmp_path / "mirror"), "every": 4, "keep_last": 9}}
+    settings |= {"run": {"max_epochs": 2}, "evaluation": {"every": 2}}
+    here, elsewhere = (write_config(tmp_path / name, **settings) for name in ("here", "elsewhere"))
+    run = start(here, "--nproc-per-node", "2")
+    beside = test_follow.follower(elsewhere, "--nproc-per-node", "2", "--all")
+    assert run.wait() == 0, (here.parent / "output.txt").read_text()
+    assert beside.wait() == 0, (elsewhere.parent / "follower.txt").read_text()
+
+    its_own, values = test_follow.its_own(here.parent), test_follow.followed(elsewhere.parent)
+    assert values and all(its_own[iteration] == row for iteration, row in values.items() if iteration in its_own)
+    assert max(values) == summary(here.parent)["iteration"] and its_own.keys() & values.keys()
+    assert test_follow.printed(elsewhere.parent) == list(values)

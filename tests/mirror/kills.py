@@ -30,25 +30,28 @@ SIZE = 12_000
 """Rows of 100 floats: an upload takes some tenths of a second."""
 
 
-def child(work: Callable[[], object], kill_after_s: float) -> bool:
-    """Do ``work`` in a forked process, which is killed so many seconds later; whether it had ended before."""
+def child(work: Callable[[], object], kill_after_s: float) -> int | None:
+    """Do ``work`` in a forked process, which is killed so many seconds later; its exit code, None if it was killed."""
     process = os.fork()
     if process == 0:
-        torch.set_num_threads(1)
+        code = 1
         try:
+            torch.set_num_threads(1)
             work()
-        except Exception:
+            code = 0
+        except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(0)
+            os._exit(code)
     deadline = time.monotonic() + kill_after_s
     while time.monotonic() < deadline:
-        if os.waitpid(process, os.WNOHANG)[0]:
-            return True
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
         time.sleep(0.002)
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
-    return False
+    return None
 
 
 def uploading(url: str, directory: Path) -> None:
@@ -61,16 +64,13 @@ def uploading(url: str, directory: Path) -> None:
     uploader.wait(30)
 
 
-def check_there(url: str, directory: Path) -> list[int]:
-    """Each checkpoint of a mirror has the bits that were saved; returns their iterations."""
-    in_child: list[int] = []
+def check_there(url: str) -> None:
+    """Each checkpoint of a mirror has the bits that were saved."""
     remote = Remote(url)
     for checkpoint in remote.checkpoints()[0]:
         for file, record in checkpoint.manifest.files.items():
             problem = remote.problem(f"{checkpoint.path.name}/{file}", record, lambda count: None)
             assert problem is None, problem
-        in_child.append(checkpoint.iteration)
-    return in_child
 
 
 def kill_uploads(port: int, folder: Path, times: int, seed: int = 0) -> int:
@@ -83,21 +83,14 @@ def kill_uploads(port: int, folder: Path, times: int, seed: int = 0) -> int:
         for iteration in (100 * turn + 100, 100 * turn + 150):
             save(CheckpointStore(directory), iteration, size=SIZE, run_id="the run")
         began = time.monotonic()
-        ended = child(lambda: uploading(url, directory), draw.uniform(0.0, longest))
-        longest = time.monotonic() - began if ended else longest
-        killed += not ended
-        answered = child(lambda: sys.exit(not check(url, directory)), 60)
-        assert answered
-        assert (directory / "right").exists(), f"kill {turn} of an upload"
-        (directory / "right").unlink()
+        code = child(lambda: uploading(url, directory), draw.uniform(0.0, longest))
+        assert code in (0, None), f"upload {turn} ended with {code}"
+        longest = time.monotonic() - began if code == 0 else longest
+        killed += code is None
+        code = child(lambda: check_there(url), 120)
+        assert code == 0, f"the look after kill {turn} ended with {code}"
         CheckpointStore(directory).apply(Retention(keep_last=2))
     return killed
-
-
-def check(url: str, directory: Path) -> bool:
-    check_there(url, directory)
-    (directory / "right").touch()
-    return True
 
 
 def kill_fetches(port: int, folder: Path, times: int, seed: int = 0) -> int:
@@ -106,19 +99,20 @@ def kill_fetches(port: int, folder: Path, times: int, seed: int = 0) -> int:
     url = f"s3://fetches-{seed}-{os.getpid()}/run"
     make_bucket(port, url.removeprefix("s3://").partition("/")[0])
     save(CheckpointStore(folder / "source"), 100, size=SIZE, run_id="the run")
-    assert child(lambda: uploading(url, folder / "source"), 60)
+    assert child(lambda: uploading(url, folder / "source"), 60) == 0
     directory, killed, longest = folder / "fetches", 0, 1.0
     for turn in range(times):
         began = time.monotonic()
-        ended = child(lambda: bring(Remote(url), directory), draw.uniform(0.0, longest))
-        longest = time.monotonic() - began if ended else longest
-        killed += not ended
+        code = child(lambda: bring(Remote(url), directory), draw.uniform(0.0, longest))
+        assert code in (0, None), f"fetch {turn} ended with {code}"
+        longest = time.monotonic() - began if code == 0 else longest
+        killed += code is None
         newest, skipped = CheckpointStore(directory).latest()
         assert skipped == [], f"kill {turn} of a fetch"
         assert newest is None or holds(CheckpointStore(directory), newest.path, 100, SIZE)
         if newest is not None or draw.random() < 0.3:
             shutil.rmtree(directory, ignore_errors=True)
-    assert child(lambda: bring(Remote(url), directory), 60)
+    assert child(lambda: bring(Remote(url), directory), 60) == 0
     newest = CheckpointStore(directory).latest().checkpoint
     assert newest is not None and holds(CheckpointStore(directory), newest.path, 100, SIZE)
     return killed

@@ -18,6 +18,7 @@ from ignite_engine.mirror.remote import Remote
 from ignite_engine.ranks import agreement
 from tests.builders import linear, mse, numbers_loader
 from tests.ranks.forked import on_ranks
+from tests.sharded import gathered, in_layout
 
 START = "tests.mirror.runs:start"
 MODULES = ("tests.mirror.runs", "s3fs")
@@ -30,11 +31,18 @@ def start(folder: str, mirror: Any, ranks: int, options: dict[str, Any]) -> int:
 
 
 def train(
-    folder: Path, mirror: Any, *, iterations: int = 12, kill_at: int | None = None, invariant: bool = False, **save: Any
+    folder: Path,
+    mirror: Any,
+    *,
+    iterations: int = 12,
+    kill_at: int | None = None,
+    invariant: bool = False,
+    layout: str = "plain",
+    **save: Any,
 ) -> Trainer:
     """The run, to its end; rank 0 writes what it ends with."""
     torch.manual_seed(agreement.rank())
-    model = linear(dropout=True)
+    model, _ = in_layout(layout, linear(dropout=True))  # type: ignore[arg-type]  # a Sequential
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = Trainer(
         Update(model, optimizer, mse, rank_invariant=invariant), global_micro_batches=4 if invariant else None
@@ -45,19 +53,19 @@ def train(
     if kill_at is not None:
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=kill_at), lambda: kill(mirror))
     trainer.run(numbers_loader(96, 2, shuffle=True), max_iters=iterations)
+    end = {
+        "weights": torch.cat([gathered(value.detach()).flatten() for value in model.parameters()]).tolist(),
+        "moments": [gathered(state["exp_avg"]).sum().item() for state in optimizer.state.values()],
+        "resumed": None if found is None else found.name,
+    }
     if agreement.rank() == 0:
-        end = {
-            "weights": torch.cat([value.detach().flatten() for value in model.parameters()]).tolist(),
-            "moments": [state["exp_avg"].sum().item() for state in optimizer.state.values()],
-            "resumed": None if found is None else found.name,
-        }
         folder.with_suffix(".json").write_text(json.dumps(end))
     return trainer
 
 
 def kill(mirror: str) -> None:
-    """The machine is gone, after something was uploaded."""
-    while agreement.rank() == 0 and not Remote(mirror).checkpoints()[0]:
+    """The machine is gone, after more than its first checkpoint was uploaded."""
+    while agreement.rank() == 0 and not any(there.iteration >= 4 for there in Remote(mirror).checkpoints()[0]):
         time.sleep(0.05)
     agreement.wait_for_all()
     os.killpg(0, signal.SIGKILL)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
 from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.mirror.bring import bring
 from ignite_engine.mirror.remote import Remote
@@ -204,3 +207,20 @@ def test_a_long_look_at_the_folder_is_no_silence_of_the_mirror(
     brought(tmp_path)
 
     assert caplog.records == []
+
+
+def test_no_clock_says_which_one_of_a_run_is_the_newest(tmp_path: Path, there: CheckpointStore) -> None:
+    first, second = (info.path for info in there.checkpoints())
+    for path, years in ((first, 10), (second, -10)):  # saved on machines whose clocks are wrong, to a store of a third
+        manifest = read_manifest(path)
+        saved = (datetime.now(UTC) + timedelta(days=365 * years)).isoformat(timespec="milliseconds")
+        (path / MANIFEST_NAME).write_bytes(replace(manifest, created_at=saved).to_json())
+        for file in (*path.iterdir(), path):
+            os.utime(file, (time.time() + 3e7 * years,) * 2)
+
+    newest = brought(tmp_path).latest().checkpoint
+    assert newest is not None and newest.iteration == 200
+    shutil.rmtree(newest.path)
+    shutil.copytree(first, tmp_path / "here" / first.name)
+    newest = brought(tmp_path).latest().checkpoint
+    assert newest is not None and newest.iteration == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import signal
@@ -23,6 +24,7 @@ from ignite_engine.handlers import Checkpoint
 from ignite_engine.mirror.bring import bring
 from ignite_engine.mirror.remote import Remote
 from tests.builders import numbers_loader, trainer_of, weights
+from tests.checkpointing.file_faults import can_mount, in_child, mount_small_file_system
 from tests.faults.fork_server import shared
 from tests.mirror.runs import KILLED, MODULES, START, end_of
 from tests.mirror.servers import CREDENTIALS, Proxy
@@ -59,12 +61,20 @@ def test_a_run_whose_folder_is_gone_ends_with_the_bits_of_the_undisturbed_one(tm
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("invariant", "ranks"), [(False, (2, 2)), (True, (2, 1)), pytest.param(True, (1, 3), marks=pytest.mark.slow)]
+    ("options", "ranks"),
+    [
+        ({}, (2, 2)),
+        ({"invariant": True}, (2, 1)),
+        pytest.param({"invariant": True}, (1, 3), marks=pytest.mark.slow),
+        ({"layout": "fsdp", "background": True}, (2, 2)),
+        ({"delta_rows": ["0.weight"], "background": True}, (2, 2)),
+    ],
+    ids=["same ranks", "fewer ranks", "more ranks", "sharded", "changed rows"],
 )
 def test_ranks_whose_folder_is_gone_end_with_the_bits_of_the_undisturbed_run(
-    tmp_path: Path, s3: str, invariant: bool, ranks: tuple[int, int]
+    tmp_path: Path, s3: str, options: dict[str, Any], ranks: tuple[int, int]
 ) -> None:
-    server, options = shared(MODULES), {"invariant": invariant}
+    server = shared(MODULES)
 
     def run(name: str, mirror: Any, count: int, **more: Any) -> int:
         arguments = (str(tmp_path / name), mirror, count, options | more)
@@ -284,3 +294,46 @@ def test_links_that_a_killed_process_has_left_are_removed(tmp_path: Path) -> Non
     train(tmp_path / "run", str(tmp_path / "mirror"), 3)
 
     assert not (tmp_path / "run" / ".mirror").exists()
+
+
+def train_with_a_mirror_that_is_full_for_a_while(folder: Path) -> dict[str, Any]:
+    mirror, said = folder / "mirror", list[str]()
+    mirror.mkdir()
+    mount_small_file_system(mirror, 256)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ignite_engine").addHandler(handler)
+    found: dict[str, Any] = {}
+
+    def note(name: str) -> None:
+        store = CheckpointStore(mirror)
+        there = {one.path.name: store.verify(one.path) for one in store.checkpoints()}
+        found[name] = {"there": there, "said": [line for line in said if str(mirror) in line]}
+        said.clear()
+
+    train(folder / "run", str(mirror), 4)
+    note("before")
+    with contextlib.suppress(OSError), open(mirror / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(256))
+    found["iteration"] = train(folder / "run", str(mirror), 12)[0].state.iteration
+    note("full")
+    (mirror / "filler").unlink()
+    train(folder / "run", str(mirror), 14)
+    note("after")
+    return found
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not can_mount(), reason="a file system cannot be mounted here")
+def test_a_full_disk_is_one_line_and_what_is_missing_is_named_and_what_is_there_stays_whole(tmp_path: Path) -> None:
+    code, found = in_child(lambda: train_with_a_mirror_that_is_full_for_a_while(tmp_path))
+
+    assert code == 0 and found["iteration"] == 12
+    before, full, after = found["before"], found["full"], found["after"]
+    assert before["there"] == full["there"] and list(full["there"])[-1] == "iteration_00000004"
+    assert not any(problems for each in (before, after) for problems in each["there"].values())
+    said = [line for line in full["said"] if not line.startswith("Uploading ")]
+    assert len(said) == 2 and "was not uploaded" in said[0] and "No space left on device" in said[0]
+    assert f"iteration_00000012 is not in {tmp_path / 'mirror'}" in said[1] and "checkpoints push" in said[1]
+    assert list(after["there"])[-1] == "iteration_00000014" and after["said"] == []
