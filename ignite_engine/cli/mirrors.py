@@ -97,6 +97,9 @@ def push(options: argparse.Namespace) -> int:
             continue
         held = hold(path)
         try:
+            there = contents.complete.get(path.name)
+            if there is not None and there.run_id != held.manifests[path.name].run_id:
+                raise CheckpointError(f"{remote.url} holds {path.name} of another run: push to another URL.")
             sent = _answered(remote, partial(_uploaded, contents, held))
         finally:
             held.release()

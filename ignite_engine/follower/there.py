@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +27,7 @@ from ignite_engine.mirror.followed import (
     measured_lines,
     read_note,
     write_note,
+    writer_of,
 )
 from ignite_engine.mirror.remote import Remote, Torn
 from ignite_engine.mirror.waiting import Unreachable, patiently, together
@@ -59,8 +58,7 @@ class There:
         self._fetched = run.followed.parent / "checkpoints"
         self._log = FollowedLog(run.followed)
         self._holds: list[str] = []
-        self._who = f"process {os.getpid()} on {platform.node()}"
-        self._where = f"{platform.node()}:{run.path.resolve()}"
+        self._me = writer_of(run.path)
         self._count, self._writing = 0, threading.Lock()
         self._over = threading.Event()
         self._is_unreachable = False
@@ -147,7 +145,7 @@ class There:
     def _other(self) -> str | None:
         """Another follower that lives: its count goes on."""
         first = read_note(self._remote, FOLLOWER)
-        if not first or first.get("where") == self._where:  # that of this folder is dead, as its lock is ours
+        if not first or first.get("where") == self._me["where"]:  # that of this folder is dead, as its lock is ours
             return None
         deadline = time.monotonic() + 3 * BEAT_S
         while time.monotonic() < deadline:
@@ -168,8 +166,7 @@ class There:
             if self._over.is_set():
                 return
             self._count += 1
-            note = {"who": self._who, "where": self._where, "holds": list(self._holds), "count": self._count}
-            write_note(self._remote, FOLLOWER, note)
+            write_note(self._remote, FOLLOWER, {**self._me, "holds": list(self._holds), "count": self._count})
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):

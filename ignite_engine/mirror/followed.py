@@ -1,8 +1,8 @@
-"""What a run and a follower on another machine leave for each other in the mirror, in files beside the checkpoints.
+"""What a run leaves in its mirror for a follower on another machine, and for another run: files beside the checkpoints.
 
-``follow/run.json`` is written by the run alone: its status. ``follow/follower.json`` is written by the follower alone:
-the checkpoints that it holds. Both have a count that goes on while their writer lives, which a reader judges by its own
-clock. ``follow/metrics.jsonl`` is the follower's log.
+``follow/run.json`` is written by the run alone: who it is, and its status. ``follow/follower.json`` is written by the
+follower alone: the checkpoints that it holds. Both have a count that goes on while their writer lives, which a reader
+judges by its own clock. ``follow/metrics.jsonl`` is the follower's log.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import platform
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 RUN, FOLLOWER, MEASURED = "follow/run.json", "follow/follower.json", "follow/metrics.jsonl"
 BEAT_S = 5.0
 """Seconds between two counts of a follower, and between two looks of a run for them."""
+_BEATS_OF_A_RUN = 4
+"""Between two counts of a run that nobody follows."""
 _ALIVE_S = 60.0
 """Without a new count for so long, its writer is taken for dead."""
 
@@ -54,6 +59,12 @@ def measured_lines(remote: Remote) -> list[Line]:
         return []
 
 
+def writer_of(directory: Path) -> dict[str, str]:
+    """Who writes a note: this process, for people, and the folder of its run, in which no other one runs."""
+    node = platform.node()
+    return {"who": f"process {os.getpid()} on {node}", "where": f"{node}:{directory.resolve()}"}
+
+
 class Pulse:
     """Whether the writer of a note lives, by the clock of the reader."""
 
@@ -71,6 +82,8 @@ class Pulse:
 class RunNotes:
     """The side of the run: says how it is, and takes what was measured, in the thread that uploads.
 
+    A mirror is that of the run that was there first, as long as that one lives: another one writes nothing.
+
     Args:
         directory: of the run's checkpoints.
     """
@@ -84,12 +97,54 @@ class RunNotes:
         self.held: list[str] = []
         """Names of the checkpoints that are evaluated now."""
         self._directory = directory
-        self._pulse, self._count = Pulse(), 0
+        self._me = writer_of(directory)
+        self._pulse, self._pulse_of_another_run, self._count = Pulse(), Pulse(), 0
+        self._lives: object = None
+        """Where another run was seen to count on."""
+        self._signing, self._over = threading.Lock(), threading.Event()
         self._written: str | None = None
         self._follower: dict[str, Any] | None = None
         """Its note when its values were taken last."""
         self._has_failed = False
         self._kept: dict[str, contextlib.ExitStack] = {}
+
+    def begin(self) -> None:
+        """The run trains from now on, of which a thread gives signs."""
+        self.status = "running"
+        self._over.set()
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, args=(self._over,), name="mirror", daemon=True).start()
+
+    def _beat(self, over: threading.Event) -> None:
+        while not over.wait(_BEATS_OF_A_RUN * BEAT_S):
+            with contextlib.suppress(Exception):  # of the store, which the next upload names
+                self._sign()
+
+    def _sign(self) -> None:
+        with self._signing:
+            if self._another_run() is None:
+                self._count, status = self._count + 1, self.status
+                write_note(self.remote, RUN, {**self._me, "status": status, "count": self._count})
+                self._written = status
+
+    def _another_run(self) -> dict[str, Any] | None:
+        """The note of one that trains, until it is known to be dead."""
+        note = read_note(self.remote, RUN)
+        trains = note.get("status") == "running" and note.get("where") not in (None, self._me["where"])
+        return note if trains and self._pulse_of_another_run.beats(note) else None
+
+    def check_alone(self) -> None:
+        """Wait until it is known whether another run that lives has this mirror.
+
+        Raises:
+            CheckpointError: one line; it has.
+        """
+        first = self._another_run()
+        while (now := self._another_run()) is not None:
+            if now != first or now.get("where") == self._lives:
+                who, self._lives = now.get("who"), now.get("where")
+                raise CheckpointError(f"it is the mirror of another run, {who}, which trains; give each run its own")
+            time.sleep(BEAT_S / 5)
 
     def look(self) -> None:
         """Exchange what there is; of a run that nobody follows one small file is looked for.
@@ -99,12 +154,10 @@ class RunNotes:
         follower = read_note(self.remote, FOLLOWER)
         is_followed = self._pulse.beats(follower)
         if self.status is not None and (is_followed or self.status != self._written):
-            self._count += 1
-            write_note(self.remote, RUN, {"status": self.status, "count": self._count})
+            self._sign()
         names = follower.get("holds") if is_followed else None
         self.held = [name for name in names if _is_name(name)] if isinstance(names, list) else []
         self._keep(self.held)
-        self._written = self.status
         if follower == self._follower:
             return
         self.lines = measured_lines(self.remote)
@@ -118,7 +171,8 @@ class RunNotes:
         self._follower, self._has_failed = follower, False
 
     def close(self) -> None:
-        """Let retention delete what was held."""
+        """Give no more signs, and let retention delete what was held."""
+        self._over.set()
         self._keep([])
 
     def _keep(self, names: Collection[str]) -> None:

@@ -144,7 +144,7 @@ class Uploader:
         """Say that the run trains, and look for what a follower has measured."""
         self._ending.clear()
         if self._notes is not None:
-            self._notes.status = "running"
+            self._notes.begin()
             self._start()
 
     def offer(self, checkpoint: Path) -> None:
@@ -260,13 +260,15 @@ class Uploader:
                 self._sending = False
 
     def _upload(self, held: Held) -> None:
+        if self._notes is not None:
+            self._notes.look()  # says that this run is here, before it looks for another one
+            self._notes.check_alone()
         if self._contents is None:
             self._contents = Contents(self._remote, self._retention, self._options.parallel)
             self._name_another_run(held.manifests[held.name].run_id)
         sent = self._throttle.moved
         before = signature(held.checkpoint / MANIFEST_NAME)  # values may be added to it meanwhile
         try:
-            self._look()
             self._contents.upload(held, self._throttle)
             self._uploaded[held.checkpoint] = before
             self._look()

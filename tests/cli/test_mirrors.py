@@ -107,3 +107,15 @@ def test_a_checkpoint_that_is_not_there_is_one_line(tmp_path: Path, run: Path, u
     code, lines = say("pull", f"{url}/iteration_00000201", tmp_path / "here")
 
     assert code == 2 and lines == [f"error: {url} holds no iteration_00000201; did you mean 'iteration_00000200'?"]
+
+
+def test_what_another_run_has_there_is_not_replaced(tmp_path: Path, run: Path, url: str, say: Say) -> None:
+    say("push", run, url)
+    path = save(CheckpointStore(tmp_path / "other"), 200, size=5, run_id="another run")
+
+    assert say("push", path, url) == (
+        2,
+        [f"error: {url} holds iteration_00000200 of another run: push to another URL."],
+    )
+    assert say("verify", url) == (0, ["iteration_00000200  valid"])
+    assert Remote(url).checkpoints()[0][0].manifest.run_id == "the run"

@@ -1,0 +1,112 @@
+"""Two runs with one mirror: it is that of the run that was there first, as long as that one lives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ignite_engine.checkpointing import CheckpointStore, Retention
+from ignite_engine.mirror import MirrorOptions, followed
+from ignite_engine.mirror.followed import RUN, RunNotes, read_note, write_note
+from ignite_engine.mirror.remote import Remote
+from ignite_engine.mirror.upload import Uploader
+from tests.checkpointing.states import holds, save
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followed, "BEAT_S", 0.1)
+
+
+class Beside:
+    """A run as its mirror sees it: a folder of checkpoints, and an uploader."""
+
+    def __init__(self, folder: Path, mirror: Path) -> None:
+        url = str(mirror)
+        self.store, self.name = CheckpointStore(folder), folder.name
+        self.uploader = Uploader(
+            Remote(url), MirrorOptions(url=url), Retention(keep_last=9), RunNotes(Remote(url), folder)
+        )
+        folder.mkdir()
+        self.uploader.begin()
+
+    def save(self, iteration: int, size: int) -> None:
+        self.uploader.offer(save(self.store, iteration, size=size, run_id=self.name))
+
+    def end(self) -> list[str]:
+        """What is missing in the mirror."""
+        self.uploader.end("completed")
+        assert self.uploader.wait(30)
+        missing = self.uploader.missing
+        self.uploader.release()
+        return missing
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_second_uploads_nothing_and_says_so_until_the_first_has_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = tmp_path / "mirror"
+    first = Beside(tmp_path / "first", mirror)
+    first.save(100, 300)
+    until(lambda: not first.uploader.missing)
+    second = Beside(tmp_path / "second", mirror)
+    second.save(100, 400)
+    until(lambda: "was not uploaded" in caplog.text)
+    first.save(200, 300)
+    until(lambda: not first.uploader.missing)
+
+    assert second.end() == ["iteration_00000100"]
+    assert first.end() == []
+    there = CheckpointStore(mirror)
+    assert [info.iteration for info in there.checkpoints()] == [100, 200]
+    assert all(holds(there, info.path, info.iteration, 300) for info in there.checkpoints())
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and said[0].startswith(f"iteration_00000100 was not uploaded to {mirror}: ")
+    assert ": it is the mirror of another run, process " in said[0] and "give each run its own; it is tried" in said[0]
+    assert read_note(Remote(str(mirror)), RUN)["status"] == "completed", "of the first"
+
+    third = Beside(tmp_path / "third", mirror)
+    third.save(300, 300)
+    assert third.end() == [] and len(there.checkpoints()) == 3
+
+
+def test_a_run_that_gives_signs_during_a_long_upload_keeps_its_mirror(tmp_path: Path) -> None:
+    mirror, may_end = tmp_path / "mirror", threading.Event()
+    first = Beside(tmp_path / "first", mirror)
+    put = first.uploader._remote.put
+
+    def slowly(*arguments: Any) -> None:
+        assert may_end.wait(20)
+        put(*arguments)
+
+    first.uploader._remote.put = slowly  # type: ignore[method-assign]
+    first.save(100, 300)
+    until(lambda: read_note(Remote(str(mirror)), RUN).get("count", 0) > 3)
+    may_end.set()
+    assert first.end() == []
+
+
+def test_one_that_was_killed_on_another_machine_is_succeeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(followed, "_ALIVE_S", 1.0)
+    remote = Remote(str(tmp_path / "mirror"))
+    write_note(remote, RUN, {"who": "process 7 on m", "where": "m:/x", "status": "running", "count": 3})
+    began = time.monotonic()
+    run = Beside(tmp_path / "run", tmp_path / "mirror")
+    run.save(100, 300)
+
+    assert run.end() == [] and time.monotonic() - began >= 1.0
+    assert read_note(remote, RUN)["where"].endswith("/run") and read_note(remote, RUN)["status"] == "completed"
+    assert not [record for record in caplog.records if record.levelname == "WARNING"], "it is dead"
