@@ -16,6 +16,7 @@ from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
 from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.mirror.bring import bring
+from ignite_engine.mirror.fetch import Fetch
 from ignite_engine.mirror.remote import Remote
 from tests.checkpointing.states import holds, save
 from tests.mirror.servers import Proxy
@@ -224,3 +225,23 @@ def test_no_clock_says_which_one_of_a_run_is_the_newest(tmp_path: Path, there: C
     shutil.copytree(first, tmp_path / "here" / first.name)
     newest = brought(tmp_path).latest().checkpoint
     assert newest is not None and newest.iteration == 200
+
+
+def test_each_rank_fetches_its_own_files_and_its_share_of_the_others(tmp_path: Path, there: CheckpointStore) -> None:
+    names = ["shared.pt", "rank_0.pt", "rank_1.pt", "shards_0.pt", "shards_1.pt", "extra.pt"]
+    folder = there.directory / "iteration_00000200"
+    for name in names:
+        if not (folder / name).exists():
+            shutil.copy(folder / "rank_0.pt", folder / name)
+    manifest = read_manifest(folder)
+    records = {name: manifest.files["shared.pt" if name == "shared.pt" else "rank_0.pt"] for name in names}
+    (folder / MANIFEST_NAME).write_bytes(replace(manifest, files=records).to_json())
+
+    fetched = []
+    for rank in range(2):
+        work = Fetch(Remote(str(there.directory)), tmp_path / f"here_{rank}", folder.name)
+        ((name, wanted),) = work.missing()
+        into = work.begin(name)
+        work.files(name, wanted, lambda count: None, rank, 2)
+        fetched.append({path.name for path in into.iterdir()})
+    assert fetched == [{"shared.pt", "rank_0.pt", "shards_0.pt"}, {"extra.pt", "rank_1.pt", "shards_1.pt"}]
