@@ -59,26 +59,31 @@ class FollowedLog:
         """As the file has it; empty if there is none."""
         return _text_of(self.lines())
 
-    def add(self, checkpoint: CheckpointInfo, values: Mapping[str, float]) -> None:
+    def add(
+        self, checkpoint: CheckpointInfo, values: Mapping[str, float], current: Iterable[CheckpointInfo] = ()
+    ) -> None:
         """Add what was measured of a checkpoint.
 
         Lines of another run in the folder go, and those of iterations that the run has left: it was resumed from an
         earlier checkpoint, and has saved this one after them.
+
+        Args:
+            current: checkpoints whose lines stay, whatever the clocks said of the machines that have saved them.
         """
         manifest, identity = checkpoint.manifest, identity_of(checkpoint)
         line = {"iteration": manifest.iteration, "epoch": manifest.epoch, **values, FOLLOWED_CHECKPOINT: identity}
-        self.join([json_values(line)], manifest.run_id)
+        self.join([json_values(line)], manifest.run_id, current)
 
-    def join(self, others: Iterable[Line], run_id: str | None) -> None:
+    def join(self, others: Iterable[Line], run_id: str | None, current: Iterable[CheckpointInfo] = ()) -> None:
         """Take the lines of another copy of the file, and keep those that only this one has; lines of other runs go."""
         others = [line for line in others if line[FOLLOWED_CHECKPOINT]["run_id"] == run_id]
-        known = set(map(_key, others))
+        known, staying = set(map(_key, others)), [identity_of(checkpoint) for checkpoint in current]
         mine = [
             line
             for line in self.lines()
             if line[FOLLOWED_CHECKPOINT]["run_id"] == run_id
             and _key(line) not in known
-            and not any(_is_left(line, other) for other in others)
+            and (line[FOLLOWED_CHECKPOINT] in staying or not any(_is_left(line, other) for other in others))
         ]
         lines = sorted((*mine, *others), key=lambda line: int(line["iteration"]))
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -152,6 +152,8 @@ class Follower:
         self.every_checkpoint, self.announce = every_checkpoint, announce
         self.log = FollowedLog(place.run.followed)
         self._refused: list[dict[str, Any]] = []
+        self._current: list[CheckpointInfo] = []
+        """What the run had saved at the last look, without iterations that it has left."""
 
     def follow(self) -> int:
         """Evaluate what comes until the run has ended or is given up; returns how many."""
@@ -193,12 +195,13 @@ class Follower:
         """Those of the run that were not evaluated yet, in the order in which it has saved them."""
         saved = of_one_run(self.place.saved())
         seen = [*self._refused, *(line[FOLLOWED_CHECKPOINT] for line in self.log.lines())]
-        earliest_since, waiting = math.inf, []
+        earliest_since, current = math.inf, []
         for checkpoint in reversed(saved):  # without iterations that the run has left, resumed before them
-            if checkpoint.iteration < earliest_since and identity_of(checkpoint) not in seen:
-                waiting.append(checkpoint)
+            if checkpoint.iteration < earliest_since:
+                current.append(checkpoint)
             earliest_since = min(earliest_since, checkpoint.iteration)
-        return waiting[::-1]
+        self._current = current[::-1]
+        return [checkpoint for checkpoint in self._current if identity_of(checkpoint) not in seen]
 
     def _evaluate(self, checkpoint: CheckpointInfo) -> bool:
         """Measure, write, let it go; False: it cannot be read, which is a warning."""
@@ -226,7 +229,7 @@ class Follower:
         trainer.state.media.clear()
         values = {name: float(value) for name, value in trainer.state.metrics.items()}
         if agreement.rank() == 0:
-            self.log.add(checkpoint, values)
+            self.log.add(checkpoint, values, self._current)
         place.measured(checkpoint, values)
         place.let_go(checkpoint)
         if agreement.rank() == 0 and self.announce is not None:

@@ -6,6 +6,8 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from ignite_engine import Trainer, Windows, create_evaluator, follow, rng
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, Retention, read_manifest
 from ignite_engine.checkpointing.in_use import in_use
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.followed_log import FollowedLog, identity_of
 from ignite_engine.follower.follow import Follower
 from ignite_engine.follower.here import Here
@@ -88,6 +91,18 @@ def test_with_random_numbers_dropout_and_an_average_the_values_have_the_bits_of_
     rng.seed_everything(4)
     assert followed(tmp_path) == {}, "none is evaluated twice"
     torch.set_rng_state(state)
+
+
+def test_on_machines_whose_clocks_differ_each_is_evaluated_once(tmp_path: Path) -> None:
+    its_own = train(tmp_path)
+    for info in infos(tmp_path)[1:]:  # the run went on on one whose clock is a day behind
+        saved = (datetime.fromisoformat(info.manifest.created_at) - timedelta(days=1)).isoformat(
+            timespec="milliseconds"
+        )
+        (info.path / MANIFEST_NAME).write_bytes(replace(info.manifest, created_at=saved).to_json())
+    assert followed(tmp_path) == its_own
+    log = FollowedLog(RunDirectory(tmp_path).followed).lines()
+    assert {line["iteration"]: line["val/loss"] for line in log} == its_own
 
 
 def test_without_waiting_what_is_there_is_evaluated(tmp_path: Path) -> None:
