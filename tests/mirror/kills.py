@@ -27,7 +27,9 @@ from tests.checkpointing.states import holds, save
 from tests.mirror.servers import CREDENTIALS, make_bucket, s3_server
 
 SIZE = 12_000
-"""Rows of 100 floats: an upload takes some tenths of a second."""
+"""Rows of 100 floats."""
+UPLOADED_MIB_PER_S = 10.0
+"""So that an upload takes longer than it takes to begin, and what a killed process has sent is not all of it."""
 
 
 def child(work: Callable[[], object], kill_after_s: float) -> int | None:
@@ -62,7 +64,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def uploading(url: str, directory: Path) -> None:
-    uploader = Uploader(Remote(url), MirrorOptions(url=url), Retention(keep_last=2))
+    uploader = Uploader(Remote(url), MirrorOptions(url=url, max_mib_per_s=UPLOADED_MIB_PER_S), Retention(keep_last=2))
     for checkpoint in CheckpointStore(directory).checkpoints():
         uploader.offer(checkpoint.path)
         while uploader.missing:
@@ -96,7 +98,7 @@ def kill_uploads(port: int, folder: Path, times: int, seed: int = 0) -> int:
     for turn in range(1, times + 1):
         save_two(turn)
         began = time.monotonic()
-        code = child(lambda: uploading(url, directory), draw.uniform(0.0, longest))
+        code = child(lambda: uploading(url, directory), draw.uniform(0.2 * longest, longest))
         assert code in (0, None), f"upload {turn} ended with {code}"
         longest = time.monotonic() - began if code == 0 else longest
         killed += code is None
@@ -118,7 +120,7 @@ def kill_fetches(port: int, folder: Path, times: int, seed: int = 0) -> int:
     shutil.rmtree(directory)
     for turn in range(times):
         began = time.monotonic()
-        code = child(lambda: bring(Remote(url), directory), draw.uniform(0.0, longest))
+        code = child(lambda: bring(Remote(url), directory), draw.uniform(0.2 * longest, longest))
         assert code in (0, None), f"fetch {turn} ended with {code}"
         longest = time.monotonic() - began if code == 0 else longest
         killed += code is None
