@@ -9,23 +9,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from blake3 import blake3
 
 import ignite_engine
 from ignite_engine import devices
-from ignite_engine.checkpointing import CheckpointError, CheckpointInfo
+from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, SaveOptions
 from ignite_engine.checkpointing.environment import environment_values
+from ignite_engine.checkpointing.save_filter import SaveFilter
 from ignite_engine.checkpointing.store import Checkpoints
-from ignite_engine.errors import Interrupted, PeerFailed, one_line
+from ignite_engine.errors import CheckpointError, Interrupted, PeerFailed, one_line
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement, watching
 from ignite_engine.recovery.memory import Copy, Memory, NewestState
 from ignite_engine.states.sharding import layout_of_models
 
 if TYPE_CHECKING:
-    from ignite_engine.handlers.checkpoint.saver import Saver
     from ignite_engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -35,25 +35,37 @@ _MEASURED = 5
 """Iterations after which it is known what a copy costs; the first makes the slots and does not count."""
 
 
+class SavedRun(Protocol):
+    """Where and how a run is saved, and what its checkpoints hold, which is what is copied."""
+
+    store: CheckpointStore
+    options: SaveOptions
+    filter: SaveFilter
+    run_id: str | None
+    parent: str | None
+
+    def parts(self, trainer: Trainer) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, list[str]]]:
+        """Shared parts, this rank's own, and names that are left out."""
+
+
 class MemoryCopies:
     """The place of a run's state in shared memory, into which it is copied at step boundaries.
 
     Args:
-        saver: of the run's checkpoints; its options say how often the state is copied, and copies made with another
-            config are not used.
+        run: its options say how often its state is copied, and copies made with another config are not used.
         metrics_of: what was measured at this step boundary.
     """
 
     replayed = False
 
-    def __init__(self, saver: Saver, metrics_of: Callable[[Trainer], Mapping[str, float] | None]) -> None:
-        self._saver, self._metrics_of = saver, metrics_of
-        values, every = {**(saver.options.config or {})}, saver.options.memory
-        if isinstance(run := values.get("run"), Mapping):
-            values["run"] = {key: value for key, value in run.items() if key != "directory"}  # which may be moved
+    def __init__(self, run: SavedRun, metrics_of: Callable[[Trainer], Mapping[str, float] | None]) -> None:
+        self._run, self._metrics_of = run, metrics_of
+        values, every = {**(run.options.config or {})}, run.options.memory
+        if isinstance(section := values.get("run"), Mapping):
+            values["run"] = {key: value for key, value in section.items() if key != "directory"}  # which may be moved
         # now: a resume writes into the config what is in force
         settings = json.dumps([ignite_engine.__version__, values], sort_keys=True, default=str)
-        self._memory = Memory(saver.store.directory, blake3(settings.encode()).hexdigest())
+        self._memory = Memory(run.store.directory, blake3(settings.encode()).hexdigest())
         self._every = every if isinstance(every, int) else None
         self._is_on = self._is_agreed = False
         self._problem: str | None = None
@@ -95,7 +107,7 @@ class MemoryCopies:
         self._problem = self._memory.begin(resumed, sharded=bool(layout))
         self._is_on, self._is_agreed = self._problem is None, False
         self._end_if_impossible()
-        on_disk = self._saver.store.checkpoints()
+        on_disk = self._run.store.checkpoints()
         self._sequence = max((checkpoint.manifest.sequence for checkpoint in on_disk), default=0)
         self._environment = environment_values(agreement.world_size()) | {"sharding": layout}
         self._began_at, self._reasons = trainer.state.iteration, (None, [])
@@ -151,14 +163,14 @@ class MemoryCopies:
 
     def _try(self, trainer: Trainer) -> str | None:
         """Copy the state; why that failed."""
-        state, saver = trainer.state, self._saver
-        saved = saver.store.last_saved
+        state, run = trainer.state, self._run
+        saved = run.store.last_saved
         self._sequence = max(self._sequence, 0 if saved is None else saved.sequence)
         when = (state.epoch, state.windows, state.checkpoints)
         if self._reasons[0] != when:  # to find them takes as long as the copy
-            self._reasons = when, trainer.reproducibility(saver.filter)
+            self._reasons = when, trainer.reproducibility(run.filter)
         try:
-            shared, local, left_out = saver.parts(trainer)
+            shared, local, left_out = run.parts(trainer)
             facts = {
                 "epoch": state.epoch,
                 "sequence": self._sequence,
@@ -167,11 +179,11 @@ class MemoryCopies:
                 "reproducibility": self._reasons[1],
                 "left_out": left_out,
                 "kinds": dict(trainer.registry.kinds),
-                "parent": saver.parent,
+                "parent": run.parent,
             }
-            assert saver.run_id is not None
+            assert run.run_id is not None
             boundary = {"iteration": state.iteration, "epochs_completed": trainer.progress.epochs_completed}
-            self._memory.write(facts, shared, local, **boundary, run_id=saver.run_id)
+            self._memory.write(facts, shared, local, **boundary, run_id=run.run_id)
         except (CheckpointError, OSError) as error:
             return one_line(error).rstrip(".")
         return None
