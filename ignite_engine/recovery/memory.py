@@ -236,6 +236,8 @@ class Memory:
             assert self._folder is not None
             if resumed is None:
                 self._folder.drop(agreement.rank())
+            else:
+                self._folder.forget_newer(agreement.rank(), resumed)
             if self._writes_shared:
                 for rank in self._folder.ranks():
                     if rank >= agreement.world_size():

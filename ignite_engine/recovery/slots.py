@@ -80,11 +80,12 @@ class Header:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Header | None:
-        """None: it is not a valid header."""
+        """None: it is not a valid header of this version."""
         line, _, digest = content.rstrip(b"\0").rpartition(b"\n")
         if not content.startswith(_MAGIC) or blake3(line + b"\n").hexdigest().encode() != digest:
             return None
-        return cls(**json.loads(line.removeprefix(_MAGIC)))
+        values = json.loads(line.removeprefix(_MAGIC))
+        return cls(**values) if values.keys() == cls.__dataclass_fields__.keys() else None
 
 
 class Slot:
@@ -263,6 +264,15 @@ class Folder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(slot.path)
         del self.slots[rank]
+
+    def forget_newer(self, rank: int, number: int) -> None:
+        """Make a copy of a rank invalid that is newer than this one.
+
+        A peer lacks it. Beside a copy that the peer makes later, with the same number, it would count as whole.
+        """
+        for slot in self.of(rank):
+            if (header := slot.header) is not None and header.number > number:
+                slot.reserve(header.size)
 
     def close(self, *, remove_if_empty: bool = False) -> None:
         """Let go of it."""

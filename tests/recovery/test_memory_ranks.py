@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -136,6 +137,65 @@ def test_killed_within_a_copy_that_the_peer_has_made_both_take_the_one_before(
 
     assert [result["resumed_at"] for result in results] == [5, 5]
     assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
+
+
+def test_a_copy_that_the_peer_lacks_is_not_taken_for_a_later_one_of_its_number(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    """The sixth copy is made by rank 0 in the first start alone, and by rank 1 in the second."""
+    directory, whole = tmp_path / "run", slots.Slot.write
+
+    def dies_at_the_sixth(killed: int) -> Callable[[int], Prepare]:
+        """``killed`` before it makes that copy, when the peer has made it."""
+
+        def prepare_on(rank: int) -> Prepare:
+            def write(self: slots.Slot, header: slots.Header, packed: Packed) -> None:
+                if header.number == 6 and rank == killed:
+                    while not (directory / f"wrote_{1 - killed}").exists():
+                        time.sleep(0.01)
+                    kill_this_process()
+                whole(self, header, packed)
+                if header.number == 6:
+                    (directory / f"wrote_{rank}").touch()
+
+            def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+                slots.Slot.write = write  # type: ignore[method-assign]
+
+            return prepare
+
+        return prepare_on
+
+    for killed_rank in (1, 0):
+        assert run(2, directory, dies_at_the_sixth(killed_rank))[killed_rank][0] == KILLED
+    results = finished(2, directory)
+
+    assert [result["resumed_at"] for result in results] == [5, 5]
+    assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
+
+
+def test_a_rank_that_can_copy_no_longer_says_so_itself(
+    tmp_path: Path, shared_memory: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    def prepare_on(rank: int) -> Prepare:
+        calls, whole = itertools.count(1), Packed.write
+
+        def write(self: Packed, room: memoryview) -> None:
+            if next(calls) == 5:
+                raise OSError(28, "No space left on device")
+            whole(self, room)
+
+        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+            if rank == 1:
+                Packed.write = write  # type: ignore[method-assign]
+
+        return prepare
+
+    results = [answer for _, answer in run(2, tmp_path / "run", prepare_on)]
+
+    said = [[line for line in result["warned"] if "in memory" in line] for result in results]
+    assert said[0] == [] and len(said[1]) == 1 and "No space left on device" in said[1][0]
+    assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
+    assert list(shared_memory.iterdir()) == []
 
 
 def test_an_exception_of_one_rank_leaves_nothing(tmp_path: Path, shared_memory: Path) -> None:

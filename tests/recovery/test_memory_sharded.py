@@ -100,3 +100,28 @@ def test_without_the_pieces_of_a_rank_the_disk_is_taken(tmp_path: Path, shared_m
     results = answers(run(2, "fsdp", tmp_path / "run", memory=1))
 
     assert [result["resumed"] for result in results] == [["iteration_00000004", 4]] * 2
+
+
+def test_with_a_torn_slot_of_one_rank_all_take_the_copy_before(tmp_path: Path, shared_memory: Path) -> None:
+    undisturbed = answers(run(2, "fsdp", tmp_path / "whole"))
+    run(2, "fsdp", tmp_path / "run", (0, 1), memory=1)
+    of_rank_1 = [slots.Slot(path) for path in shared_memory.glob("*/rank_1.*")]
+    newest = max(of_rank_1, key=lambda slot: slot.header.number if slot.header else 0)
+    with newest.path.open("r+b") as file:
+        file.seek(4096 + 64)
+        file.write(b"torn")
+    results = answers(run(2, "fsdp", tmp_path / "run", memory=1))
+
+    assert [result["resumed"] for result in results] == [[slots.MEMORY_TOKEN, 4]] * 2
+    assert [result["state"] for result in results] == [result["state"] for result in undisturbed]
+
+
+def test_memory_auto_copies_shards(tmp_path: Path, shared_memory: Path) -> None:
+    """The first five iterations are copied, by which it measures."""
+    undisturbed = answers(run(2, "fsdp", tmp_path / "whole"))
+    run(2, "fsdp", tmp_path / "run", (1,), memory="auto")
+    results = answers(run(2, "fsdp", tmp_path / "run", memory="auto"))
+
+    assert [result["resumed"] for result in results] == [[slots.MEMORY_TOKEN, 5]] * 2
+    assert [result["state"] for result in results] == [result["state"] for result in undisturbed]
+    assert list(shared_memory.iterdir()) == []
