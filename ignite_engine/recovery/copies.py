@@ -122,16 +122,16 @@ class MemoryCopies:
             return
         if every is None:  # the copy is not to wait for the iteration, which would count as its cost
             devices.wait_for_device()
-        began = time.perf_counter()
+        began, alone = time.perf_counter(), self._is_agreed
         if self._problem is None:
             self._problem = self._try(trainer)
         ended = time.perf_counter()
-        if self._left_at is not None:
+        if every is None and self._left_at is not None:
             self._costs.append(ended - began)
             self._steps.append(began - self._left_at)
         if not self._is_agreed and (every is not None or (self._costs and iteration >= self._began_at + _MEASURED)):
             self._agree()
-        self._end_if_impossible()
+        self._end_if_impossible(alone=alone)
         self._left_at = time.perf_counter()
 
     def _agree(self) -> None:
@@ -149,14 +149,18 @@ class MemoryCopies:
                 *(self._every, 1e3 * cost, 1e3 * step),
             )
 
-    def _end_if_impossible(self) -> None:
-        """Once nothing is to be agreed on, end the copies where they cannot be made."""
+    def _end_if_impossible(self, *, alone: bool = False) -> None:
+        """Once nothing is to be agreed on, end the copies where they cannot be made.
+
+        Args:
+            alone: the other ranks have not agreed on it, and do not say so.
+        """
         if self._problem is not None and (self._is_agreed or not self._is_on):
             if self._is_on:
                 self._is_on = False
                 self._memory.end()
             logger.log(
-                logging.WARNING if agreement.rank() == 0 else logging.INFO,
+                logging.WARNING if alone or agreement.rank() == 0 else logging.INFO,
                 "No copies of the state in memory, as %s: checkpoints are on disk alone.",
                 self._problem,
             )
@@ -184,7 +188,9 @@ class MemoryCopies:
             assert run.run_id is not None
             boundary = {"iteration": state.iteration, "epochs_completed": trainer.progress.epochs_completed}
             self._memory.write(facts, shared, local, **boundary, run_id=run.run_id)
-        except (CheckpointError, OSError) as error:
+        except PeerFailed:
+            raise
+        except Exception as error:  # as with a save: a state_dict of the user's that raises must not end the training
             return one_line(error).rstrip(".")
         return None
 

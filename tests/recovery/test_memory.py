@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from blake3 import blake3
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
@@ -92,6 +94,7 @@ def train(
         "checkpoints": trainer.state.checkpoints,
         "run_id": checkpoint.store.checkpoints()[-1].manifest.run_id,
         "said": said.lines,
+        "warned": said.warnings,
     }
 
 
@@ -101,9 +104,12 @@ class Said(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
+        self.warnings: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+        if record.levelno >= logging.WARNING:
+            self.warnings.append(record.getMessage())
 
 
 def dist_rank() -> int:
@@ -265,6 +271,19 @@ def test_auto_takes_as_few_iterations_as_keep_the_share(tmp_path: Path) -> None:
     assert copies._every == 3
 
 
+def test_times_are_kept_only_until_it_is_known_how_often_to_copy(tmp_path: Path) -> None:
+    """A run of many iterations would fill the memory with them."""
+    places: list[Any] = []
+
+    def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+        places.extend(checkpoint.places)
+
+    train(tmp_path / "one", prepare)
+    train(tmp_path / "auto", prepare, memory="auto")
+
+    assert [len(copies._costs) <= 4 and len(copies._steps) <= 4 for copies in places] == [True, True]
+
+
 # -- what is not used ------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +327,25 @@ def test_with_both_slots_damaged_the_disk_is_taken(
     assert said_in(result, "torn or damaged")
     assert ends(result) == ends(undisturbed)
     assert list(shared_memory.iterdir()) == []
+
+
+def test_copies_of_another_version_of_the_engine_are_not_used(
+    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
+) -> None:
+    def write_as_another_version() -> None:
+        for path in slot_files(shared_memory):
+            with path.open("r+b") as file:
+                line = file.read(4096).rstrip(b"\0").rpartition(b"\n")[0]
+                values = json.loads(line.removeprefix(slots._MAGIC))
+                line = slots._MAGIC + json.dumps({**values, "new": 1}).encode() + b"\n"
+                file.seek(0)
+                file.write(line + blake3(line).hexdigest().encode())
+
+    result = killed_then(tmp_path, write_as_another_version)
+
+    assert result["resumed_at"] == 8
+    assert said_in(result, "torn or damaged")
+    assert ends(result) == ends(undisturbed)
 
 
 def test_a_copy_of_other_settings_is_not_used(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
@@ -560,6 +598,26 @@ def test_a_full_shared_memory_is_one_warning_and_training_goes_on(
     assert all("No space left on device" in line for line in warnings)
     assert ends(result) == ends(undisturbed)
     assert result["left"] == []
+
+
+def test_where_a_state_cannot_be_had_training_goes_on(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    class Fails:
+        def __init__(self, trainer: Trainer) -> None:
+            self.state = trainer.state
+
+        def state_dict(self) -> dict[str, int]:
+            if self.state.iteration == 5:
+                raise RuntimeError("not now")
+            return {"number": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    _, result = in_child(lambda: train(tmp_path, lambda trainer, _: trainer.register("fails", Fails(trainer))))
+
+    (warning,) = (line for line in result["warned"] if "in memory" in line)
+    assert warning == "No copies of the state in memory, as RuntimeError: not now: checkpoints are on disk alone."
+    assert ends(result) == ends(undisturbed)
 
 
 def test_without_shared_memory_there_is_one_warning(
