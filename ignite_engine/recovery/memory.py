@@ -125,7 +125,7 @@ class Memory:
     def __init__(self, directory: Path, settings: str) -> None:
         self.directory, self._settings = directory, settings
         self._folder: Folder | None = None
-        self._number = 0
+        self._number = self._resumed = 0
         self._writes_shared = self._is_sharded = False
 
     def newest(self) -> Copy | None:
@@ -218,7 +218,8 @@ class Memory:
                 problem = "the model is sharded over several machines"
         if problem is None:
             problem = next(filter(None, agreement.gather_objects(self._open(name, resumed))), None)
-        self._number, self._is_sharded = resumed or 0, sharded
+        self._number = self._resumed = resumed or 0
+        self._is_sharded = sharded
         if problem is not None:
             self.end()
         return problem
@@ -239,14 +240,20 @@ class Memory:
             else:
                 self._folder.forget_newer(agreement.rank(), resumed)
             if self._writes_shared:
-                for rank in self._folder.ranks():
-                    if rank >= agreement.world_size():
-                        self._folder.drop(rank)
+                if resumed is None:
+                    self._drop_absent(self._folder)
                 slots.clear()
                 _with_room(partial(self._folder.note_owner, self.directory))
         except OSError as error:
             return one_line(error).rstrip(".")
         return None
+
+    @staticmethod
+    def _drop_absent(folder: Folder) -> None:
+        """Delete the slots of ranks of an earlier start that this one does not have."""
+        for rank in folder.ranks():
+            if rank >= agreement.world_size():
+                folder.drop(rank)
 
     def write(
         self,
@@ -271,6 +278,8 @@ class Memory:
         """
         assert self._folder is not None
         self._number += 1
+        if self._writes_shared and self._number == self._resumed + 2:  # all ranks have made the first
+            self._drop_absent(self._folder)
         if self._is_sharded:
             shared, local = with_pieces_apart(shared, local)
         shared = shared if self._writes_shared else {}
@@ -308,6 +317,8 @@ class Memory:
         self._folder = None
         if not keep:
             folder.drop(agreement.rank())
+            if self._writes_shared:
+                self._drop_absent(folder)
             if agreement.rank() == 0:
                 with contextlib.suppress(OSError):
                     os.unlink(self.directory / MEMORY_TOKEN)

@@ -255,6 +255,27 @@ def test_on_another_number_of_ranks_it_goes_on_as_from_disk(
     assert list(shared_memory.iterdir()) == []
 
 
+def test_killed_on_fewer_ranks_before_a_copy_all_ranks_still_have_theirs(
+    tmp_path: Path, shared_memory: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    directory = tmp_path / "run"
+    assert {code for code, _ in run(2, directory, killed((0, 1), 7))} == {KILLED}
+    assert run(1, directory, killed((0,), 7, Events.ITERATION_STARTED))[0][0] == KILLED
+    results = finished(2, directory)
+
+    assert [result["resumed_at"] for result in results] == [6, 6]
+    assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_slots_of_ranks_that_are_no_more_go_with_the_second_copy(tmp_path: Path, shared_memory: Path) -> None:
+    directory, slots_of = tmp_path / "run", ["rank_0.0", "rank_0.1", "rank_1.0", "rank_1.1"]
+    run(2, directory, killed((0, 1), 5))
+    for at, names in ((6, slots_of), (8, slots_of[:2])):
+        assert run(1, directory, killed((0,), at))[0][0] == KILLED
+        assert sorted(path.name for path in shared_memory.glob("*/rank_*")) == names
+
+
 def test_a_rank_without_its_slots_sends_all_to_the_disk(tmp_path: Path, shared_memory: Path) -> None:
     directory = tmp_path / "run"
     run(2, directory, killed((0, 1), 10))

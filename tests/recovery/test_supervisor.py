@@ -156,7 +156,7 @@ def test_killed_at_random_instants_it_ends_with_the_same_bits_and_leaves_nothing
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ranks: int) -> None:
     """Of one rank, of all, of the parent, of everything at once; ``KILLS=100`` makes a hundred."""
-    length = {"run": {**BASE["run"], "max_epochs": 30 + KILLS // 2}}
+    length = {"run": {**BASE["run"], "max_epochs": 20 + KILLS // 4}}
     whole = supervised(tmp_path / "whole", "--traceback", ranks=ranks, checkpoint={"every": 50}, **length)
     expected = finish(tmp_path / "whole", whole)["weights_sha256"]
     draw, folder, within = random.Random(10 + ranks), tmp_path / "run", False
