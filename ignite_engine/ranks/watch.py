@@ -107,7 +107,7 @@ class Watch:
         """See :func:`ignite_engine.ranks.watching.cause_of`."""
         if isinstance(error, PeerFailed) or raised_by_all_ranks(error):
             return error
-        broken = _broken_collective(error) if isinstance(error, Exception) else None
+        broken = broken_collective(error) if isinstance(error, Exception) else None
         self._raised, self._raised_own = True, not broken
         self._decided.set()
         if self._end_at != float("inf"):
@@ -345,7 +345,7 @@ class Watch:
 # -- what happened, and where -----------------------------------------------------------------------------------------
 
 
-def _broken_collective(error: BaseException) -> str | None:
+def broken_collective(error: BaseException) -> str | None:
     """What torch says of a collective that broke because of a peer; None: the error has another cause."""
     each: BaseException | None = error
     while each is not None:

@@ -209,4 +209,8 @@ def _is_lost(error: BaseException | None) -> bool:
     if isinstance(error, PeerFailed):
         failure = None if watching.current is None else watching.current.failure
         return failure is not None and not failure.raised
-    return isinstance(error, CheckpointError | Interrupted | KeyboardInterrupt)
+    if isinstance(error, CheckpointError | Interrupted | KeyboardInterrupt):
+        return True
+    from ignite_engine.ranks.watch import broken_collective
+
+    return error is not None and broken_collective(error) is not None  # of which peer, was not learned in time

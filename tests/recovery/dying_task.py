@@ -50,7 +50,9 @@ class Deaths:
         trainer.add_event_handler(Events.ITERATION_STARTED, self)
 
     def __call__(self, trainer: Trainer) -> None:
-        (self.folder / f"at_{idist.get_rank()}").write_text(str(trainer.state.iteration))
+        at = os.open(self.folder / f"at_{idist.get_rank()}", os.O_WRONLY | os.O_CREAT, 0o644)
+        os.pwrite(at, b"%8d" % trainer.state.iteration, 0)  # a file that is emptied first would be so at many kills
+        os.close(at)
         time.sleep(self.step_s)
         self.at(trainer.state.iteration)
 

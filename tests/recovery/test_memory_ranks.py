@@ -21,6 +21,8 @@ from torch import nn
 
 from ignite_engine import Trainer
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.ranks import watch
+from ignite_engine.ranks.heartbeats import Failure
 from ignite_engine.ranks.launch import free_port
 from ignite_engine.recovery import slots
 from ignite_engine.recovery.packing import Packed
@@ -109,6 +111,28 @@ def test_killed_one_iteration_is_lost_and_no_bit(
     assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
     assert said_in(results[0], "Resumed from memory at iteration 6 (disk has none)")
     assert list(shared_memory.iterdir()) == []
+
+
+def test_where_a_rank_does_not_learn_which_peer_was_lost_it_keeps_its_copies(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    """On a machine that is too busy for the watch to answer in time."""
+    directory, learn = tmp_path / "run", watch.Watch._learn
+
+    def of_itself(self: watch.Watch, failure: Failure) -> None:
+        if self.rank in failure.ranks:
+            learn(self, failure)
+
+    def prepare_on(rank: int) -> Prepare:
+        watch._VERDICT_S = 0.0
+        watch.Watch._learn = of_itself  # type: ignore[method-assign]
+        return killed((1,), 7)(rank)
+
+    assert [code for code, _ in run(2, directory, prepare_on)] == [1, KILLED]
+    results = finished(2, directory)
+
+    assert [result["resumed_at"] for result in results] == [6, 6]
+    assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
 
 
 def test_killed_within_a_copy_that_the_peer_has_made_both_take_the_one_before(
