@@ -116,7 +116,8 @@ class RunDirectory:
                 stack.enter_context(held(self.path))
             except DirectoryInUse as holder:
                 raise RunDirectoryInUse(
-                    f"run.directory: {self.path} is in use by {holder}; wait until it has ended, or give another one."
+                    f"{self.path} is in use by {holder}; wait until it has ended, or give another directory (config: "
+                    "run.directory)."
                 ) from None
             yield
 

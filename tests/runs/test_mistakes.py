@@ -234,7 +234,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "folder in use": (
         in_use,
-        r"run is in use by process \d+ on .*; wait until it has ended, or give another",
+        r"^/.*/run is in use by process \d+ on .*; wait until it has ended, or give another directory \(config: ",
     ),
     "load_weights of nothing": (weights(net, "nowhere", "last"), r"nowhere does not exist; expected a run's folder or"),
     "load_weights of another model": (
