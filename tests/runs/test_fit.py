@@ -147,6 +147,51 @@ def test_ctrl_c_stops_it_saved_and_the_same_call_resumes(
     assert resumed.config["schedule"] == {"name": "warmup_cosine(warmup=0.1, total=None, min_ratio=0.0)"}
 
 
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [(place, signal.SIGINT) for place in ("first batch", "step", "evaluation", "handler", "save")]
+    + [("step", signal.SIGHUP)],
+)
+def test_signal_loses_nothing_wherever_it_comes(
+    place: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals_come_back: None
+) -> None:
+    pressed: list[str] = []
+
+    def press_in(here: str) -> None:
+        if here == place and not pressed:
+            pressed.append(here)
+            os.kill(os.getpid(), number)
+
+    def collate(samples: list[Any]) -> Any:
+        press_in("first batch")
+        return torch.utils.data.default_collate(samples)
+
+    def pressing_loss(model: nn.Module, batch: Any) -> Tensor:
+        press_in("step" if model.training else "evaluation")
+        return loss_fn(model, batch)
+
+    def sync(descriptor: int) -> None:
+        if any((tmp_path / "stopped" / "checkpoints").glob(".tmp*")):
+            press_in("save")
+        fsync(descriptor)
+
+    def run_in(folder: str) -> Run:
+        return fit(
+            net(), pressing_loss, TRAIN, VAL, directory=tmp_path / folder, max_epochs=2, batch_size=8,
+            evaluation={"sanity_batches": 0}, collate_fn=collate,
+            handlers=[at(4, lambda trainer: press_in("handler"))], **QUIET,
+        )  # fmt: skip
+
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", sync)
+    with pytest.raises(Interrupted) as stop:
+        run_in("stopped")
+    assert pressed == [place] and stop.value.code == (130 if number == signal.SIGINT else 143)
+    resumed, whole = run_in("stopped"), run_in("whole")
+    assert resumed.summary["resumed_from"] is not None and resumed.metrics == whole.metrics
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
 def test_call_that_is_refused_leaves_a_stopped_run_as_it_was(tmp_path: Path) -> None:
     whole = fitted(tmp_path / "whole")
     fitted(tmp_path / "run", handlers=[at(4, lambda trainer: trainer.request_stop("a test"))])
