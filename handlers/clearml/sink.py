@@ -28,7 +28,7 @@ from ignite_engine.handlers.sinks import GuardedSink, Values, new_numbers
 _SCRIPT = Path(__file__).with_name("session.py")
 _MOST_BYTES = 64 * 2**20
 _ID_WITHIN_S = 10.0
-_STOP_WITHIN_S = 1.0
+_STOP_WITHIN_S = 0.5
 # With these ClearML treats its process as a worker of the training, or waits for rank 0.
 _NOT_FOR_THE_SESSION = ("CLEARML_PROC_MASTER_ID", "TRAINS_PROC_MASTER_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ClearMLLogger:
         tags: of the task.
         offline: None: online if a server is configured, by ``clearml.conf`` or ``CLEARML_`` variables.
         close_within_s: how long the end of a run waits at most until everything is written or sent; usually well
-            under a second. One that is stopped (Ctrl-C) waits for 1 s in all; ClearML's process then ends by itself.
+            under a second. One that is stopped (Ctrl-C) waits for 0.5 s in all; ClearML's process then ends by itself.
         name: in checkpoints, which hold the task's id: a resumed run continues its task and reports no point twice.
 
     ClearML runs in a separate process (``session.py``), which the run starts and ends. A report is a line written to a
@@ -134,7 +134,9 @@ class ClearMLLogger:
 
     def state_dict(self) -> dict[str, Any]:
         """The task's id, and the last reported iteration of each series."""
-        with self._limited(_ID_WITHIN_S) as within_s:
+        # where a run starts Checkpoint only asks whether this can be saved
+        starts = self._trainer is not None and self._trainer.last_event_name == Events.STARTED
+        with self._limited(0 if starts else _ID_WITHIN_S) as within_s:
             self._read_id(within_s)
         return {"task_id": self.task_id, "written": dict(self._written)}
 
@@ -240,7 +242,7 @@ class _Session:
         """The task's id; None if it is not known within ``within_s``, for which only the first call waits.
 
         Args:
-            stopping: the run has been asked to stop: it waits for 1 s from then on.
+            stopping: the run has been asked to stop: it waits for 0.5 s from then on.
         """
         until = time.monotonic() + (0 if self._waited else within_s)
         self._waited = self._waited or within_s > 0
