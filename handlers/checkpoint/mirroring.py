@@ -87,7 +87,7 @@ class Mirroring:
 
     def in_front_of(self, store: Checkpoints) -> Checkpoints:
         """Fetch what is newer there; see :func:`ignite_engine.mirror.bring.bring`."""
-        bring(self._remote, self._directory, self.options.parallel)
+        bring(self._remote, self._directory, self.options.parallel, self._retention)
         return store
 
     def resumed(self, found: CheckpointInfo | None) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter, time
@@ -395,9 +395,12 @@ class StepTimes:
     def _compilation_starts(self) -> None:
         self._step_is_over()
         self._beat()
+        self._crowded_before_s = _crowded_s()
 
     def _compilation_ends(self) -> None:
         self._clock.mark("startup")
+        waited_s = _crowded_s() - self._crowded_before_s  # by a part of the time that is no step's
+        self._before = replace(self._before, crowded_s=self._before.crowded_s + waited_s)
 
     def _iteration_ends(self) -> None:
         clock = self._clock

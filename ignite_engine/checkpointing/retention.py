@@ -93,13 +93,14 @@ class Retention:
         old = {checkpoint.path for checkpoint in superseded(checkpoints)}
         current = [checkpoint for checkpoint in checkpoints if checkpoint.path not in old]
         healthy = [checkpoint for checkpoint in current if checkpoint.manifest.healthy]
-        kept = {checkpoint.path for checkpoint in (*current[-self.keep_last :], *self._best(healthy), *healthy[-1:])}
+        kept = {checkpoint.path for checkpoint in (*current[-self.keep_last :], *self.best_of(healthy), *healthy[-1:])}
         kept |= {checkpoint.path for checkpoint in current if self._is_nth(checkpoint)}
         kept |= {checkpoint.path for checkpoint in checkpoints if checkpoint.manifest.pinned}
         return [checkpoint for checkpoint in checkpoints if checkpoint.path in kept]
 
-    def _best(self, healthy: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-        return [] if self.best is None else ranked(of_one_run(healthy), self.best, self.mode)[: self.keep_best]
+    def best_of(self, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        """The best ones of the run that saved the last of ``checkpoints``, the best first."""
+        return [] if self.best is None else ranked(of_one_run(checkpoints), self.best, self.mode)[: self.keep_best]
 
     def _is_nth(self, checkpoint: CheckpointInfo) -> bool:
         return self.keep_every is not None and checkpoint.iteration % self.keep_every == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -246,22 +247,44 @@ def validated(source: ConfigSource) -> Config:
     except ValidationError as error:
         faults = error.errors(include_url=False)
         faults.sort(key=lambda fault: fault["type"] != "extra_forbidden")  # a misspelt key is why another is missing
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise ConfigError(f"{_one_line(faults[0], source)}{more}") from None
+        of_keys: dict[tuple[str, ...], list[ErrorDetails]] = {}
+        for fault in faults:
+            of_keys.setdefault(tuple(_parts(fault)), []).append(fault)
+        more = f" (and {len(of_keys) - 1} more)" if len(of_keys) > 1 else ""
+        raise ConfigError(f"{_one_line(next(iter(of_keys.values())), source)}{more}") from None
     config._source = source
     for line in config.without_effect():
         config.warn(line.split(" ", 1)[0], f"{line}.")
     return config
 
 
-def _one_line(fault: ErrorDetails, source: ConfigSource) -> str:
-    """``file:line: section.key: what was given, what is expected, did you mean``."""
-    context = fault.get("ctx", {})
-    parts = [str(part) for part in fault["loc"] if not str(part).startswith("<")]  # which form a key has
-    if context.get("key"):  # a section's own validator names the key in it
-        parts.append(context["key"])
-    key = ".".join(parts)
-    return source.say(key, _complaint(fault, parts))
+_FORMS = re.compile(r"<.*|constrained-\w+|(literal|list|dict|tuple|function-\w+)\[.*|int|float|bool|str")
+"""Parts of pydantic's locations that say which form of a value was tried."""
+
+
+def _parts(fault: ErrorDetails) -> list[str]:
+    """Of the key."""
+    section, *rest = map(str, fault["loc"]) if fault["loc"] else ("",)
+    parts = [part for part in (section, *rest) if part and not _FORMS.fullmatch(part)]
+    key = fault.get("ctx", {}).get("key")  # a section's own validator names the key in it
+    return [*parts, key] if key else parts
+
+
+def _one_line(faults: Sequence[ErrorDetails], source: ConfigSource) -> str:
+    """``file:line: section.key: what was given, what is expected, did you mean``.
+
+    Args:
+        faults: of one key, one for each form that it may have.
+    """
+    parts, complaint = _parts(faults[0]), _complaint(faults[0], _parts(faults[0]))
+    if len(faults) > 1 and all(_is_of_a_value(fault) for fault in faults):
+        forms = [_expectation(fault["type"], fault.get("ctx", {})) for fault in faults]
+        complaint = f"got {display(faults[0]['input'])}, expected {' or '.join(dict.fromkeys(forms))}."
+    return source.say(".".join(parts), complaint)
+
+
+def _is_of_a_value(fault: ErrorDetails) -> bool:
+    return fault["type"] not in ("extra_forbidden", "missing", "setting", "value_error")
 
 
 def _complaint(fault: ErrorDetails, parts: list[str]) -> str:
@@ -302,6 +325,8 @@ def _expectation(kind: str, context: Mapping[str, Any]) -> str:
     }
     if kind in fixed:
         return fixed[kind]
+    if kind == "literal_error":
+        return str(context["expected"])
     bounds = {"greater_than": "more than {gt}", "greater_than_equal": "at least {ge}"}
     bounds |= {"less_than": "less than {lt}", "less_than_equal": "at most {le}"}
     return bounds[kind].format(**context) if kind in bounds else kind.replace("_", " ")
@@ -325,13 +350,14 @@ def _known_keys(section: Sequence[str]) -> list[str]:
 
 def _elsewhere(name: str) -> str | None:
     """The end of a sentence about a key that other sections have; None: there is none."""
-    sections = {key: field.annotation for key, field in Config.model_fields.items()}
-    having = [
-        f"'{key}.{name}'"
-        for key, annotation in sections.items()
-        if isinstance(annotation, type) and name in _known_keys([key])
-    ]
+    having = [f"'{key}'" for key in keys_named(name)]
     return f"; did you mean {' or '.join(having)}?" if having else None
+
+
+def keys_named(name: str) -> list[str]:
+    """Keys ``section.name``."""
+    sections = [key for key, field in Config.model_fields.items() if isinstance(field.annotation, type)]
+    return [f"{key}.{name}" for key in sections if name in _known_keys([key])]
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

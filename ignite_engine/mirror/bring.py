@@ -10,6 +10,7 @@ from pathlib import Path
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.checkpointing.layout import scan
 from ignite_engine.checkpointing.manifest import Manifest
+from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
 from ignite_engine.mirror.fetch import Fetch, newer_than_local
 from ignite_engine.mirror.remote import Remote, Torn
 from ignite_engine.mirror.waiting import Throttle, Unreachable, together
@@ -21,10 +22,13 @@ ANSWERS_WITHIN_S = 60.0
 """Of a store that is asked, and moves no files."""
 
 
-def bring(remote: Remote, directory: Path, parallel: int = 4) -> None:
+def bring(remote: Remote, directory: Path, parallel: int = 4, retention: Retention | None = None) -> None:
     """Fetch the newest valid checkpoint of a mirror into a folder, if it is newer than what is valid there.
 
     A collective; each rank fetches its own files, and rank 0 commits them.
+
+    Args:
+        retention: those that it keeps as the best of the run are fetched with it.
 
     Raises:
         CheckpointError: one line, the same on all ranks; the folder holds no checkpoint, and the mirror cannot be read,
@@ -33,16 +37,22 @@ def bring(remote: Remote, directory: Path, parallel: int = 4) -> None:
     skipped: list[tuple[str, str]] = []
     problem = ""
     try:
-        names, unreadable = _candidates(remote, directory)
+        names, best, unreadable = _candidates(remote, directory, retention)
         skipped += unreadable
-        for name in names:
+
+        def fetch(name: str) -> bool:
             try:
                 fetched = fetch_together(remote, directory, name, parallel)
-                if agreement.rank() == 0:
-                    logger.warning("%s", " ".join(fetched))
-                break
             except Torn as torn:
                 skipped.append((name, str(torn)))
+                return False
+            if fetched and agreement.rank() == 0:
+                logger.warning("%s", " ".join(fetched))
+            return True
+
+        for name in best:  # first: once the newest is here, nothing is fetched any more
+            fetch(name)
+        any(map(fetch, names))
     except Unreachable as reason:
         problem = f"{remote.url} cannot be read: {str(reason).rstrip('.')}"
     agreement.on_rank_0(lambda: _go_on(remote, directory, skipped, problem))
@@ -65,15 +75,32 @@ def check_new(remote: Remote) -> None:
         )
 
 
-def _candidates(remote: Remote, directory: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """Names of the checkpoints to fetch, the newest first; and name and reason of those whose manifest is damaged."""
+def _candidates(
+    remote: Remote, directory: Path, retention: Retention | None
+) -> tuple[list[str], list[str], list[tuple[str, str]]]:
+    """Names of the checkpoints to fetch, the newest first; of the best to fetch beside one of them, which may be among
+    them; and name and reason of those whose manifest is damaged."""
     readable, unreadable = together(
         lambda _: remote.checkpoints() if agreement.rank() == 0 else ([], []), ANSWERS_WITHIN_S
     )[0]
     # by rank 0, which may have to read what is here: that is no wait for the store
-    names = agreement.on_rank_0(lambda: [newer.path.name for newer in newer_than_local(readable, directory)])
+    names, best = agreement.on_rank_0(lambda: _wanted(readable, directory, retention))
     holds_any = agreement.on_rank_0(lambda: any(scan(directory)))
-    return names, [] if holds_any and not names else unreadable
+    return names, best, [] if holds_any and not names else unreadable
+
+
+def _wanted(
+    there: Sequence[CheckpointInfo], directory: Path, retention: Retention | None
+) -> tuple[list[str], list[str]]:
+    """Names of those that are newer than what is here, the newest first, and of the best that are not here."""
+    newer = newer_than_local(there, directory)
+    if not newer or retention is None:
+        return [checkpoint.path.name for checkpoint in newer], []
+    of_run = [checkpoint for checkpoint in there if checkpoint.manifest.run_id == newer[0].manifest.run_id]
+    here = {checkpoint.path.name for checkpoint in scan(directory)[0]}
+    best = [checkpoint.path.name for checkpoint in retention.best_of(of_run)]
+    names = [checkpoint.path.name for checkpoint in newer]
+    return names, [name for name in best if name not in {*here, names[0]}]
 
 
 def fetch_together(remote: Remote, directory: Path, name: str, parallel: int = 4) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,8 @@ from torch.utils.data import Dataset, TensorDataset
 from ignite_engine import devices, rng
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config import Config, ConfigError
-from ignite_engine.config.load import validated
+from ignite_engine.config.load import keys_named, validated
+from ignite_engine.config.other_names import NAMES
 from ignite_engine.config.yaml_file import Arguments
 from ignite_engine.data import Windows
 from ignite_engine.errors import Interrupted, check_type, did_you_mean, is_whole
@@ -404,12 +406,22 @@ def _made_of_model(optimizer: Any) -> Callable[[nn.Module], Any]:
     return optimizer  # type: ignore[no-any-return]  # the user's
 
 
+def _instead_of(name: str) -> str:
+    """The end of a sentence about an argument that is none: what may have been meant."""
+    keys = [NAMES[name]] if name in NAMES else keys_named(name)
+    if not keys:
+        arguments = [*inspect.signature(fit).parameters][:-1]  # the last is all sections
+        return did_you_mean(name, [*arguments, *Sections.__annotations__], limit=40)
+    parts = [key.partition(".") for key in keys]
+    forms = [_ARGUMENTS.get(f"{part}.{key}", f"{part}={{{key!r}: ...}}") for part, _, key in parts]
+    return f"; did you mean {' or '.join(forms)}?"
+
+
 def _values(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The sections as plain values, with a task that no config can name."""
-    arguments = [*fit.__annotations__, *Sections.__annotations__]
     for name, section in sections.items():
         if name not in Sections.__annotations__:
-            raise TypeError(f"fit() got {name}, which it does not take{did_you_mean(name, arguments, limit=40)}")
+            raise TypeError(f"fit() got {name}, which it does not take{_instead_of(name)}")
         check_type(name, section, isinstance(section, Mapping), "a mapping of settings")
     values: dict[str, Any] = {name: _plain(section) for name, section in sections.items()}
     return values | {"task": IN_PYTHON}

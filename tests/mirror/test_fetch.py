@@ -8,11 +8,11 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
 from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.mirror.bring import bring
@@ -119,6 +119,20 @@ def test_a_newer_one_is_fetched_beside_those_that_are_there(tmp_path: Path, ther
 
     assert [one.iteration for one in here.checkpoints()] == [100, 200]
     assert holds(here, tmp_path / "here" / "iteration_00000200", 200)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_one_is_fetched_with_the_newest(tmp_path: Path, mode: Literal["min", "max"]) -> None:
+    store = CheckpointStore(tmp_path / "mirror")
+    for iteration, loss in ((100, 0.5), (200, 0.1), (300, 0.9), (400, 0.3)):
+        save(store, iteration, run_id="the run", metrics={"loss": loss})
+    save(store, 150, run_id="another run", metrics={"loss": 0.0 if mode == "min" else 2.0})
+    save(store, 500, run_id="the run", metrics={"loss": 0.2})
+
+    bring(Remote(str(store.directory)), tmp_path / "here", retention=Retention(best="loss", mode=mode))
+
+    here = CheckpointStore(tmp_path / "here").checkpoints()
+    assert [one.iteration for one in here] == [200 if mode == "min" else 300, 500]
 
 
 def test_a_newer_one_of_another_run_is_not_taken(tmp_path: Path, there: CheckpointStore) -> None:
