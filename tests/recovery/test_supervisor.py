@@ -285,9 +285,9 @@ def test_ctrl_c_means_what_it_does_without_restarts(tmp_path: Path, when: str) -
     if when == "training":
         wait_until(lambda: iteration(tmp_path) > 3, process)
     else:
-        wait_until(lambda: "Restart 5," in output(tmp_path), process)  # it waits for 1.6 s
+        wait_until(lambda: "Restart 6," in output(tmp_path), process)  # it waits for 3.2 s
         time.sleep(0.5)
-        assert "Restart 6," not in output(tmp_path)
+        assert "Restart 7," not in output(tmp_path)
     code, seconds = interrupt(process)
 
     assert code == 130, output(tmp_path)
@@ -296,7 +296,7 @@ def test_ctrl_c_means_what_it_does_without_restarts(tmp_path: Path, when: str) -
     if when == "training":
         assert summary(tmp_path)["status"] == "interrupted" and "Restart" not in output(tmp_path)
     else:
-        assert len((tmp_path / "died_0").read_text()) == 5, "the ranks were started again"
+        assert seconds < 2.0 and len((tmp_path / "died_0").read_text()) == 6, "it has waited, and tried again"
 
 
 @pytest.mark.faults
