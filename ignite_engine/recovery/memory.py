@@ -316,9 +316,10 @@ class Memory:
             return
         self._folder = None
         if not keep:
-            folder.drop(agreement.rank())
             if self._writes_shared:
-                self._drop_absent(folder)
+                with contextlib.suppress(FileNotFoundError):  # a peer has removed the folder
+                    self._drop_absent(folder)
+            folder.drop(agreement.rank())
             if agreement.rank() == 0:
                 with contextlib.suppress(OSError):
                     os.unlink(self.directory / MEMORY_TOKEN)

@@ -456,6 +456,16 @@ def test_nothing_is_left_by_a_run_that_fails_or_stops(tmp_path: Path, shared_mem
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")] == []
 
 
+def test_a_run_whose_folder_in_memory_a_peer_has_removed_ends_as_ever(
+    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
+) -> None:
+    def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+        trainer.add_event_handler(Events.COMPLETED, lambda: shutil.rmtree(next(shared_memory.iterdir())))
+
+    assert ends(train(tmp_path, prepare)) == ends(undisturbed)
+    assert list(shared_memory.iterdir()) == []
+
+
 def has_copies(root: Path, directory: Path) -> bool:
     return (root / str(slots.folder_name(directory / "checkpoints", create=False))).exists()
 
