@@ -444,17 +444,19 @@ class ConsoleSink:
         self._heading, self._lines = "", 0
         self._trainer: Trainer | None = None
         self._held: dict[str, Any] = {}
+        self._print_at_end: Callable[[int], Any] = self._print_held
 
     def attach(self, trainer: Trainer) -> None:
-        GuardedSink(self).attach(trainer)
-        self._trainer = trainer
+        guarded = GuardedSink(self)
+        guarded.attach(trainer)
+        self._trainer, self._print_at_end = trainer, guarded.guard(self._print_held)
 
     def write(self, iteration: int, values: Values) -> None:
         if idist.get_rank() != 0:
             return
         if self._trainer is not None and self._trainer.state.last:
             if not self._held:
-                self._trainer.call_at_end(lambda trainer: self._print_held(iteration))
+                self._trainer.call_at_end(lambda trainer: self._print_at_end(iteration))
             self._held |= values
         else:
             self._print(iteration, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import io
 import itertools
@@ -382,6 +383,23 @@ def test_failing_sink_warns_once_and_stops_neither_the_training_nor_the_others(
         "The sink broken (Broken) failed: RuntimeError: the line is dead. Training continues and later points are "
         "tried; fix the error, or remove the sink."
     ]
+
+
+class ClosedTerminal(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_console_that_is_gone_when_the_run_ends_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last row is printed when the run has ended, and an error there would replace the exit code of a stop."""
+    trainer = counting()
+    console = ConsoleSink(ClosedTerminal())
+    MetricLogger(tmp_path, sinks=[console], console=False).attach(trainer, Events.ITERATION_COMPLETED(every=6))
+    assert trainer.run(range(6)).status == "completed"
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("The sink console (ConsoleSink) failed: OSError: [Errno 5] Input/output error.")
 
 
 def test_sink_without_a_state_to_tell_is_saved_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
