@@ -35,9 +35,7 @@ IN_WORDS = {
     "filename_prefix": "checkpoints have no prefix, as each run has a folder, run.directory",
     "debug": "what is logged is in logs/rank_N.log of the run's folder, whatever the console shows",
 }
-_ELSEWHERE = {"learning_rate": "optimizer.lr", "grad_clip": "update.clip_norm", "gradient_clip_val": "update.clip_norm"}
-"""Of other trainers."""
-NAMES = _KEYS | _ELSEWHERE | {name: f"task_options.{name}" for name in _OF_THE_TASK}
+NAMES = _KEYS | {name: f"task_options.{name}" for name in _OF_THE_TASK}
 
 
 def hint(name: str) -> str | None:

@@ -236,7 +236,9 @@ def _imported(statement: ast.stmt, package: str) -> Iterator[tuple[str, tuple[st
     elif isinstance(statement, ast.ImportFrom):
         base = _absolute(statement, package)
         if statement.names[0].name == "*":
-            raise TaskError(f"line {statement.lineno} of its file imports * from {base}: name what it imports for eject")
+            raise TaskError(
+                f"line {statement.lineno} of its file imports * from {base}: name what it imports for eject"
+            )
         for alias in statement.names:
             as_name = f" as {alias.asname}" if alias.asname else ""
             yield alias.asname or alias.name, (f"from {base} import {alias.name}{as_name}", base)

@@ -80,6 +80,8 @@ _ARGUMENTS = {
     "max_iterations": "max_iters",
     "null": "None",
 }
+_OTHER_NAMES = NAMES | {"learning_rate": "optimizer.lr", "gradient_clip_val": "update.clip_norm"}
+"""Keys by what other trainers call them."""
 """The argument of :func:`fit` for each dotted key that has one; how other words of a config are written in Python."""
 
 _ONLY_BUILDS: ContextVar[bool] = ContextVar("only_builds", default=False)
@@ -408,7 +410,7 @@ def _made_of_model(optimizer: Any) -> Callable[[nn.Module], Any]:
 
 def _instead_of(name: str) -> str:
     """The end of a sentence about an argument that is none: what may have been meant."""
-    keys = [NAMES[name]] if name in NAMES else keys_named(name)
+    keys = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else keys_named(name)
     if not keys:
         arguments = [*inspect.signature(fit).parameters][:-1]  # the last is all sections
         return did_you_mean(name, [*arguments, *Sections.__annotations__], limit=40)

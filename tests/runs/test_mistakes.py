@@ -150,6 +150,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # arguments
     "epochs": (given(epochs=3), r"fit\(\) got epochs, which it does not take; did you mean 'max_epochs'\?"),
+    "learning_rate": (given(learning_rate=3), r"which it does not take; did you mean lr\?"),
+    "memory": (given(memory="auto"), r"did you mean checkpoint=\{'memory': \.\.\.\} or logging="),
+    "a value of several forms": (given(checkpoint={"memory": 0}), r"memory: got 0, expected at least 1 or 'auto'\."),
     "max_steps": (given(max_steps=3), r"fit\(\) got max_steps, which it does not take"),
     "train_loader": (given(train_loader=3), r"fit\(\) got train_loader, which it does not take"),
     "no length": (given(max_epochs=...), r"fit\(\): run: expected one of max_iters and max_epochs, or both"),
