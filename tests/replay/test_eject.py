@@ -261,7 +261,7 @@ REFUSED_TASKS = {
     ),
     "name": ({"above": "def mix(loss): return loss", "loss": f"mix({LOSS})"}, "defines 'mix'"),
     "beside": ({"above": "from beside import twice", "loss": f"twice({LOSS})"}, "beside.py, which its file imports"),
-    "everything": ({"above": "from beside import *", "loss": f"twice({LOSS})"}, "imports * from beside: name what eject"),
+    "everything": ({"above": "from beside import *", "loss": f"twice({LOSS})"}, "imports * from beside"),
     "order": ({"sampler": "torch.utils.data.SequentialSampler(range(8))"}, "is that of a SequentialSampler"),
     "within": (
         {"above": "def scale():\n    from ignite_engine import rng\n    return 1", "loss": f"{LOSS} * scale()"},
