@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import CallableEventWithFilter, Engine, Events
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
@@ -25,7 +25,7 @@ from ignite_engine.checkpointing import CheckpointError, LoadPlan, LoadSource, S
 from ignite_engine.config import Config, ConfigWarning, Every
 from ignite_engine.config.sections import LoadSection, ScheduleSection
 from ignite_engine.data import Windows
-from ignite_engine.errors import one_line
+from ignite_engine.errors import check_type, one_line
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.evaluation.batches import loader_of
@@ -403,14 +403,15 @@ def _attach(
     if by_clock:
         handlers.SaveEvery(**{unit: number}).attach(trainer)
     _attach_stops(config, run, evaluations)
+    check_type("handlers", task.handlers, isinstance(task.handlers, list | tuple), "a list of handlers")
     for place, users_own in enumerate(task.handlers):
         handler, *events = users_own if isinstance(users_own, tuple) else (users_own,)
         if hasattr(handler, "attach"):
             handler.attach(trainer, *events)
-        elif not callable(handler) or not events:
+        elif not callable(handler) or not events or isinstance(handler, CallableEventWithFilter):
             raise TypeError(
                 f"handlers[{place}] must be an object with attach(trainer), or a pair of one or of a function and its "
-                f"event, got {handler!r}."
+                f"event, in this order, got {handler!r}."
             )
         else:
             trainer.add_event_handler(*events, handler)

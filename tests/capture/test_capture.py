@@ -201,14 +201,14 @@ def test_a_loss_that_cannot_be_called_for_an_example_is_named(caplog: pytest.Log
 def test_compiling_that_takes_too_long_is_broken_off_and_auto_trains_the_plain_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(capture, "LONGEST_S", 0.1)
+    monkeypatch.setattr(capture, "LONGEST_S", 0.001)  # torch may have the graph in its cache
     monkeypatch.setattr(trial, "MEASURED", 2)
     monkeypatch.setattr(trial, "WARM_UP", 1)
     before = signal.getsignal(signal.SIGALRM)
 
     found = outputs_of(trainer_of("auto"))
 
-    assert "The update is not captured: compiling takes longer than 0.1 s." in caplog.messages
+    assert "The update is not captured: compiling takes longer than 0.001 s." in caplog.messages
     assert found == outputs_of(trainer_of(False))
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and signal.getsignal(signal.SIGALRM) == before
     assert torch.compile(lambda value: value + 1, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
@@ -239,7 +239,9 @@ def test_auto_keeps_what_is_five_percent_faster(
     assert (
         captured.decision is kept
         and undecided
-        == ["capture measures whether it is faster, and a resumed run measures again: capture=True or False is exact"]
+        == [
+            "capture measures whether it is faster, and anew where it is resumed before it knows: True or False is exact"
+        ]
         and trainer.reproducibility() == []
     )
     assert f"An iteration takes {takes:.2f} of its time" in caplog.text

@@ -378,7 +378,7 @@ def test_part_that_went_is_left_out_at_each_start_again(tmp_path: Path, caplog: 
         return trainer.run(numbers_loader(), max_iters=max_iters).iteration
 
     assert run(2, counted=True, ignore=[]) == 2
-    with pytest.raises(StateMismatch, match=r"resume\(ignore=\['counter'\]\), or checkpoint.ignore in a config"):
+    with pytest.raises(StateMismatch, match=r"resume\(ignore=\['counter'\]\), .*checkpoint.ignore in a config"):
         run(4, counted=False, ignore=[])
     assert [run(end, counted=False, ignore=["counter"]) for end in (4, 6)] == [4, 6]
     told = [line for line in caplog.messages if "to leave out" in line]

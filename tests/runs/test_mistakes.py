@@ -149,6 +149,11 @@ MISTAKES: dict[str, Mistake] = {
         r"got CrossEntropyLoss, .*: write one that",
     ),
     # arguments
+    "a handler alone": (given(handlers=print), r"handlers must be a list of handlers, got a builtin_function"),
+    "an event before its handler": (
+        given(handlers=[(Events.EPOCH_COMPLETED, print)]),
+        r"handlers\[0\] must be an object .* and its event, in this order, got Events.EPOCH_COMPLETED",
+    ),
     "epochs": (given(epochs=3), r"fit\(\) got epochs, which it does not take; did you mean 'max_epochs'\?"),
     "learning_rate": (given(learning_rate=3), r"which it does not take; did you mean lr\?"),
     "memory": (given(memory="auto"), r"did you mean checkpoint=\{'memory': \.\.\.\} or logging="),

@@ -45,7 +45,8 @@ def test_a_captured_update_trains_as_the_loop_written_by_hand_and_resumes_exactl
     assert result.outcomes[PASSED] == 2 and result.exercised["resumed: bit for bit"] == 2
 
 
-ALL_OF_THEM = {"attached": "LR scheduler", "steps": 2, "weights": "samples", "clip": 1e-2}
+ALL_OF_THEM = {"attached": "LR scheduler", "steps": 2, "weights": "samples", "sizes": (4,) * 12}
+CLIPPED = ALL_OF_THEM | {"clip": 1e-2}  # of which each update is small
 
 
 def gradients_are_kept(patch: pytest.MonkeyPatch) -> None:
@@ -80,16 +81,23 @@ def clipping_is_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant", [gradients_are_kept, the_first_rate_stays, micro_batches_weigh_nothing_else, clipping_is_left_out]
+    ("plant", "drawn"),
+    [
+        (gradients_are_kept, ALL_OF_THEM),
+        (the_first_rate_stays, ALL_OF_THEM),
+        (micro_batches_weigh_nothing_else, ALL_OF_THEM),
+        (clipping_is_left_out, CLIPPED),
+    ],
 )
 def test_a_mistake_that_is_planted_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None], drawn: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
 
-    assert judge(plain(**ALL_OF_THEM))[1] == FAILED
+    assert judge(plain(**drawn))[1] == FAILED
 
 
-def test_without_a_mistake_the_same_case_passes() -> None:
-    reason, outcome, _ = judge(plain(**ALL_OF_THEM))
+@pytest.mark.parametrize("drawn", [ALL_OF_THEM, CLIPPED])
+def test_without_a_mistake_the_same_case_passes(drawn: dict[str, Any]) -> None:
+    reason, outcome, _ = judge(plain(**drawn))
     assert outcome == PASSED, reason
