@@ -128,7 +128,7 @@ class Capture:
     def outside_of_run(self) -> str | None:
         """Why a resumed run may have other bits, for the reproducibility report; None: it has the same."""
         if self.decision is None:
-            return "measures whether it is faster, and anew where it is resumed before it knows: True or False is exact"
+            return "measures whether it is faster, and anew if resumed before it knows: True or False is exact"
         return self._differs
 
     def state_dict(self) -> dict[str, Any]:

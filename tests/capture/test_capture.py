@@ -239,9 +239,7 @@ def test_auto_keeps_what_is_five_percent_faster(
     assert (
         captured.decision is kept
         and undecided
-        == [
-            "capture measures whether it is faster, and anew where it is resumed before it knows: True or False is exact"
-        ]
+        == ["capture measures whether it is faster, and anew if resumed before it knows: True or False is exact"]
         and trainer.reproducibility() == []
     )
     assert f"An iteration takes {takes:.2f} of its time" in caplog.text

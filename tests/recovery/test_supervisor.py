@@ -110,7 +110,8 @@ def test_killed_ranks_take_their_peers_along_and_all_go_on(
 
     assert (ended["status"], ended["weights_sha256"]) == ("completed", weights[2])
     assert "SIGKILL in iteration 7" in output(tmp_path)
-    assert "Restart 2" not in output(tmp_path)
+    # a rank that the supervisor stopped before its own death may have it in the next try
+    assert f"Restart {len(killed) + 1}" not in output(tmp_path)
 
 
 @pytest.mark.faults
