@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -40,8 +41,11 @@ def timed_run(directory: Path, iterations: int, mib: float, **options: Any) -> d
     torch.manual_seed(0)
     torch.set_num_threads(1)
     pin(os.getpid(), 0)
+    keep_freed_memory()
     model = model_of(mib)
-    update = Update(model, torch.optim.AdamW(model.parameters()), lambda model, batch: model(batch).square().mean())
+    update = Update(
+        model, torch.optim.AdamW(model.parameters(), fused=True), lambda model, batch: model(batch).square().mean()
+    )
     trainer = Trainer(update)
     checkpoint = Checkpoint(directory, keep_last=1, save_at_end=False, **options)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=EVERY))
@@ -67,6 +71,17 @@ def timed_run(directory: Path, iterations: int, mib: float, **options: Any) -> d
     batches = [torch.randn(32, width_of(model)) for _ in range(4)]
     trainer.run([batches[index % 4] for index in range(iterations)], max_epochs=1)
     raise AssertionError("the last iteration ends the process")
+
+
+def keep_freed_memory() -> None:
+    """Let glibc give nothing back to the system.
+
+    Otherwise each iteration gets the memory of its gradients anew, page by page, unless something beside training has
+    allocated above it: an upload made an iteration up to 1.7 times as fast.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            libc.mallopt(parameter, 1 << 30)
 
 
 def pin(thread: int, core: int) -> None:

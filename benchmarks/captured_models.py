@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -233,7 +235,7 @@ MODELS: dict[str, Callable[[], Built]] = {
 }
 
 
-class _Way:
+class Way:
     """A model that one way trains, a round of updates at a time."""
 
     def __init__(self, name: str, batches: list[Any], capture: bool | str | None) -> None:
@@ -262,7 +264,7 @@ class _Way:
     def decide(self) -> None:
         """Train until ``auto`` has decided, which takes one run of more than its trial."""
         assert self.trainer is not None
-        self.trainer.run(self.batches * (TRIAL // len(self.batches) + 1), max_epochs=1)
+        self.trainer.run(self.batches, max_epochs=TRIAL // len(self.batches) + 1)
         assert None not in self.decisions
 
     def round(self) -> float:
@@ -287,11 +289,11 @@ def measured(name: str, rounds: int, updates: int) -> dict[str, Any]:
     draw = MODELS[name]()[1]
     batches = [draw() for _ in range(updates)]
     ways = {
-        "plain": _Way(name, batches, None),
-        "Update": _Way(name, batches, False),
-        "auto": _Way(name, batches, "auto"),
+        "plain": Way(name, batches, None),
+        "Update": Way(name, batches, False),
+        "auto": Way(name, batches, "auto"),
     }
-    captured, problem, compiled_s = _Way(name, batches, True), None, 0.0
+    captured, problem, compiled_s = Way(name, batches, True), None, 0.0
     try:
         compiled_s = captured.round() * updates
         ways["captured"] = captured
@@ -330,7 +332,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.models.split(";") if options.models else list(MODELS)[: options.first]:
         command = [sys.executable, "-m", "benchmarks.captured_models", "--one", name]
         command += ["--rounds", str(options.rounds), "--updates", str(options.updates)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        with tempfile.TemporaryDirectory() as cache:  # what is compiled is compiled here
+            environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             print(f"{name}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
             return 1

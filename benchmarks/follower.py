@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure by turns, print, and write the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.follower")
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--iterations", type=int, default=900)
     parser.add_argument("--mib", type=float, default=16.0, help="size of a checkpoint")
     parser.add_argument("--batches", type=int, default=60, help="of an evaluation")
     parser.add_argument("--json", type=Path)

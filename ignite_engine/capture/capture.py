@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +14,17 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ignite_engine.capture import over_ranks
 from ignite_engine.capture import step as steps
 from ignite_engine.capture.compiling import LONGEST_S, Compilations, NotCompiled, cause_of, compiler
 from ignite_engine.capture.gradients import GradientGraph, Signature, signature_of
 from ignite_engine.capture.step import StepGraph
 from ignite_engine.capture.trial import MUST_GAIN, Trial
 from ignite_engine.events import TrainingEvents
+from ignite_engine.ranks import agreement
 from ignite_engine.step.accumulate import Accumulate, ForwardBackward
 from ignite_engine.step.accumulate.forward_backward import listeners_of, means
 from ignite_engine.step.device import to_device
@@ -111,6 +115,10 @@ class Capture:
         self._looked_up = False
         self._step = StepGraph(clip_norm, log_grad_norm, self._compilations)
         self._group_is_captured = False
+        self._averaged: over_ranks.Averaged | None = None
+        """Of a model in DDP, where ranks decide together, and each may go on the plain way by itself."""
+        self._gave_up = False
+        """This rank alone, of a model in DDP."""
         self._trial = Trial()
         self._differs: str | None = None
         self._errors: list[Exception] = []
@@ -119,8 +127,13 @@ class Capture:
         """Captured for good, or not; None: not decided."""
         if callable(precision):
             refusal = refusal or "precision is a function"
+        refusal = refusal or over_ranks.why_not(forward_backward.model)
         if refusal is not None:
             self._refuse(refusal)
+        elif isinstance(forward_backward.model, DistributedDataParallel):
+            self._averaged = over_ranks.Averaged(forward_backward.model)
+            # by a graph on some ranks and without on others, the weights would drift apart
+            self._eager_step = True
 
     # -- state, see Update.stateful
 
@@ -153,9 +166,14 @@ class Capture:
         self._compilations.names[:] = state["graphs"]
         self._eager_step = self._eager_step or not state["step"]
 
+    @property
+    def is_same_on_all_ranks(self) -> bool:
+        """Whether its state is: under DDP ranks may have batches of other shapes, and so other graphs."""
+        return self._averaged is None
+
     def run_starts(self) -> None:
         """A run starts: what is trained is looked up again."""
-        self._looked_up = False
+        self._looked_up = self._gave_up = False
         self._trial = Trial()
 
     # -- the strategy
@@ -165,7 +183,15 @@ class Capture:
         if self.decision is None:
             self._decide()
         wanted = self.decision or (self.decision is None and self._trial.is_captured)
-        if not wanted or not all(scales):
+        if not wanted:
+            return self._plain(engine, micro_batches, scales)
+        if self._averaged is None:
+            return self._group(engine, micro_batches, scales)
+        with self._averaged.group():
+            return self._group(engine, micro_batches, scales)
+
+    def _group(self, engine: Engine, micro_batches: Sequence[Any], scales: list[float]) -> dict[str, Tensor]:
+        if self._gave_up or not all(scales):
             return self._plain(engine, micro_batches, scales)
         if self._device.type == "cpu":
             batches = micro_batches
@@ -264,11 +290,18 @@ class Capture:
 
     def _fits(self) -> bool:
         """Whether what is trained is what it was, of which a handler may freeze, replace or add something."""
-        now, ways = self._now, self._forward_backward
-        if now is None or not self._looked_up or now.loss_fn is not ways.loss_fn or now.model is not ways.model:
+        now = self._now
+        if now is None or not self._looked_up:
+            return False
+        if now.loss_fn is not self._forward_backward.loss_fn or now.model is not self._model():
             return False
         trainable = [parameter.requires_grad for parameter in now.parameters]
         return trainable == now.trainable and _same(now.optimized, self._optimized())
+
+    def _model(self) -> nn.Module:
+        """What the graphs are of: not DDP, but what is in it."""
+        model = self._forward_backward.model
+        return model if self._averaged is None else model.module  # type: ignore[return-value]
 
     def _optimized(self) -> list[Tensor]:
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
@@ -276,7 +309,7 @@ class Capture:
 
     def _begin(self) -> _Trained | None:
         """Find the graphs of what is trained from now on; None: it cannot be captured."""
-        model, loss_fn = self._forward_backward.model, self._forward_backward.loss_fn
+        model, loss_fn = self._model(), self._forward_backward.loss_fn
         parameters, buffers = list(model.parameters()), list(model.buffers())
         trainable = [parameter.requires_grad for parameter in parameters]
         now = _Trained(model, loss_fn, parameters, buffers, trainable, self._optimized())
@@ -324,7 +357,7 @@ class Capture:
         return None
 
     def _refuse(self, why: str) -> None:
-        """Go on the plain way for good.
+        """Go on the plain way for good; under DDP on this rank.
 
         Raises:
             NotCaptured: capture is required.
@@ -335,24 +368,36 @@ class Capture:
                 "train such an update the plain way, or capture=False."
             )
         logger.warning("The update is not captured: %s.", why.rstrip("."))
-        self._decide_for(False)
+        if self._averaged is None:
+            self._decide_for(False)
+        else:
+            self._gave_up = True
+            self._forget_graphs()
 
     def _decide(self) -> None:
         """``auto``: measure plain iterations, then captured ones, then keep the faster way."""
         trial = self._trial
         trial.count()
-        if trial.ratio is None:
+        ratio = trial.ratio
+        if ratio is None:
             return
-        self._decide_for(trial.ratio <= MUST_GAIN)
-        logger.warning(
-            "An iteration takes %.2f of its time when the update is captured: %s.",
-            *(trial.ratio, "it stays captured" if self.decision else "it is not captured"),
-        )
+        if self._averaged is not None:  # in the same iteration on every rank
+            ratio = max(row[0] for row in agreement.gather_floats([math.inf if self._gave_up else ratio]))
+        self._decide_for(ratio <= MUST_GAIN)
+        if ratio < math.inf:
+            logger.warning(
+                "An iteration takes %.2f of its time when the update is captured: %s.",
+                *(ratio, "it stays captured" if self.decision else "it is not captured"),
+            )
 
     def _decide_for(self, captured: bool) -> None:
         self.decision = captured
-        if not captured:  # graphs hold memory
-            self._trained, self._now = [], None
+        if not captured:
+            self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        """They hold memory."""
+        self._trained, self._now = [], None
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch.multiprocessing.spawn import ProcessException
+
 from ignite_engine import devices
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.ranks import launch
@@ -103,13 +105,21 @@ class Parallel(launch.Parallel):
             ProcessExitedException: (of torch) a rank was killed; with ``restarts`` the message says why the ranks are
                 not started again.
         """
-        if self._policy is None:
-            super().run(func, *args, **kwargs)
-            return
+        try:
+            if self._policy is None:
+                super().run(func, *args, **kwargs)
+            else:
+                self._supervise(self._policy, func, args, kwargs)
+        except ProcessException as error:  # its message says what happened, not the way from there to here
+            raise error.with_traceback(None) from None
+
+    def _supervise(
+        self, policy: Policy, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         from ignite_engine.recovery.supervisor import Supervisor
 
         watching = (func, self._heartbeat_timeout_s, *args)
-        Supervisor(self.backend, self._spawn_params or {}, self._timeout, self._policy).run(watched, watching, kwargs)
+        Supervisor(self.backend, self._spawn_params or {}, self._timeout, policy).run(watched, watching, kwargs)
 
 
 def _policy(restarts: Any, restart_on: Any, min_ranks: Any, ranks: int | None) -> Policy | None:

@@ -164,7 +164,7 @@ class Update:
 
         if capture not in CAPTURE_MODES:
             raise ValueError(f"capture must be True, False or 'auto', got {capture!r}.")
-        refusal = "gradients are reduced over ranks" if self._reduces else None
+        refusal = None
         if self._invariance is not None or self.loss_parallel:
             refusal = f"{'rank_invariant' if self._invariance is not None else 'loss_parallel'} is on"
         return Capture(
@@ -287,7 +287,7 @@ class Update:
         if self._invariance is not None:
             yield "rank_invariant", self._invariance, True
         if self._capture is not None:
-            yield "capture", self._capture, True
+            yield "capture", self._capture, self._capture.is_same_on_all_ranks
 
     def run_starts(self) -> None:
         """A run starts: what depends on the number of ranks is computed again."""

@@ -21,7 +21,7 @@ def test_each_store_is_measured_beside_none(tmp_path: Path, capsys: pytest.Captu
 
     assert list(report["times"]) == [mirror.WITHOUT, mirror.DIRECTORY, "S3", "stopped"]
     assert all(len(values["mean"]) == 1 and min(values["mean"]) > 0 for values in report["times"].values())
-    assert "mean iteration with a mirror (stopped) / without" in capsys.readouterr().out
+    assert "iteration with a mirror (stopped) / without, a checkpoint a minute" in capsys.readouterr().out
     assert [goal["goal"] for goal in report["goals"]] == [mirror.GOAL] * 3 + [None] * 3
 
 

@@ -130,8 +130,9 @@ def test_error_and_exit_of_the_function_are_those_of_parallel(tmp_path: Path) ->
 
     with pytest.raises(
         ProcessExitedException, match=r"SIGKILL before its first iteration\. The run ends: it was start"
-    ):
+    ) as killed:
         Parallel(restarts=1).run(die)
+    assert [entry.name for entry in killed.traceback[1:]] == ["run"]
 
 
 def test_stopped_fit_raises_interrupted(tmp_path: Path) -> None:
