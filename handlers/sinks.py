@@ -448,15 +448,17 @@ class ConsoleSink:
 
     def attach(self, trainer: Trainer) -> None:
         guarded = GuardedSink(self)
+        guarded.phase = Phase.LAST  # after the handlers that may end the run, whose last line has more values
         guarded.attach(trainer)
         self._trainer, self._print_at_end = trainer, guarded.guard(self._print_held)
 
     def write(self, iteration: int, values: Values) -> None:
         if idist.get_rank() != 0:
             return
-        if self._trainer is not None and self._trainer.state.last:
+        trainer = self._trainer
+        if trainer is not None and (trainer.state.last or trainer.should_terminate):
             if not self._held:
-                self._trainer.call_at_end(lambda trainer: self._print_at_end(iteration))
+                trainer.call_at_end(lambda trainer: self._print_at_end(iteration))
             self._held |= values
         else:
             self._print(iteration, values)

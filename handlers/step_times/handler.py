@@ -111,7 +111,6 @@ class StepTimes:
         on(own.EVALUATION_STARTED, self._evaluation_starts)
         for rest in (Events.EPOCH_COMPLETED, own.METRICS_READY, Events.COMPLETED):
             on(rest, self._step_is_over)
-        on(own.METRICS_READY, self._logging_ends)
         on(event, self)
         on(Events.COMPLETED, self._write_rest)
 
@@ -209,6 +208,7 @@ class StepTimes:
             return any(trainer.listeners(event) > (event in _ALWAYS) for event in events)
 
         added = self._around
+        added.append(on(own.METRICS_READY, self._logging_ends))  # after those that declare themselves the last, too
         if has_others(Events.GET_BATCH_STARTED):
             added.append(on(Events.GET_BATCH_STARTED, self._step_is_over))
         if has_others(Events.GET_BATCH_COMPLETED, own.WINDOW_STARTED, Events.ITERATION_STARTED):

@@ -14,7 +14,7 @@ from ignite.engine import Events
 from ignite.metrics import Average
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
-from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation
+from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation, MetricLogger
 from tests.builders import events_of, numbers_loader, trainer_of, weights
 from tests.ranks.forkserver import on_ranks
 
@@ -332,3 +332,18 @@ def test_stopping_that_nothing_would_cause_is_refused() -> None:
         EarlyStopping("val/loss")
     with pytest.raises(TypeError, match="stopping_threshold must be a number, or None, got 'low'"):
         EarlyStopping("val/loss", stopping_threshold="low")  # type: ignore[arg-type]  # what is tested
+
+
+@pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED])
+def test_console_has_one_line_of_the_iteration_whose_value_ends_the_run(
+    event: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the training loss of the interval that it cuts short."""
+    trainer = trainer_with((5.0, 4.0, 4.0, 4.0), event=event)
+    MetricLogger().attach(trainer, Events.ITERATION_COMPLETED(every=5))
+    run(trainer)
+
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "iter" not in line]
+    iterations = [row[0] for row in rows]
+    assert trainer.state.reason is not None and iterations[-1] == str(trainer.state.iteration)
+    assert len(iterations) == len(set(iterations)) and "-" not in rows[-1], rows
