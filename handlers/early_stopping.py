@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.errors import check_type, is_number, is_whole
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 
@@ -21,7 +22,7 @@ class EarlyStopping:
 
     Args:
         key: in ``state.metrics``; its mean over the ranks is compared, so that all of them decide the same.
-        mode: whether lower (``min``) or higher (``max``) is better.
+        mode: whether lower (``min``) or higher (``max``) is better; None: as the metric's name says, else ``min``.
         patience: number of values without an improvement, at least 1; None: any, where a threshold is given.
         min_delta: the smallest change that is an improvement, exclusive, in the metric's unit.
         stopping_threshold: a value as good as this is good enough: the run ends.
@@ -43,7 +44,7 @@ class EarlyStopping:
         key: str,
         *,
         patience: int | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         min_delta: float = 0.0,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
@@ -61,6 +62,7 @@ class EarlyStopping:
             )
         if patience is not None and patience < 1:
             raise ValueError(f"patience must be at least 1 value without improvement, got {patience}.")
+        mode = usual_mode(key) or "min" if mode is None else mode
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', got {mode!r}.")
         if not 0 <= min_delta < math.inf:

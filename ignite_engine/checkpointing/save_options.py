@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 
 from ignite_engine.checkpointing.changed_rows import table_patterns
 from ignite_engine.checkpointing.manifest import Facts
-from ignite_engine.checkpointing.retention import Retention
+from ignite_engine.checkpointing.retention import Retention, usual_mode
 from ignite_engine.checkpointing.save_filter import SaveFilter
 from ignite_engine.errors import check_type, is_whole
 
@@ -46,7 +46,8 @@ class SaveOptions:
         best: name of a metric, written on every rank; a new best one, by its mean over the ranks, is saved and kept.
             A metric that is never written causes a warning.
         keep_best: how many of the best are kept.
-        mode: whether a small or a large value is good.
+        mode: whether a small (``min``) or a large value (``max``) is good; by default as the metric's name says, else
+            ``min``.
         keep_every: those whose iteration is a multiple of it are never deleted.
         config: stored in each checkpoint.
         labels: words that each checkpoint is labelled with.
@@ -82,7 +83,7 @@ class SaveOptions:
     keep_last: int = 2
     best: str | None = None
     keep_best: int = 1
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] = None  # type: ignore[assignment]  # which the name of the metric replaces
     keep_every: int | None = None
     config: Mapping[str, Any] | None = None
     labels: Iterable[str] = ()
@@ -99,6 +100,10 @@ class SaveOptions:
     mirror: str | PathLike[str] | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        mode: Any = self.mode
+        if mode is None:
+            usual = usual_mode(self.best) if isinstance(self.best, str) else None
+            object.__setattr__(self, "mode", usual or "min")
         for name in ("save_at_end", "background", "on_exception", "strict"):
             value = getattr(self, name)
             check_type(name, value, isinstance(value, bool), "True or False")

@@ -24,7 +24,7 @@ from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.checkpointing.layout import named_iteration, scan
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.checkpointing.naming import NAMES, followed, rule_of, scored_by, split_name
-from ignite_engine.checkpointing.retention import of_one_run, ranked
+from ignite_engine.checkpointing.retention import of_one_run, ranked, usual_mode
 from ignite_engine.checkpointing.weights_source import read_named
 from ignite_engine.cli import mirrors
 from ignite_engine.errors import shortened
@@ -75,7 +75,9 @@ def add_parser(subparsers: Any) -> None:
     prune.add_argument("--keep-last", type=int, metavar="N", help="newest ones; default: 1")
     prune.add_argument("--keep-best", metavar="KEY", help="a metric's key, such as val/loss")
     prune.add_argument("--keep-best-count", type=int, default=1, metavar="N", help="best ones; default: 1")
-    prune.add_argument("--mode", choices=["min", "max"], help="which score is better; default: as in the run, else min")
+    prune.add_argument(
+        "--mode", choices=["min", "max"], help="which score is better; default: as the run says, or its name"
+    )
     prune.add_argument("--keep-every", type=int, metavar="N", help="those whose iteration is a multiple of N")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
 
@@ -221,11 +223,12 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _mode(options: argparse.Namespace, checkpoints: Sequence[CheckpointInfo]) -> Any:
-    """Whether a small or a large score is better: as asked for, or as the newest manifest that knows it says."""
+    """Whether a small or a large score is better: as asked for, as the newest manifest with it says, or its name."""
     if options.mode is not None:
         return options.mode
+    usual = usual_mode(options.keep_best or "") or "min"
     rules = [rule_of(checkpoint.manifest) for checkpoint in reversed(checkpoints)]
-    return next((rule[1] for rule in rules if rule and rule[0] == options.keep_best), "min")
+    return next((rule[1] for rule in rules if rule and rule[0] == options.keep_best), usual)
 
 
 def _size(manifest: Manifest) -> str:

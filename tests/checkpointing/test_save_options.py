@@ -24,13 +24,20 @@ def test_a_config_has_each_of_them_but_what_only_code_can_give() -> None:
     section = CheckpointSection()
     for each in fields(SaveOptions):
         if each.name not in missing:
-            assert getattr(section, each.name) in (each.default, None)
+            assert getattr(section, each.name) in (getattr(SaveOptions(), each.name), None)
 
 
 def test_labels_and_config_are_facts_of_the_manifest() -> None:
     options = SaveOptions(labels=(each for each in ("a", "b")), config={"seed": 3})
     assert options.facts == options.facts == {"labels": ("a", "b"), "config": {"seed": 3}, "best": None}
     assert SaveOptions(best="f1", mode="max").facts["best"] == {"metric": "f1", "mode": "max"}
+
+
+def test_the_name_of_the_metric_says_what_is_better_where_no_mode_is_given() -> None:
+    names = {"val/accuracy": "max", "val/loss": "min", "score": "min", None: "min"}
+    assert {name: SaveOptions(best=name).mode for name in names} == names
+    assert SaveOptions(best="val/accuracy", mode="min").mode == "min"
+    assert all(CheckpointSection(best=name).mode == mode for name, mode in names.items())
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,15 @@ def test_prune_deletes_what_it_is_not_asked_to_keep(run: Path, say: Say) -> None
     assert names(run) == ["iteration_00000012"]
 
 
+def test_prune_takes_the_best_as_the_name_of_the_metric_says(tmp_path: Path, say: Say) -> None:
+    store = CheckpointStore(tmp_path)
+    for iteration, accuracy in enumerate((0.5, 0.9, 0.7, 0.6), 1):
+        store.save({}, {}, iteration=iteration, epoch=0, metrics={"val/accuracy": accuracy})
+
+    assert say("prune", tmp_path, "--keep-best", "val/accuracy")[0] == 0
+    assert [checkpoint.iteration for checkpoint in store.checkpoints()] == [2, 4]
+
+
 def test_prune_never_deletes_the_last_valid_one(run: Path, say: Say) -> None:
     for name in ("iteration_00000008", "iteration_00000012"):
         flip(run / "checkpoints" / name / "shared.pt")

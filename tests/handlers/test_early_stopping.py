@@ -347,3 +347,9 @@ def test_console_has_one_line_of_the_iteration_whose_value_ends_the_run(
     iterations = [row[0] for row in rows]
     assert trainer.state.reason is not None and iterations[-1] == str(trainer.state.iteration)
     assert len(iterations) == len(set(iterations)) and "-" not in rows[-1], rows
+
+
+def test_name_of_the_metric_says_what_is_better_where_no_mode_is_given() -> None:
+    modes = {"val/accuracy": "max", "val/loss": "min", "score": "min"}
+    assert {key: EarlyStopping(key, patience=1).mode for key in modes} == modes
+    assert EarlyStopping("val/accuracy", patience=1, mode="min").mode == "min"
