@@ -19,7 +19,7 @@ from ignite_engine.engine.position import last_iteration
 from ignite_engine.engine.progress import Ending, Left, Progress
 from ignite_engine.engine.roll_back import RollBacks, arguments_again
 from ignite_engine.engine.stop_requests import StopRequests
-from ignite_engine.errors import Interrupted, RollBack, is_whole
+from ignite_engine.errors import Interrupted, RollBack, check_type, is_whole, names_arguments
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets
@@ -70,6 +70,7 @@ class Trainer(Engine):
 
     state: TrainingState
 
+    @names_arguments()
     def __init__(
         self,
         update: Callable[[Engine, Any], Any],
@@ -78,6 +79,10 @@ class Trainer(Engine):
         global_micro_batches: int | None = None,
         max_read_errors: int = 0,
     ) -> None:
+        is_model = isinstance(update, nn.Module)
+        check_type(
+            "update", update, callable(update) and not is_model, "Update(model, optimizer, loss_fn) or a function"
+        )
         if accumulation_steps is not None and (not is_whole(accumulation_steps) or accumulation_steps < 1):
             raise ValueError(
                 f"accumulation_steps must be at least 1, or None for no grouping, got {accumulation_steps!r}."

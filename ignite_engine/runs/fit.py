@@ -27,7 +27,7 @@ from ignite_engine.config.load import keys_named, validated
 from ignite_engine.config.other_names import NAMES
 from ignite_engine.config.yaml_file import Arguments
 from ignite_engine.data import Windows
-from ignite_engine.errors import Interrupted, check_type, did_you_mean, is_whole
+from ignite_engine.errors import Interrupted, argument_meant, check_type, did_you_mean, is_whole
 from ignite_engine.handlers.clearml.sink import server_is_configured
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.recovery.parallel import Parallel
@@ -413,7 +413,7 @@ def _instead_of(name: str) -> str:
     keys = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else keys_named(name)
     if not keys:
         arguments = [*inspect.signature(fit).parameters][:-1]  # the last is all sections
-        return did_you_mean(name, [*arguments, *Sections.__annotations__], limit=40)
+        return argument_meant(name, "fit()", [*arguments, *Sections.__annotations__])
     parts = [key.partition(".") for key in keys]
     forms = [_ARGUMENTS.get(f"{part}.{key}", f"{part}={{{key!r}: ...}}") for part, _, key in parts]
     return f"; did you mean {' or '.join(forms)}?"

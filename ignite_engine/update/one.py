@@ -12,7 +12,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine.errors import check_type, is_number
+from ignite_engine.errors import check_type, is_number, names_arguments
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.states.generators import OwnGenerators
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
@@ -89,6 +89,7 @@ class Update:
         NotFinite: by ``non_finite``; the same on all ranks.
     """
 
+    @names_arguments()
     def __init__(
         self,
         model: nn.Module,

@@ -158,8 +158,9 @@ MISTAKES: dict[str, Mistake] = {
     "learning_rate": (given(learning_rate=3), r"which it does not take; did you mean lr\?"),
     "memory": (given(memory="auto"), r"did you mean checkpoint=\{'memory': \.\.\.\} or logging="),
     "a value of several forms": (given(checkpoint={"memory": 0}), r"memory: got 0, expected at least 1 or 'auto'\."),
-    "max_steps": (given(max_steps=3), r"fit\(\) got max_steps, which it does not take"),
-    "train_loader": (given(train_loader=3), r"fit\(\) got train_loader, which it does not take"),
+    "max_steps": (given(max_steps=3), r"fit\(\) got max_steps, which it does not take; did you mean 'max_iters'\?$"),
+    "train_loader": (given(train_loader=3), r"fit\(\) got train_loader, .* take; did you mean 'train_set'\?$"),
+    "callbacks": (given(callbacks=[]), r"fit\(\) got callbacks, which it does not take; did you mean 'handlers'\?$"),
     "no length": (given(max_epochs=...), r"fit\(\): run: expected one of max_iters and max_epochs, or both"),
     "optimizer's class": (
         given(optimizer=torch.optim.SGD),
