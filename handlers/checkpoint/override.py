@@ -162,7 +162,12 @@ class Override:
         self._has_begun, self._given_in_vain, self.given_before = True, {}, {}
         if not self.values:
             return
-        self.given_before = self._given_in_vain = self._given(self._settings(trainer, _optimizers_of(trainer)))
+        optimizers = _optimizers_of(trainer)
+        settings = self._settings(trainer, optimizers)
+        for (part, index, option), (key, value) in settings.items():
+            group = optimizers[part].param_groups[index]
+            _try(key, optimizers[part], group, option, _fitting(key, value, group[option]))
+        self.given_before = self._given_in_vain = self._given(settings)
         if agreement.rank() == 0:
             logger.warning(
                 "%s: override has no effect on a run that starts fresh, nor where the same command resumes it: build "

@@ -142,6 +142,12 @@ class Saver:
     def _take_folder(self, trainer: Trainer) -> None:
         """Keep other processes from saving there until the end of the run; log what a fresh run replaces."""
         directory = self.store.directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # later, a save that fails does not end the run
+            raise CheckpointError(
+                f"The folder of checkpoints {directory} cannot be made: {error.strerror}. Give Checkpoint another one."
+            ) from None
         self._hold(self._lock)
         if self.options.memory is None:  # copies in memory from an earlier start will be stale
             with contextlib.suppress(OSError):

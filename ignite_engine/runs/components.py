@@ -125,6 +125,8 @@ def check_fit(config: Config, task: Task) -> None:
         if isinstance(data, Windows | IterableDataset) or is_loader(data):
             continue
         sized: Any = data
+        if isinstance(data, str | bytes | os.PathLike):
+            raise config.error("task", f"the data '{name}' is {data!r}, expected samples: read what it names first.")
         size = len(sized) if hasattr(sized, "__len__") and hasattr(sized, "__getitem__") else None
         if size is None:
             raise config.error(

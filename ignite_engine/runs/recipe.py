@@ -6,6 +6,7 @@ import copy
 import importlib
 import logging
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,8 +169,13 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
         ConfigError: the folder cannot be written to.
     """
     above = next(folder for folder in (config.directory, *config.directory.absolute().parents) if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        problem = "may not be written to" if above.is_dir() else "is not a folder"
+    problem = "is not a folder" if not above.is_dir() else "" if os.access(above, os.W_OK) else "may not be written to"
+    if not problem and above != config.directory:
+        try:
+            tempfile.TemporaryDirectory(dir=above).cleanup()
+        except OSError as error:  # as in /proc, which root may write to
+            problem = f"takes no new folder: {error.strerror}"
+    if problem:
         raise config.error("run.directory", f"got '{config.directory}', but {above} {problem}.")
     again = _is_started_again()
     aside = agreement.on_rank_0(lambda: _move_aside(config) if config.run.restart and not again else None)

@@ -240,6 +240,15 @@ def test_failed_save_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest
     assert "builtins.object" in caplog.text
 
 
+def test_folder_that_cannot_be_made_ends_the_run_before_it_trains() -> None:
+    trainer = trainer_of()
+    Checkpoint("/proc/nowhere/checkpoints").attach(trainer)
+
+    with pytest.raises(CheckpointError, match=r"^The folder of checkpoints /proc/.* cannot be made: .*another one\."):
+        trainer.run(numbers_loader(), max_epochs=1)
+    assert trainer.state.iteration == 0
+
+
 def test_failed_save_at_the_end_raises(tmp_path: Path) -> None:
     trainer = trainer_of()
     trainer.register("unsavable", Unsavable(trainer, 6))

@@ -218,6 +218,10 @@ MISTAKES: dict[str, Mistake] = {
         given(train=(x for x in [1])),
         r"'train_set' is a generator, expected .* a DataLoader, or an IterableDat",
     ),
+    "a path": (
+        given(train="train.csv"),
+        r"the data 'train_set' is 'train\.csv', expected samples: read what it names first\.$",
+    ),
     "stream with a schedule": (
         given(train=Endless(), schedule="cosine"),
         r"DataLoader does not say how many updates .*: set",
@@ -241,6 +245,10 @@ MISTAKES: dict[str, Mistake] = {
         lambda folder: run_of(folder, directory=a_file(folder)),
         r"directory: .* is not a folder",
     ),
+    "folder where none can be": (
+        given(directory="/proc/x/y"),
+        r"directory: got '/proc/x/y', but /proc (takes no new folder: .*|may not be written to)\.$",
+    ),
     "folder in use": (
         in_use,
         r"^/.*/run is in use by process \d+ on .*; wait until it has ended, or give another directory \(config: ",
@@ -255,6 +263,12 @@ MISTAKES: dict[str, Mistake] = {
         r"no metric was followed, so none is the best; train",
     ),
     "weights of nothing": (given(checkpoint={"load": {"path": "/nowhere"}}), r"checkpoint\.load\.path: .*/nowhere"),
+    # of a resume that has nothing to resume yet
+    "rate's type": (
+        given(resume={"lr": "x"}),
+        r"override 'optimizer\.lr': got 'x' in the place of 0\.001, expected a number\.$",
+    ),
+    "rate's name": (given(resume={"lrr": 0.1}), r"the optimizer has no option 'lrr'; did you mean 'lr'\?$"),
     # again, with something else
     "other model": (twice({}, {"model": other_net()}), r"'2\.weight'.* \(5, 8\)|2\.weight"),
     "other optimizer": (

@@ -433,9 +433,12 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.parametrize("resumes", [True, False])
 @pytest.mark.parametrize(("override", "message"), WRONG)
-def test_what_cannot_be_changed_is_one_line(tmp_path: Path, override: Any, message: str) -> None:
-    Run(tmp_path).train(2)
+def test_what_cannot_be_changed_is_one_line(tmp_path: Path, override: Any, message: str, resumes: bool) -> None:
+    """Also where there is nothing to resume yet."""
+    if resumes:
+        Run(tmp_path).train(2)
     with pytest.raises(StateMismatch, match=re.escape(message)):
         Run(tmp_path, override=override)
 
