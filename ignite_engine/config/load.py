@@ -210,8 +210,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         overrides: each ``section.key=value``, the value read as YAML; they override the file, and the last one counts.
 
     Raises:
-        ConfigError: one line with the file and line (or "command line"), the dotted key, what was given, what is
-            expected, and what was possibly meant.
+        ConfigError: for each mistake one line with the file and line (or "command line"), the dotted key, what was
+            given, what is expected, and what was possibly meant.
 
     Warns:
         ConfigWarning: a setting has no effect.
@@ -240,18 +240,20 @@ def validated(source: ConfigSource) -> Config:
     """The config of a source's values.
 
     Raises:
-        ConfigError: one line, with the place that the source names.
+        ConfigError: one line for each mistake, with the place that the source names.
     """
     try:
         config = Config.model_validate(source.values)
     except ValidationError as error:
         faults = error.errors(include_url=False)
-        faults.sort(key=lambda fault: fault["type"] != "extra_forbidden")  # a misspelt key is why another is missing
+        misspelt = {tuple(_parts(fault)[:-1]) for fault in faults if fault["type"] == "extra_forbidden"}
         of_keys: dict[tuple[str, ...], list[ErrorDetails]] = {}
         for fault in faults:
-            of_keys.setdefault(tuple(_parts(fault)), []).append(fault)
-        more = f" (and {len(of_keys) - 1} more)" if len(of_keys) > 1 else ""
-        raise ConfigError(f"{_one_line(next(iter(of_keys.values())), source)}{more}") from None
+            parts = tuple(_parts(fault))
+            if fault["type"] != "missing" or parts[:-1] not in misspelt:  # a misspelt key is why another is missing
+                of_keys.setdefault(parts, []).append(fault)
+        keys = sorted(of_keys, key=lambda parts: source.lines.get(".".join(parts), 0))
+        raise ConfigError("\n".join(_one_line(of_keys[key], source) for key in keys)) from None
     config._source = source
     for line in config.without_effect():
         config.warn(line.split(" ", 1)[0], f"{line}.")

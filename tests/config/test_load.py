@@ -242,10 +242,22 @@ def test_missing_file_names_a_near_one(tmp_path: Path) -> None:
         load_config(tmp_path / "binary.yaml")
 
 
-def test_misspelt_required_key_is_reported_before_the_missing_one(tmp_path: Path) -> None:
+def test_misspelt_required_key_is_reported_and_not_the_missing_one(tmp_path: Path) -> None:
     line = complaint(tmp_path, text="tsk: a.py:b\nrun: {max_epochs: 1}\n")
 
-    assert line == "DIR/run.yaml:1: tsk: got 'a.py:b' for a key that is not known; did you mean 'task'? (and 1 more)"
+    assert line == "DIR/run.yaml:1: tsk: got 'a.py:b' for a key that is not known; did you mean 'task'?"
+
+
+def test_all_mistakes_of_a_file_are_told_at_once_in_their_order(tmp_path: Path) -> None:
+    mistakes = "update:\n  precision: bf61\n  clip_nrm: 1.0\noptimizer:\n  lr: fast\ndata:\n  batch_size: 0\n"
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, MINIMAL + mistakes), ["run.seed=-1"])
+    assert [line.partition(": got")[0] for line in str(caught.value).splitlines()] == [
+        "command line: run.seed",
+        *(f"{tmp_path}/run.yaml:{place}" for place in ("5: update.precision", "6: update.clip_nrm", "8: optimizer.lr")),
+        f"{tmp_path}/run.yaml:10: data.batch_size",
+    ]
 
 
 @pytest.mark.parametrize(
