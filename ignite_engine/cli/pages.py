@@ -9,7 +9,7 @@ from typing import Any
 
 from ignite_engine.config import ConfigError
 from ignite_engine.config.load import default_values
-from ignite_engine.report import ordered, read_run, sweep_table, write_comparison, write_report
+from ignite_engine.report import ordered, read_run, runs_in, sweep_table, write_comparison, write_report
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -30,7 +30,9 @@ def add_parsers(subparsers: Any) -> None:
             )
             command.add_argument("--port", type=int, metavar="N", help="of --serve; default: one that is free")
         else:
-            command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the directories of the runs")
+            command.add_argument(
+                "runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, or a folder of them"
+            )
             command.add_argument(
                 "--sort", metavar="METRIC", help="print a table of the runs too, the best first; such as val/accuracy"
             )
@@ -68,7 +70,7 @@ def report(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Write the page of several runs and print its path, and before it a table if one is asked for."""
-    output, runs = _checked(options.output), [read_run(run) for run in options.runs]
+    output, runs = _checked(options.output), [read_run(run) for given in options.runs for run in runs_in(given)]
     if options.mode is not None and options.sort is None:
         raise ConfigError(f"--mode: got {options.mode}, which has no effect without --sort METRIC.")
     if options.sort is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ignite_engine.report.groups import NoSuchKey
     from ignite_engine.report.pages import write_comparison, write_report
-    from ignite_engine.report.records import NotARun, Record, read_run
+    from ignite_engine.report.records import NotARun, Record, read_run, runs_in
     from ignite_engine.report.sweep import NotLogged, ordered, sweep_table
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Record",
     "ordered",
     "read_run",
+    "runs_in",
     "sweep_table",
     "write_comparison",
     "write_report",
@@ -34,6 +35,7 @@ _MODULES = {
     "Record": "ignite_engine.report.records",
     "ordered": "ignite_engine.report.sweep",
     "read_run": "ignite_engine.report.records",
+    "runs_in": "ignite_engine.report.records",
     "sweep_table": "ignite_engine.report.sweep",
     "write_comparison": "ignite_engine.report.pages",
     "write_report": "ignite_engine.report.pages",

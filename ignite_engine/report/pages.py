@@ -509,10 +509,9 @@ def text_of(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
+    """To three digits or seconds, as runs are told apart by it."""
     if seconds < 120:
-        return f"{seconds:.1f} s"
+        return f"{seconds:#.3g}".rstrip(".") + " s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    if not hours and minutes >= 10:
-        return f"{minutes} min"
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

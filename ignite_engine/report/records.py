@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from ignite_engine.checkpointing.retention import usual_mode
+from ignite_engine.errors import shortened
 from ignite_engine.report.goodput import Ledger, read_ledger
 from ignite_engine.report.series import EXACT, Logged, Series
 from ignite_engine.run_directory import RunDirectory
@@ -129,6 +130,18 @@ class Record:
         return points[:-1] if 2 * (end - usual_end) < usual_end - before else points
 
 
+def is_run(directory: str | Path) -> bool:
+    """Whether a directory holds what a run has logged, or its summary."""
+    run = RunDirectory(directory)
+    return run.metrics.exists() or run.summary.exists()
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """The directory, or those in it that hold runs, by name, where it holds none itself."""
+    inside = [] if is_run(directory) or not directory.is_dir() else sorted(filter(is_run, directory.iterdir()))
+    return inside or [directory]
+
+
 def read_run(directory: str | Path) -> Record:
     """Read a run directory.
 
@@ -139,10 +152,14 @@ def read_run(directory: str | Path) -> Record:
     if not run.path.is_dir():
         raise NotARun(f"{run.path} is not a directory: give that of a run, such as runs/byte_gpt.")
     checkpoint = _newest_manifest(run)
-    if not run.metrics.exists() and not run.summary.exists():
+    if not is_run(run.path):
+        inside = [path.name for path in runs_in(run.path) if path != run.path]
+        remedy = (
+            f"give one of the runs in it: {shortened(inside)}" if inside else "give that of the config's run.directory"
+        )
         raise NotARun(
-            f"{run.path} is not the directory of a run: it has neither {run.metrics.name} nor "
-            f"{run.summary.name}; give the one that the config names as run.directory."
+            f"{run.path} is not the directory of a run: it has neither {run.metrics.name} nor {run.summary.name}; "
+            f"{remedy}."
         )
     series, not_finite = _read_metrics(run)
     summary, best = _usable(run.read_summary()), _part(checkpoint, "best")

@@ -57,6 +57,23 @@ def test_runs_are_grouped_by_any_key(tmp_path: Path) -> None:
         NoSuchKey, match=re.escape("--group-by: got 'optimizer.lrr', which no config has; did you mean")
     ):
         names_and_members(runs, "optimizer.lrr")
+    with pytest.raises(NoSuchKey, match=r"got 'lr', which no config has; did you mean 'optimizer\.lr'\?"):
+        names_and_members(runs, "lr")
+
+
+def test_a_folder_of_runs_stands_for_the_runs_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep(tmp_path / "sweep", *SETTINGS)
+    (tmp_path / "sweep" / "plots").mkdir()
+    page, by_name = tmp_path / "compare.html", tmp_path / "by_name.html"
+    assert main(["compare", str(tmp_path / "sweep"), "-o", str(page)]) == 0
+    runs = [str(tmp_path / "sweep" / str(place)) for place in range(6)]
+    assert main(["compare", *runs, "-o", str(by_name)]) == 0
+    assert page.read_text(encoding="utf-8") == by_name.read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "sweep")]) == 2
+    assert capsys.readouterr().err.endswith("; give one of the runs in it: 0, 1, 2 and 3 more.\n")
+    assert main(["compare", str(tmp_path / "sweep" / "plots"), str(tmp_path)]) == 2
+    assert "plots is not the directory of a run: it has neither metrics.jsonl nor" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

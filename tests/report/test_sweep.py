@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ignite_engine.report.pages import duration
 from ignite_engine.report.records import Record
 from ignite_engine.report.sweep import NotLogged, ordered, sweep_table
 
@@ -30,6 +31,11 @@ def test_the_best_run_comes_first_with_what_it_was_given() -> None:
         ["a", "0.1", "0.5", "20", "0.4", "30.0", "s", "completed"],
         ["b", "0.2", "-", "-", "-", "30.0", "s", "completed"],
     ]
+
+
+def test_times_of_runs_that_differ_by_a_hundredth_differ() -> None:
+    shown = ["0.0421 s", "3.21 s", "30.0 s", "120 s", "2 min 05 s", "12 min 40 s", "1 h 06 min"]
+    assert [duration(took) for took in (0.04211, 3.214, 30, 119.6, 125, 760, 4000)] == shown
 
 
 def test_which_value_is_the_best_is_as_the_runs_followed_it_or_as_its_name_says() -> None:
