@@ -23,6 +23,8 @@ class Columns:
 
     def __init__(self, keys: Sequence[str] | None = None) -> None:
         self.keys = None if keys is None else [key for key in keys if key not in ("iter", "iteration", "epoch")]
+        self.rate: str | None = None
+        """The throughput that will be written, where that is known before."""
         self._written: dict[str, None] = {}
 
     def add(self, values: Mapping[str, Any]) -> None:
@@ -31,7 +33,7 @@ class Columns:
 
     def chosen(self) -> list[str]:
         """The keys to show, in their order."""
-        rate = [key for key in RATES if key in self._written][:1]
+        rate = [*(key for key in RATES if key in self._written), *filter(None, [self.rate])][:1]
         if self.keys is None:
             results = _parts_after_their_totals([key for key in self._written if _is_result(key)])
             return [*_known(self._written, "loss"), *results, *_known(self._written, "lr"), *rate]

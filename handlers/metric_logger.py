@@ -191,11 +191,11 @@ class MetricLogger:
                 meter.reset()
         self._meters = trainer.state.meters
         trainer.state.not_finite_at = self._not_finite_at
-        if isinstance(trainer.update, Updates):  # some are not made in the first interval
-            totals = dict.fromkeys(f"{name}/loss" for name in trainer.update.updates)
-            for sink in self.sinks:
-                if isinstance(sink, ConsoleSink):
-                    sink.columns.add(totals)
+        names = trainer.update.updates if isinstance(trainer.update, Updates) else ()
+        losses = [f"{name}/loss" for name in names] or (["loss"] if isinstance(trainer.update, Update) else [])
+        for sink in self.sinks:
+            if isinstance(sink, ConsoleSink):  # an evaluation may come before the first of them
+                sink.columns.add(dict.fromkeys(losses))
 
     def _collect(self, trainer: Trainer) -> None:
         policy = getattr(trainer.update, "non_finite", None)

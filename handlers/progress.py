@@ -213,7 +213,8 @@ class Progress:
             self._write("\r\x1b[K")
 
     def _finish(self, trainer: Trainer) -> None:
-        if self._html is not None or _is_terminal() or self._printed_iteration != trainer.state.iteration:
+        trained = trainer.state.iteration != self._first_iteration
+        if trained and (self._html is not None or _is_terminal() or self._printed_iteration != trainer.state.iteration):
             self._print(trainer, perf_counter())
         self._leave()
 

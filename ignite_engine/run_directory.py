@@ -34,6 +34,8 @@ from ignite_engine.states.model_and_optimizer import clean_name, unwrap
 logger = logging.getLogger(__name__)
 
 
+_SHOWN_FROM_S = 5.0
+"""A start-up that was shorter is in the log file alone."""
 FOLLOWED_CHECKPOINT = "checkpoint"
 """In a line of a follower's log: which checkpoint was evaluated."""
 
@@ -336,9 +338,11 @@ class PhaseTimes:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def log(self) -> None:
-        """One line: the sum of all phases, and those that can be noticed."""
+        """One line: the sum of all phases, and those that can be noticed; in the log alone where nobody has waited."""
+        took_s = sum(self.seconds.values())
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items() if seconds >= 0.05)
-        logger.info("Start-up took %.1f s%s.", sum(self.seconds.values()), f": {phases}" if phases else "")
+        extra = {"console": took_s >= _SHOWN_FROM_S}
+        logger.info("Start-up took %.1f s%s.", took_s, f": {phases}" if phases else "", extra=extra)
 
 
 @cache

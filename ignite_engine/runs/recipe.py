@@ -330,7 +330,7 @@ def _attach(
     if config.data.exclude is not None:
         record_from_start(config, task, trainer)
     say_how_it_resumes(run.loader)
-    metric_logger = _metric_logger(config, run)
+    metric_logger = _metric_logger(config, task, run)
     if evaluation.sanity_batches and evaluations:
         model = trainer.update.model  # type: ignore[attr-defined]  # an Update
         _sanity_check(config, task, model, metric_logger).attach(trainer)
@@ -474,7 +474,7 @@ def _attach_stops(config: Config, run: Run, evaluations: Sequence[handlers.Evalu
         handlers.StopFile(run.directory.path / path).attach(run.trainer)
 
 
-def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
+def _metric_logger(config: Config, task: Task, run: Run) -> handlers.MetricLogger:
     logging, path = config.logging, run.directory.path
     sinks: list[Any] = []
     if logging.clearml:
@@ -489,6 +489,9 @@ def _metric_logger(config: Config, run: Run) -> handlers.MetricLogger:
         sinks.append(handlers.CSVSink(path / "metrics.csv"))
     run.log_states = frozenset({"clearml", "csv", "mlflow", "tensorboard", "wandb"})
     metric_logger = handlers.MetricLogger(path, sinks=sinks, console=logging.console)
+    for sink in metric_logger.sinks:
+        if isinstance(sink, handlers.ConsoleSink) and logging.throughput:  # so that its first heading has it
+            sink.columns.rate = f"throughput/{'samples' if task.tokens_fn is None else 'tokens'}_per_s"
     assert metric_logger.history is not None, "it was given a folder"
     metric_logger.history.config = run.config
     return metric_logger

@@ -56,3 +56,13 @@ def test_fresh_run_begins_with_it_and_its_console_has_one_heading(
     caplog.clear()
     fitted(tmp_path, max_epochs=4, **logging_on)
     assert not any("Linear" in line for line in caplog.messages)
+
+
+def test_console_has_one_heading_where_evaluations_come_before_the_first_log_point(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging_on = {"logging": {**QUIET["logging"], "console": True, "throughput": True, "every": 9}}
+    fitted(tmp_path, **logging_on)
+    heading, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert heading == ["iter", "epoch", "loss", "val/loss", "lr", "samples/s"]
+    assert [row[0] for row in rows] == ["6", "9", "12", "18"] and rows[0][2] == rows[0][-1] == "-" != rows[1][-1]

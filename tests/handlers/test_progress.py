@@ -23,6 +23,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer
 from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.handlers import Checkpoint
 from ignite_engine.handlers import progress as module
 from ignite_engine.handlers.progress import Progress
 from tests.ranks.forkserver import on_ranks
@@ -180,6 +181,18 @@ def test_on_a_terminal_it_says_that_torch_compiles_and_counts_it_in_no_rate(monk
 def test_elsewhere_a_short_run_is_its_last_line_only(capsys: pytest.CaptureFixture[str]) -> None:
     trainer_of().run(range(125), max_epochs=2)
     assert [line[:38] for line in capsys.readouterr().err.splitlines()] == ["epoch 2/2  iter 250/250 100%  elapsed "]
+
+
+def test_a_run_that_trains_nothing_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for _ in range(2):
+        trainer = trainer_of()
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(range(3), max_epochs=1)
+        shown.append((trainer.state.iteration, "iter 3/3" in capsys.readouterr().err))
+    assert shown == [(3, True), (3, False)]
 
 
 def test_elsewhere_a_log_point_is_a_sign_of_life(

@@ -21,4 +21,6 @@ def test_phases_of_a_start_in_python_are_in_the_log_and_in_the_summary(
     assert {"task", "model", "data", "trainer", "directory", "resume"} <= phases.keys()
     assert all(seconds >= 0 for seconds in phases.values())
     (line,) = [each for each in caplog.messages if each.startswith("Start-up took ")]
+    shown = {record.getMessage(): getattr(record, "console", True) for record in caplog.records}
+    assert shown[line] is (sum(phases.values()) >= 5)
     assert [phase for phase in phases if f" {phase} " in line] == [name for name, s in phases.items() if s >= 0.05]
