@@ -160,6 +160,7 @@ _ARGUMENTS = {
         "keep_last": "max_to_keep n_saved save_last save_total_limit",
     },
     "EarlyStopping()": {"key": "metric monitor score_name", "min_delta": "early_stopping_threshold"},
+    "LRSchedule()": {"scheduler": "lr_scheduler schedule"},
     "every()": {"iterations": "batches iters steps updates", "epochs": "epoch"},
     "attach()": {"event": "eval_steps every every_n_epochs every_n_train_steps interval save_every save_steps"},
 }
@@ -174,14 +175,19 @@ def names_arguments(further: Iterable[str] = ()) -> Callable[[Callable[P, T]], C
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = [*inspect.signature(function).parameters, *further]
+        parameters = inspect.signature(function).parameters
+        known, named = [*parameters, *further], [*parameters.values()]
+        by_place = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in named)
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            called = f"{function.__name__ if function.__name__ != '__init__' else type(args[0]).__name__}()"
             for name in kwargs:
                 if name not in known:
-                    called = f"{function.__name__ if function.__name__ != '__init__' else type(args[0]).__name__}()"
                     raise TypeError(f"{called} got {name}, which it does not take{argument_meant(name, called, known)}")
+            if by_place < len(args) <= len(named):
+                name = known[len(args) - 1]
+                raise TypeError(f"{called} takes {name} by its name: write {name}={args[-1]!r}.")
             return function(*args, **kwargs)
 
         return call

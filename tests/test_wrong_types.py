@@ -16,7 +16,7 @@ from torch import nn
 from ignite_engine import Trainer, Update, create_evaluator, errors, every, fit, loader
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.checkpointing.save_options import SaveKeywords
-from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, MetricLogger
+from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, LRSchedule, MetricLogger
 from tests.builders import linear, mse, numbers_loader
 
 MODEL = linear()
@@ -117,6 +117,9 @@ OTHER_NAMES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (EarlyStopping, {"monitor": "val/loss", "patience": 3}, "did you mean 'key'?"),
     (partial(EarlyStopping, "val/loss"), {"nothing": 3}, "known: key, patience, mode, min_delta, "),
     (every, {"steps": 3}, "did you mean 'iterations'?"),
+    (partial(Update, MODEL, OPTIMIZER, mse), {"scheduler": 1}, "did you mean 'scheduler' of LRSchedule()?"),
+    (partial(MetricLogger, "x"), {"every": 3}, "did you mean 'event' of attach()?"),
+    (partial(Evaluation, EVALUATOR, [1]), {"every": 3}, "did you mean 'event' of attach()?"),
 ]
 
 
@@ -132,8 +135,15 @@ def test_argument_of_another_name_is_answered_by_the_one_that_is_meant(
         call(**arguments)
 
 
+def test_value_without_its_name_is_answered_by_the_name() -> None:
+    with pytest.raises(TypeError, match=r"^EarlyStopping\(\) takes patience by its name: write patience=3\.$"):
+        EarlyStopping("val/loss", 3)  # type: ignore[misc]  # what is tested
+    with pytest.raises(TypeError, match=r"^every\(\) takes iterations by its name: write iterations=5\.$"):
+        every(5)  # type: ignore[misc]
+
+
 def test_arguments_that_are_answered_exist() -> None:
-    functions = (Update, Trainer, Checkpoint, EarlyStopping, every, fit)
+    functions = (Update, Trainer, Checkpoint, EarlyStopping, LRSchedule, every, fit)
     takes: dict[str, Any] = {f"{function.__name__}()": inspect.signature(function).parameters for function in functions}
     takes["Checkpoint()"] = {**takes["Checkpoint()"], **SaveKeywords.__annotations__}
     takes["trainer.run()"] = inspect.signature(Trainer.run).parameters

@@ -80,7 +80,13 @@ _ARGUMENTS = {
     "max_iterations": "max_iters",
     "null": "None",
 }
-_OTHER_NAMES = NAMES | {"learning_rate": "optimizer.lr", "gradient_clip_val": "update.clip_norm"}
+_OTHER_NAMES = NAMES | {
+    "learning_rate": "optimizer.lr",
+    "gradient_clip_val": "update.clip_norm",
+    "save_top_k": "checkpoint.keep_best",
+    "save_total_limit": "checkpoint.keep_last",
+    "scaler": "update.grad_scaler",
+}
 """Keys by what other trainers call them."""
 """The argument of :func:`fit` for each dotted key that has one; how other words of a config are written in Python."""
 

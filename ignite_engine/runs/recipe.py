@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import logging
 import os
 import tempfile
@@ -412,7 +413,12 @@ def _attach(
     check_type("handlers", task.handlers, isinstance(task.handlers, list | tuple), "a list of handlers")
     for place, users_own in enumerate(task.handlers):
         handler, *events = users_own if isinstance(users_own, tuple) else (users_own,)
+        name = getattr(handler, "__name__", type(handler).__name__)
+        if isinstance(handler, type):
+            raise TypeError(f"handlers[{place}] is the class {name}: give an object of it, {name}(...).")
         if hasattr(handler, "attach"):
+            if not _takes(handler.attach, trainer, *events):
+                raise TypeError(f"handlers[{place}] is a {name}, whose attach takes an event: give the pair of them.")
             handler.attach(trainer, *events)
         elif not callable(handler) or not events or isinstance(handler, CallableEventWithFilter):
             raise TypeError(
@@ -420,7 +426,25 @@ def _attach(
                 f"event, in this order, got {handler!r}."
             )
         else:
-            trainer.add_event_handler(*events, handler)
+            try:
+                trainer.add_event_handler(*events, handler)
+            except ValueError:
+                if _takes(handler, trainer) or _takes(handler):
+                    raise
+                raise TypeError(
+                    f"handlers[{place}] must be a function of the trainer, or of nothing, got "
+                    f"{name}{inspect.signature(handler)}: trainer.state has what else it needs."
+                ) from None
+
+
+def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # one of C, which says nothing of itself
+        return True
+    return True
 
 
 def _loading(config: Config, task: Task, run: Run) -> Callable[[], object]:

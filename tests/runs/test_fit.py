@@ -224,6 +224,7 @@ def test_optimizer_may_be_made_already_and_handlers_have_events(tmp_path: Path) 
     )
 
     assert seen == [0.1] * 6 + [0.05] * 6
+    fitted(tmp_path / "third", handlers=[(lambda trainer, error: None, Events.EXCEPTION_RAISED)])
     with pytest.raises(ValueError, match="is not one of the trainer's"):
         fitted(tmp_path / "other", handlers=[(steps, Events.EPOCH_COMPLETED)])
 

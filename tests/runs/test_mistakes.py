@@ -77,6 +77,11 @@ def dies() -> Any:
     return INPUTS[0], TARGETS[0]
 
 
+class WithAnEvent:
+    def attach(self, trainer: Trainer, event: Any) -> None:
+        raise AssertionError("it has none")
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter([(INPUTS[0], TARGETS[0])] * 9)
@@ -154,12 +159,22 @@ MISTAKES: dict[str, Mistake] = {
         given(handlers=[(Events.EPOCH_COMPLETED, print)]),
         r"handlers\[0\] must be an object .* and its event, in this order, got Events.EPOCH_COMPLETED",
     ),
+    "a handler's class": (given(handlers=[EarlyStopping]), r"handlers\[0\] is the class EarlyStopping: give an object"),
+    "a handler without its event": (
+        given(handlers=[WithAnEvent()]),
+        r"handlers\[0\] is a WithAnEvent, whose attach takes an event: give the pair of them\.$",
+    ),
+    "a handler of two parameters": (
+        given(handlers=[(lambda trainer, loss: None, Events.EPOCH_COMPLETED)]),
+        r"handlers\[0\] must be a function of the trainer, or of nothing, got <lambda>\(trainer, loss\): trainer\.st",
+    ),
     "epochs": (given(epochs=3), r"fit\(\) got epochs, which it does not take; did you mean 'max_epochs'\?"),
     "learning_rate": (given(learning_rate=3), r"which it does not take; did you mean lr\?"),
     "memory": (given(memory="auto"), r"did you mean checkpoint=\{'memory': \.\.\.\} or logging="),
     "a value of several forms": (given(checkpoint={"memory": 0}), r"memory: got 0, expected at least 1 or 'auto'\."),
     "max_steps": (given(max_steps=3), r"fit\(\) got max_steps, which it does not take; did you mean 'max_iters'\?$"),
     "train_loader": (given(train_loader=3), r"fit\(\) got train_loader, .* take; did you mean 'train_set'\?$"),
+    "save_top_k": (given(save_top_k=3), r"did you mean checkpoint=\{'keep_best': \.\.\.\}\?$"),
     "callbacks": (given(callbacks=[]), r"fit\(\) got callbacks, which it does not take; did you mean 'handlers'\?$"),
     "no length": (given(max_epochs=...), r"fit\(\): run: expected one of max_iters and max_epochs, or both"),
     "optimizer's class": (
