@@ -162,7 +162,7 @@ class RunDirectory:
         Args:
             config: the settings of a start.
         """
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         values: dict[str, Any] = {"what": what, "iteration": iteration, "reason": reason, "at": now}
         if config is not None:
             values["config"] = config

@@ -1,4 +1,4 @@
-"""Keys of the configs of Ignite's code generator, for the line about a key that is not known.
+"""Keys of the configs of Ignite's code generator, for the line about a key that is not known, and of other trainers.
 
 Source: the ``config.yaml`` of each template in github.com/pytorch-ignite/code-generator.
 """
@@ -37,9 +37,17 @@ IN_WORDS = {
 }
 NAMES = _KEYS | {name: f"task_options.{name}" for name in _OF_THE_TASK}
 
+MEANT = NAMES | {
+    "learning_rate": "optimizer.lr",
+    **dict.fromkeys(["grad_clip", "gradient_clip_val", "max_grad_norm"], "update.clip_norm"),
+    "save_top_k": "checkpoint.keep_best",
+    "save_total_limit": "checkpoint.keep_last",
+    "scaler": "update.grad_scaler",
+}
+
 
 def hint(name: str) -> str | None:
     """The end of a sentence about an unknown key of that name; None: it is none of them."""
-    if name in NAMES:
-        return f"; did you mean '{NAMES[name]}'?"
+    if name in MEANT:
+        return f"; did you mean '{MEANT[name]}'?"
     return f"; {IN_WORDS[name]}." if name in IN_WORDS else None

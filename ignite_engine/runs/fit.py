@@ -24,7 +24,7 @@ from ignite_engine import devices, rng
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.load import keys_named, validated
-from ignite_engine.config.other_names import NAMES
+from ignite_engine.config.other_names import MEANT
 from ignite_engine.config.yaml_file import Arguments
 from ignite_engine.data import Windows
 from ignite_engine.errors import Interrupted, argument_meant, check_type, did_you_mean, is_whole
@@ -80,14 +80,6 @@ _ARGUMENTS = {
     "max_iterations": "max_iters",
     "null": "None",
 }
-_OTHER_NAMES = NAMES | {
-    "learning_rate": "optimizer.lr",
-    "gradient_clip_val": "update.clip_norm",
-    "save_top_k": "checkpoint.keep_best",
-    "save_total_limit": "checkpoint.keep_last",
-    "scaler": "update.grad_scaler",
-}
-"""Keys by what other trainers call them."""
 """The argument of :func:`fit` for each dotted key that has one; how other words of a config are written in Python."""
 
 _ONLY_BUILDS: ContextVar[bool] = ContextVar("only_builds", default=False)
@@ -416,7 +408,7 @@ def _made_of_model(optimizer: Any) -> Callable[[nn.Module], Any]:
 
 def _instead_of(name: str) -> str:
     """The end of a sentence about an argument that is none: what may have been meant."""
-    keys = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else keys_named(name)
+    keys = [MEANT[name]] if name in MEANT else keys_named(name)
     if not keys:
         arguments = [*inspect.signature(fit).parameters][:-1]  # the last is all sections
         return argument_meant(name, "fit()", [*arguments, *Sections.__annotations__])

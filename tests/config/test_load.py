@@ -183,6 +183,7 @@ WRONG = [
     ("schedule.name=plateau", "schedule.name: got 'plateau', but no schedule.metric; expected a metric's key"),
     ("schedule={name: plateau, metric: loss, factor: 1.0}", "schedule.factor: got 1.0, expected less than 1."),
     ("early_stopping.patience=0", "early_stopping.patience: got 0, expected at least 1."),
+    ("update.grad_clip=1.0", f"update.grad_clip: got 1.0 {UNKNOWN} 'update.clip_norm'?"),
     ("early_stopping.metrik=val/loss", f"early_stopping.metrik: got 'val/loss' {UNKNOWN} 'metric'?"),
     ("ema.decay=1.0", "ema.decay: got 1.0, expected less than 1."),
     ("ema.evaluate=val", "ema.evaluate: got 'val', expected a list."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def test_stops_kills_and_resumes_are_marked(tmp_path: Path) -> None:
 
     assert marks(found) == [(40, "SIGINT, resumed"), (60, "resumed after a kill")]
     assert [entry["what"] for entry in found.history] == ["started", "interrupted", "resumed", "resumed", "completed"]
+
+
+def test_time_of_a_short_run_is_no_whole_second(tmp_path: Path) -> None:
+    folder = RunDirectory(tmp_path)
+    folder.note("started", 0)
+    time.sleep(0.05)
+    folder.note("completed", 9)
+    took = seconds(Record(tmp_path, {}, history=folder.read_history()))
+    assert took is not None and took > 0.04 and took % 1
 
 
 def test_time_is_that_of_all_starts_without_the_time_between() -> None:
