@@ -79,10 +79,8 @@ class Trainer(Engine):
         global_micro_batches: int | None = None,
         max_read_errors: int = 0,
     ) -> None:
-        is_model = isinstance(update, nn.Module)
-        check_type(
-            "update", update, callable(update) and not is_model, "Update(model, optimizer, loss_fn) or a function"
-        )
+        is_model = isinstance(update, nn.Module)  # what else cannot be called is refused by Ignite
+        check_type("update", update, not is_model, "Update(model, optimizer, loss_fn) or a function")
         if accumulation_steps is not None and (not is_whole(accumulation_steps) or accumulation_steps < 1):
             raise ValueError(
                 f"accumulation_steps must be at least 1, or None for no grouping, got {accumulation_steps!r}."

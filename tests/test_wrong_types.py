@@ -64,7 +64,6 @@ LINES: list[tuple[Callable[[Any], Any], Any, str]] = [
         "grad_scaler must be a mapping of GradScaler's arguments or None, got True.",
     ),
     (Trainer, MODEL, r"update must be Update\(model, optimizer, loss_fn\) or a function, got a Sequential."),
-    (Trainer, "train", r"update must be Update\(model, optimizer, loss_fn\) or a function, got 'train'."),
     (lambda value: Trainer(len, accumulation_steps=value), "4", "accumulation_steps must be .* got '4'."),
     (lambda value: Trainer(len, accumulation_steps=value), True, "accumulation_steps must be .* got True."),
     (lambda value: loader([1], batch_size=value), "2", "batch_size must be a whole number of samples, got '2'."),  # type: ignore[arg-type]  # a list is one
