@@ -7,7 +7,6 @@ import importlib
 import inspect
 import logging
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,13 +169,8 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
         ConfigError: the folder cannot be written to.
     """
     above = next(folder for folder in (config.directory, *config.directory.absolute().parents) if folder.exists())
-    problem = "is not a folder" if not above.is_dir() else "" if os.access(above, os.W_OK) else "may not be written to"
-    if not problem and above != config.directory:
-        try:
-            tempfile.TemporaryDirectory(dir=above).cleanup()
-        except OSError as error:  # as in /proc, which root may write to
-            problem = f"takes no new folder: {error.strerror}"
-    if problem:
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        problem = "may not be written to" if above.is_dir() else "is not a folder"
         raise config.error("run.directory", f"got '{config.directory}', but {above} {problem}.")
     again = _is_started_again()
     aside = agreement.on_rank_0(lambda: _move_aside(config) if config.run.restart and not again else None)
@@ -198,7 +192,11 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
             if status.attempt.is_known:
                 warnings.simplefilter("ignore", ConfigWarning)
             yield
-    except BaseException:
+    except BaseException as error:
+        named = error.filename if isinstance(error, OSError) and not directory.path.exists() else None
+        if named is not None and directory.path.absolute().is_relative_to(Path(named).absolute()):
+            problem = f"got '{config.directory}', but it cannot be made: {one_line(error)}."  # as in /proc
+            raise config.error("run.directory", problem) from None
         if aside is not None and agreement.rank() == 0 and not directory.files_of_a_run():  # it was refused
             directory.put_back(aside)
             logger.warning("The run that was moved aside to %s is in %s again.", aside, config.directory)

@@ -262,7 +262,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "folder where none can be": (
         given(directory="/proc/x/y"),
-        r"directory: got '/proc/x/y', but /proc (takes no new folder: .*|may not be written to)\.$",
+        r"directory: got '/proc/x/y', but (it cannot be made: .*|/proc may not be written to)\.$",
     ),
     "folder in use": (
         in_use,
