@@ -10,7 +10,7 @@ import pytest
 from benchmarks import follower
 from benchmarks.beside import EVERY
 
-SMALL = ["--rounds", "1", "--iterations", str(120 * EVERY), "--mib", "0.1", "--batches", "2"]
+SMALL = ["--rounds", "1", "--iterations", str(60 * EVERY), "--mib", "0.1", "--batches", "2"]
 
 
 def test_both_kinds_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
