@@ -9,22 +9,28 @@ one process there is no watch.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from select import select
-from types import FrameType, TracebackType
-from typing import Literal
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import Literal, NamedTuple
 
+import ignite
+import numpy
+import torch
 import torch.distributed as dist
 
 from ignite_engine.errors import PeerFailed, one_line, raised_by_all_ranks
@@ -37,7 +43,15 @@ logger = logging.getLogger(__name__)
 _MAY_RAISE_S = 2.0
 _MAY_LEAVE_S = 30.0
 _VERDICT_S = 6.0
-_LIBRARIES = {*sys.stdlib_module_names, "ignite", "ignite_engine", "numpy", "torch"}
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_COLLECTIVES = (_TORCH + os.path.join("distributed", ""), _TORCH + os.path.join("nn", "parallel", ""))
+_PYTHON = os.path.join(os.path.dirname(os.__file__), "")
+_LIBRARIES = (
+    _TORCH,
+    os.path.join(os.path.dirname(ignite.__file__), ""),
+    os.path.join(os.path.dirname(numpy.__file__), ""),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+)
 
 
 class Watch:
@@ -264,9 +278,9 @@ class Watch:
                 self._end_at = min(self._end_at, time.monotonic() + _MAY_RAISE_S)
 
     def _heartbeat(self) -> Message:
-        position, frames = self._position, sys._current_frames().get(self._watched)
+        position = self._position
         at = position() if position is not None else "outside of run()"
-        where, waits = _where(frames)
+        where, waits = _where(_lines_of(self._watched))
         return {"text": f"{at}{where}", "waits": waits}
 
     def _learn(self, failure: Failure) -> None:
@@ -366,25 +380,50 @@ def _exit_code(error: SystemExit | KeyboardInterrupt) -> int:
     return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
-def _where(frame: FrameType | None) -> tuple[str, str | None]:
+class _Line(NamedTuple):
+    """Where a thread is: a line of a stack."""
+
+    path: str
+    number: str
+    function: str
+
+    def is_in(self, *folders: str) -> bool:
+        return self.path.startswith(folders)
+
+
+def _lines_of(thread: int) -> list[_Line]:
+    """The stack of a thread, the innermost line first.
+
+    By the interpreter's own dump, which makes no frame objects: in CPython 3.11 those of another thread that runs may
+    crash the process (github.com/python/cpython, issues 111363 and 106883).
+    """
+    with os.fdopen(os.memfd_create("stacks"), "r+b") if hasattr(os, "memfd_create") else TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    for block in text.split("\n\n"):
+        named = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", block)
+        if named is not None and int(named[1], 16) == thread:
+            return [_Line(*found) for found in re.findall(r'^  File "(.*)", line (\S+) in (.*)$', block, re.MULTILINE)]
+    return []
+
+
+def _where(lines: Sequence[_Line]) -> tuple[str, str | None]:
     """The innermost line of the user's code, as text, and the collective in which the thread waits."""
-    waits = None
-    if frame is not None and frame.f_code.co_name == "_engine_run_backward":
-        waits = "backward"
-    each = frame
-    while each is not None and _module(each).startswith(("torch.distributed", "torch.nn.parallel")):
-        if _module(each) != "torch.distributed.c10d_logger":  # a decorator of all collectives
-            waits = each.f_code.co_name
-        each = each.f_back
-    while each is not None and _module(each).partition(".")[0] in _LIBRARIES:
-        each = each.f_back
-    each = each or frame
-    where = f", in {each.f_code.co_name} ({os.path.basename(each.f_code.co_filename)}:{each.f_lineno})" if each else ""
+    waits = "backward" if lines and lines[0].function == "_engine_run_backward" else None
+    left = list(lines)
+    while left and left[0].is_in(*_COLLECTIVES):
+        if not left[0].path.endswith("c10d_logger.py"):  # a decorator of all collectives
+            waits = left[0].function
+        del left[0]
+    line = next((line for line in left if not _is_of_library(line)), lines[0] if lines else None)
+    where = f", in {line.function} ({os.path.basename(line.path)}:{line.number})" if line is not None else ""
     return f"{where}, in the collective {waits}" if waits else where, waits
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+def _is_of_library(line: _Line) -> bool:
+    of_python = line.is_in(_PYTHON, "<frozen ") and "site-packages" not in line.path
+    return of_python or line.is_in(*_LIBRARIES)
 
 
 def _stacks() -> str:
