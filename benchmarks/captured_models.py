@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -298,7 +299,7 @@ def measured(name: str, rounds: int, updates: int) -> dict[str, Any]:
         compiled_s = captured.round() * updates
         ways["captured"] = captured
     except NotCaptured as error:
-        problem = str(error)
+        problem = re.sub(r'File "[^"]*/', 'File "', str(error))  # the page names no folders of this machine
     ways["auto"].decide()
     times: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 1):
