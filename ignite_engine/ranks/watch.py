@@ -9,33 +9,28 @@ one process there is no watch.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from select import select
-from tempfile import TemporaryFile
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import ignite
-import numpy
-import torch
 import torch.distributed as dist
 
 from ignite_engine.errors import PeerFailed, one_line, raised_by_all_ranks
 from ignite_engine.ranks import agreement, signals, watching
 from ignite_engine.ranks.heartbeats import BEAT_S, ENDED, SILENT, SILENT_S, Failure, Hub, Link, Message, connect
+from ignite_engine.ranks.stack import Stack, where
 from ignite_engine.ranks.watching import HEARTBEAT_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
@@ -43,15 +38,6 @@ logger = logging.getLogger(__name__)
 _MAY_RAISE_S = 2.0
 _MAY_LEAVE_S = 30.0
 _VERDICT_S = 6.0
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_COLLECTIVES = (_TORCH + os.path.join("distributed", ""), _TORCH + os.path.join("nn", "parallel", ""))
-_PYTHON = os.path.join(os.path.dirname(os.__file__), "")
-_LIBRARIES = (
-    _TORCH,
-    os.path.join(os.path.dirname(ignite.__file__), ""),
-    os.path.join(os.path.dirname(numpy.__file__), ""),
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
-)
 
 
 class Watch:
@@ -66,7 +52,7 @@ class Watch:
     When a rank fails, each rank logs it in one line and calls those given to ``watching.on_failure``. The main thread
     gets :class:`~ignite_engine.errors.PeerFailed` instead of the error of a collective that broke. A rank whose main
     thread does not end within 2 s (30 s if it has raised, or the failed rank has not ended either) is ended with its
-    stacks logged. A silent process on this machine is killed.
+    stack logged. A silent process on this machine is killed.
     """
 
     def __init__(self, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
@@ -84,7 +70,8 @@ class Watch:
         self._processes: list[_Process | None] = []
         self._run = 0
         self._position: Callable[[], str] | None = None
-        self._watched = threading.get_ident()
+        self._stack = Stack()
+        self._was_at = ""
         self._lock = threading.Lock()
         self._learned = threading.Event()
         self._decided, self._told = threading.Event(), threading.Event()
@@ -154,7 +141,9 @@ class Watch:
     def begin_run(self, position: Callable[[], str]) -> None:
         """A run begins: what a rank raised before is past, since all of them have gone on."""
         self._run += 1
-        self._position, self._watched = position, threading.get_ident()
+        self._position = position
+        if self._stack.thread is not threading.current_thread():
+            self._stack = Stack()
         if self.failure is not None and self.failure.raised:
             self.failure, self._end_at = None, float("inf")
             self._learned.clear()
@@ -278,10 +267,12 @@ class Watch:
                 self._end_at = min(self._end_at, time.monotonic() + _MAY_RAISE_S)
 
     def _heartbeat(self) -> Message:
+        """Where this rank is; the line too, once it is there since the beat before."""
         position = self._position
         at = position() if position is not None else "outside of run()"
-        where, waits = _where(_lines_of(self._watched))
-        return {"text": f"{at}{where}", "waits": waits}
+        text, waits = where(self._stack.lines()) if at == self._was_at else ("", None)
+        self._was_at = at
+        return {"text": f"{at}{text}", "waits": waits}
 
     def _learn(self, failure: Failure) -> None:
         with self._lock:
@@ -294,35 +285,35 @@ class Watch:
         if not (failure.raised and own):
             gone = not failure.raised or bool(self._left.intersection(failure.ranks))
             self._end_at = time.monotonic() + (_MAY_RAISE_S if gone and not self._raised else _MAY_LEAVE_S)
-        stacks = _stacks() if failure.kind in ("silent", "stuck") and not self._raised else ""
+        stack = self._stack.text() if failure.kind in ("silent", "stuck") and not self._raised else ""
         if failure.kind == "silent":
             for rank in failure.ranks:
                 if rank != self.rank:
                     self._kill(rank)
         # a thread of its own: whatever the main thread holds, the end is not delayed
-        threading.Thread(target=self._tell, args=(failure, stacks), name="failure", daemon=True).start()
+        threading.Thread(target=self._tell, args=(failure, stack), name="failure", daemon=True).start()
         self._learned.set()
 
-    def _tell(self, failure: Failure, stacks: str) -> None:
+    def _tell(self, failure: Failure, stack: str) -> None:
         try:
             if failure.raised and self.rank not in failure.ranks:
                 self._decided.wait(BEAT_S)  # where all ranks raise the same, the error of each is enough
             if not (failure.raised and self._raised_own):
-                self._say(failure, stacks)
+                self._say(failure, stack)
         finally:
             self._told.set()
 
-    def _say(self, failure: Failure, stacks: str) -> None:
+    def _say(self, failure: Failure, stack: str) -> None:
         speaks, configured = self._speaks(failure), logger.hasHandlers()
         if speaks or configured:
             logger.error("%s", failure.line)
         if speaks and self.rank != 0 and configured:
             print(failure.line, file=sys.stderr, flush=True)  # the log of rank 0 alone is shown on the console
         if configured:
-            for text in filter(None, (failure.trace, stacks)):
+            for text in filter(None, (failure.trace, stack)):
                 logger.error("%s", text.rstrip(), extra={"console": False})
-        elif stacks:
-            print(f"Rank {self.rank}:\n{stacks}", file=sys.stderr, flush=True)
+        elif stack:
+            print(f"Rank {self.rank}:\n{stack}", file=sys.stderr, flush=True)
         if speaks:
             for callback in list(self.callbacks):
                 callback(failure.line)
@@ -343,10 +334,10 @@ class Watch:
     def _end_if_due(self) -> None:
         if time.monotonic() < self._end_at or self.failure is None:
             return
-        stacks = _stacks()
+        stack = self._stack.text()
 
         def say() -> None:
-            logger.error("Rank %d did not end by itself.\n%s", self.rank, stacks, extra={"console": False})
+            logger.error("Rank %d did not end by itself.\n%s", self.rank, stack, extra={"console": False})
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
 
@@ -378,62 +369,6 @@ def _exit_code(error: SystemExit | KeyboardInterrupt) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     return error.code if isinstance(error.code, int) else int(error.code is not None)
-
-
-class _Line(NamedTuple):
-    """Where a thread is: a line of a stack."""
-
-    path: str
-    number: str
-    function: str
-
-    def is_in(self, *folders: str) -> bool:
-        return self.path.startswith(folders)
-
-
-def _lines_of(thread: int) -> list[_Line]:
-    """The stack of a thread, the innermost line first.
-
-    By the interpreter's own dump, which makes no frame objects: in CPython 3.11 those of another thread that runs may
-    crash the process (github.com/python/cpython, issues 111363 and 106883).
-    """
-    with os.fdopen(os.memfd_create("stacks"), "r+b") if hasattr(os, "memfd_create") else TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    for block in text.split("\n\n"):
-        named = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", block)
-        if named is not None and int(named[1], 16) == thread:
-            return [_Line(*found) for found in re.findall(r'^  File "(.*)", line (\S+) in (.*)$', block, re.MULTILINE)]
-    return []
-
-
-def _where(lines: Sequence[_Line]) -> tuple[str, str | None]:
-    """The innermost line of the user's code, as text, and the collective in which the thread waits."""
-    waits = "backward" if lines and lines[0].function == "_engine_run_backward" else None
-    left = list(lines)
-    while left and left[0].is_in(*_COLLECTIVES):
-        if not left[0].path.endswith("c10d_logger.py"):  # a decorator of all collectives
-            waits = left[0].function
-        del left[0]
-    line = next((line for line in left if not _is_of_library(line)), lines[0] if lines else None)
-    where = f", in {line.function} ({os.path.basename(line.path)}:{line.number})" if line is not None else ""
-    return f"{where}, in the collective {waits}" if waits else where, waits
-
-
-def _is_of_library(line: _Line) -> bool:
-    of_python = line.is_in(_PYTHON, "<frozen ") and "site-packages" not in line.path
-    return of_python or line.is_in(*_LIBRARIES)
-
-
-def _stacks() -> str:
-    """The stacks of all threads of this process but those that watch."""
-    frames, own = sys._current_frames(), threading.get_ident()
-    texts = []
-    for thread in threading.enumerate():
-        if thread.ident in frames and thread.ident != own and thread.name not in ("watch", "failure", "heartbeats"):
-            texts.append(f"Thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}")
-    return "".join(texts)
 
 
 @dataclass(frozen=True)
