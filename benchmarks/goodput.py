@@ -97,6 +97,7 @@ def table(killed: Measured, whole: Measured) -> dict[str, str]:
     both = sum(ranks > 1 for _, ranks in killed.kills)
     return {
         "SIGKILLs": f"{len(killed.kills)} in {killed.seconds / 60:.1f} min, {both} of both ranks",
+        "an update": f"{1000 * whole.summary['goodput']['productive_s'] / whole.summary['iteration']:.0f} ms",
         "goodput, of the ledger": f"{100 * said['goodput']:.1f} % (undisturbed: "
         f"{100 * whole.summary['goodput']['goodput']:.1f} %)",
         "lost to the failures": f"{100 * lost / said['wall_s']:.1f} %, {lost / max(len(killed.kills), 1):.2f} s each",
@@ -163,7 +164,8 @@ def follow(
                 killed_at = 0.0
             if every_s is not None and not killed_at and next_kill == float("inf"):
                 # not sooner than it trains: an iteration at which a rank dies twice ends the run
-                next_kill = time.time() + 1.0 + draw.expovariate(1 / (every_s - 1.0))
+                since = began + result.kills[-1][0] if result.kills else time.time()
+                next_kill = max(time.time() + 1.0, since + draw.expovariate(1 / every_s))
         if iteration >= iterations and not result.seconds and not ranks_of(process):
             result.seconds = time.time() - started
         if until_s is not None and time.time() - began > until_s + 5.0:
@@ -205,7 +207,7 @@ def settings(folder: Path, iterations: int) -> dict[str, Any]:
         "task": f"{Path(__file__)}:build",
         "task_options": {"progress": str(folder / "progress")},
         "run": {"directory": str(folder / "run"), "max_iterations": iterations, "seed": 1, "threads": 1},
-        "data": {"batch_size": 24},
+        "data": {"batch_size": 36},
         "optimizer": {"name": "AdamW", "lr": 0.001, "fused": True},
         "update": {"clip_norm": 1.0},
         "checkpoint": {"every": {"minutes": 1}, "memory": 1, "keep_last": 2},

@@ -25,7 +25,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.replay.logged import Lines
 from ignite_engine.replay.quiet import Quieted
 from ignite_engine.replay.stored import loadable
-from ignite_engine.run_directory import RunDirectory
+from ignite_engine.run_directory import RunDirectory, read_yaml
 from ignite_engine.runs import recipe
 from ignite_engine.runs.fit import only_building
 from ignite_engine.runs.run import Run
@@ -151,7 +151,7 @@ def config_at(directory: Path, before: int) -> dict[str, Any]:
     if not files.config.exists():
         return {}
     try:
-        values = yaml.safe_load(files.config.read_text(encoding="utf-8"))
+        values = read_yaml(files.config.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ReplayError(f"{files.config} cannot be read: {' '.join(str(error).split())}") from None
     return values if isinstance(values, dict) else {}

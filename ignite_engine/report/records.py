@@ -17,7 +17,7 @@ from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.errors import shortened
 from ignite_engine.report.goodput import Ledger, read_ledger
 from ignite_engine.report.series import EXACT, Logged, Series
-from ignite_engine.run_directory import RunDirectory
+from ignite_engine.run_directory import RunDirectory, read_yaml
 
 LOG_LINES = 40
 NOTES = "notes.md"
@@ -169,7 +169,7 @@ def read_run(directory: str | Path) -> Record:
         summary = {name: checkpoint[name] for name in known if name in checkpoint} | _last_known(history)
     if summary.get("status") == "running":  # it was written when the run started
         summary = {key: value for key, value in summary.items() if key != "wall_s"} | _newest(series)
-    written = _mapping(run.config, yaml.safe_load)
+    written = _mapping(run.config, read_yaml)
     return Record(
         run.path,
         series,

@@ -12,9 +12,9 @@ from benchmarks.goodput import Measured, table, write
 
 def measured(digest: str = "ab", **seconds: float) -> Measured:
     parts = dict.fromkeys(("downtime_s", "restart_s", "wasted_s"), 0.0) | seconds
-    said = {"goodput": 0.96, "wall_s": 600.0, "bound": 0.9, **parts}
+    said = {"goodput": 0.96, "wall_s": 600.0, "bound": 0.9, "productive_s": 576.0, **parts}
     points = [(10.0 * step, 50 * step) for step in range(60)]
-    return Measured(601.0, {"goodput": said, "weights_sha256": digest}, points)
+    return Measured(601.0, {"goodput": said, "weights_sha256": digest, "iteration": 1440}, points)
 
 
 def test_table_tells_kills_losses_and_whether_the_bits_are_the_same(
@@ -25,6 +25,7 @@ def test_table_tells_kills_losses_and_whether_the_bits_are_the_same(
     killed.recovered = [0.4, 0.6]
     rows = table(killed, whole)
     assert rows["SIGKILLs"] == "2 in 10.0 min, 1 of both ranks"
+    assert rows["an update"] == "400 ms"
     assert rows["lost to the failures"] == "2.7 %, 8.00 s each"
     assert rows["final weights"] == "the bits of the undisturbed run"
     assert table(killed, measured("cd"))["final weights"].startswith("OTHER BITS")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ignite_engine import create_evaluator
 from ignite_engine.handlers import Evaluation
 from ignite_engine.ranks import agreement
 from tests.builders import numbers_loader, trainer_of
+from tests.ranks.forkserver import on_ranks
 
 
 @pytest.fixture
@@ -82,3 +84,15 @@ def test_each_rank_keeps_its_result_and_that_of_rank_0_is_for_all(monkeypatch: p
 
     assert agreement.together(lambda: unpicklable) is unpicklable
     assert agreement.on_rank_0(lambda: "of rank 1") == "of rank 0"
+
+
+def gather_of_all_sizes(rank: int, folder: str) -> None:
+    for own in (0, 100, 4000, 4096 - 8, 5000, 100_000):
+        mine = (rank, "x" * (own if rank else 10), {"nan": float("nan")})
+        everyone = agreement.gather_objects(mine)
+        assert [(each[0], len(each[1])) for each in everyone] == [(0, 10), (1, own)], (rank, own, everyone)
+
+
+@pytest.mark.distributed
+def test_objects_of_any_size_come_from_every_rank(tmp_path: Path) -> None:
+    on_ranks(2, gather_of_all_sizes, tmp_path)
