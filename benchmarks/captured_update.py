@@ -1,4 +1,4 @@
-"""``Update(capture=True)`` against the plain loop and against ``Update``.
+"""``Update(capture=True)`` against the plain loop, against the one whose parts are compiled, and against ``Update``.
 
     python -m benchmarks.captured_update [--rounds N] [--micro-batches N] [--json PATH]
 
@@ -34,7 +34,7 @@ def measured(rounds: int, micro_batches: int) -> Times:
 
     The contenders take turns in one process, in an order drawn for each round; a round is an epoch.
     """
-    plain, eager, captured = (build(micro_batches, rounds) for _ in range(3))
+    plain, by_hand, eager, captured = (build(micro_batches, rounds) for _ in range(4))
 
     def plain_round() -> None:
         for inputs, targets in plain.batches:
@@ -44,6 +44,21 @@ def measured(rounds: int, micro_batches: int) -> Times:
             clip_grad_norm_(plain.model.parameters(), CLIP_NORM)
             plain.optimizer.step()
 
+    loss_of = torch.compile(lambda inputs, targets: cross_entropy(by_hand.model(inputs), targets))
+    (group,) = by_hand.optimizer.param_groups
+    group["lr"] = torch.tensor(group["lr"])  # else each LR is a compilation
+
+    @torch.compile(fullgraph=False)
+    def clip_and_step() -> None:
+        clip_grad_norm_(by_hand.model.parameters(), CLIP_NORM)
+        by_hand.optimizer.step()
+
+    def compiled_round() -> None:
+        for inputs, targets in by_hand.batches:
+            by_hand.optimizer.zero_grad()
+            loss_of(inputs, targets).backward()
+            clip_and_step()
+
     def round_of(trainer: Trainer, batches: object) -> Callable[[], None]:
         def one_round() -> None:
             trainer.run(batches, max_epochs=trainer.state.epoch + 1)  # type: ignore[arg-type]  # sized and iterable
@@ -52,6 +67,7 @@ def measured(rounds: int, micro_batches: int) -> Times:
 
     turns = {
         "plain": plain_round,
+        "compiled": compiled_round,
         "Update": round_of(Trainer(Update(eager.model, eager.optimizer, loss_fn, clip_norm=CLIP_NORM)), eager.batches),
         "captured": round_of(
             Trainer(Update(captured.model, captured.optimizer, loss_fn, clip_norm=CLIP_NORM, capture=True)),

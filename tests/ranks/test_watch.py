@@ -111,3 +111,14 @@ def test_error_while_one_rank_builds_is_named_by_the_others(tmp_path: Path, serv
 def test_an_interrupt_is_named_with_and_without_a_reason() -> None:
     assert watch._called(KeyboardInterrupt()) == "was interrupted"
     assert watch._called(KeyboardInterrupt("forced to end")) == "was forced to end"
+
+
+def test_a_rank_that_moves_is_not_asked_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = watch.Watch(), list[str]()
+    monkeypatch.setattr(made._stack, "lines", lambda: asked.append(places[0]) or [])
+    places = ["iteration 1", "iteration 2", "iteration 3", "iteration 3", "iteration 3", "iteration 4"]
+    made._position = lambda: places[0]
+    while places:
+        made._heartbeat()
+        places.pop(0)
+    assert asked == ["iteration 3", "iteration 3"]
