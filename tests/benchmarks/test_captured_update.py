@@ -19,6 +19,6 @@ def test_every_contender_is_timed_in_every_round(tmp_path: Path) -> None:
     assert main(["--rounds", "2", "--micro-batches", str(LOG_EVERY), "--json", str(report)]) == 0
 
     contenders = json.loads(report.read_text())["contenders"]
-    assert list(contenders) == ["plain", "Update", "captured"]
+    assert list(contenders) == ["plain", "compiled", "Update", "captured"]
     assert all(len(each["us"]) == 2 and min(each["us"]) > 0 for each in contenders.values())
     assert contenders["captured"]["ratios"]["plain"]["value"] > 0
