@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from ignite_engine.capture.capture import Capture
 from ignite_engine.capture.gradients import GradientGraph
 from ignite_engine.capture.step import StepGraph
-from tests.search.captured_search import CHOICES, draw, judge, run
+from tests.search.captured_search import CHOICES, difference, draw, judge, run
 from tests.search.common import PASSED
 from tests.search.update_cases import Case
 from tests.search.update_search import FAILED, quiet
@@ -101,3 +102,26 @@ def test_a_mistake_that_is_planted_is_found(
 def test_without_a_mistake_the_same_case_passes(drawn: dict[str, Any]) -> None:
     reason, outcome, _ = judge(plain(**drawn))
     assert outcome == PASSED, reason
+
+
+def losses(*values: float) -> Any:
+    return SimpleNamespace(error=None, skipped=[], outputs=[{"loss": value} for value in values], norms=[])
+
+
+@pytest.mark.parametrize(
+    ("precision", "hand", "captured", "in_fp32", "is_wrong"),
+    [
+        ("fp16", 2.723, 2.730, None, True),
+        ("fp16", 2.723, 2.730, 2.750, False),  # the plain way is further from fp32
+        ("fp16", 2.723, 2.760, 2.750, True),
+        ("fp16", 2.723, 2.760, float("nan"), True),
+        ("fp32", 2.0, float("nan"), None, True),
+        ("fp32", float("inf"), float("inf"), None, False),
+        ("fp32", float("nan"), 2.0, None, False),
+    ],
+)
+def test_what_a_precision_itself_changes_a_captured_update_may_change(
+    precision: str, hand: float, captured: float, in_fp32: float | None, is_wrong: bool
+) -> None:
+    exact = None if in_fp32 is None else losses(in_fp32)
+    assert (difference(plain(precision=precision), losses(hand), losses(captured), exact) is not None) is is_wrong
