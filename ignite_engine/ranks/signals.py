@@ -31,7 +31,7 @@ FORWARDED: dict[int, int] = {
 _ORIGINS = {forwarded: number for number, forwarded in FORWARDED.items()}
 
 _WAKE = getattr(signal, "SIGRTMAX", signal.SIGURG + len(SIGNALS)) - len(SIGNALS)
-STACK: int | None = getattr(signal, "SIGRTMAX", 0) - len(SIGNALS) - 1 if hasattr(signal, "SIGRTMAX") else None
+STACK: int | None = signal.SIGRTMAX - len(SIGNALS) - 1 if hasattr(signal, "SIGRTMAX") else None
 """The one on which a thread writes where it is."""
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 _ORPHANS_MAY_SAVE_S = 30.0  # as torchrun allows from SIGTERM to SIGKILL
