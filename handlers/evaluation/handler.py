@@ -118,6 +118,8 @@ class Evaluation:
         """The iteration of an evaluation that was started and has not completed."""
         self._rng: dict[str, Any] | None = None
         """The random numbers that it started with."""
+        self._saved_windows: dict[str, Any] | None = None
+        """Where the windows continue, until the run starts: to go there takes all ranks."""
         if self._windows is not None:
             self._windows.reset()
 
@@ -152,19 +154,21 @@ class Evaluation:
         """The iterations of the last evaluation and of an unfinished one, with the random numbers of the latter."""
         evaluated_at = self._evaluated_before if self._evaluated_at is None else self._evaluated_at
         rng_state = None if self._unfinished_at is None else self._rng
-        windows = {} if self._windows is None else {"windows": self._windows.state_dict()}
+        windows = {} if self._windows is None else {"windows": self._saved_windows or self._windows.state_dict()}
         return {"evaluated_at": evaluated_at, "unfinished_at": self._unfinished_at, "rng": rng_state, **windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._reset()
         self._evaluated_before, self._unfinished_at = state["evaluated_at"], state["unfinished_at"]
         self._rng = state["rng"]
-        if self._windows is not None and "windows" in state:
-            self._windows.load_state_dict(state["windows"])
+        self._saved_windows = state.get("windows")
 
     def _start(self, trainer: Trainer) -> None:
         if trainer.starts_fresh(self.name):
             self._reset()
+        if self._windows is not None and self._saved_windows is not None:
+            self._windows.load_state_dict(self._saved_windows)
+            self._saved_windows = None
         invariant = getattr(trainer.update, "rank_invariant", False)
         if not self._changes:
             check_loader(self.label, self._loader(), on_each_rank=invariant)

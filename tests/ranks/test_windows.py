@@ -249,3 +249,34 @@ def resumed_over_another_window(rank: int, folder: str) -> None:
 
 def test_another_window_on_one_rank_is_refused_on_both(tmp_path: Path) -> None:
     on_ranks(2, resumed_over_another_window, tmp_path)
+
+
+class LoadsOnRank0:
+    """A handler whose state one rank cannot load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loaded": True}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if agreement.rank() == 1:
+            raise ValueError("no memory is left")
+
+
+def evaluates_windows_where_one_rank_cannot_load(rank: int, folder: str) -> None:
+    def prepared() -> tuple[Trainer, Checkpoint]:
+        trainer, checkpoint = Trainer(lambda engine, batch: None), Checkpoint(f"{folder}/unloaded")
+        trainer.register("first", LoadsOnRank0())
+        evaluator = Engine(lambda engine, batch: float(batch))
+        Average().attach(evaluator, "mean")
+        Evaluation(evaluator, Windows([[1], [2]], loader)).attach(trainer)
+        checkpoint.attach(trainer)
+        return trainer, checkpoint
+
+    prepared()[0].run([0], max_epochs=1)
+    with pytest.raises(ValueError, match=r"^no memory is left"):
+        prepared()[1].resume()
+    assert agreement.gather_objects(rank) == [0, 1]
+
+
+def test_a_rank_that_cannot_load_a_state_ends_its_peer_which_evaluates_windows(tmp_path: Path) -> None:
+    on_ranks(2, evaluates_windows_where_one_rank_cannot_load, tmp_path)
