@@ -192,7 +192,7 @@ class Trainer(Engine):
         if max_epochs is None and max_iters is None:
             max_epochs, max_iters = state.max_epochs, state.max_iters
         if epoch_length is None:
-            epoch_length = state.epoch_length if data is None else self.progress.new_source(data).iterations
+            epoch_length = state.epoch_length if data is None else self.progress.iterations_of(data)
         return Length.of(max_epochs, max_iters, epoch_length)
 
     def reproducibility(self, only: SaveFilter | None = None) -> list[str]:

@@ -48,6 +48,7 @@ class Position:
     epoch_ends: bool | str = False
     """``terminate_epoch()`` was called, and a stop came before the epoch's end; the string is Ignite's option of it."""
     windows_completed: int = 0
+    """Of a saved one not known: ``start.begin`` derives it from the windows begun and whether one is open."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """The place in the data, as its source saves it; empty without data."""
 
@@ -77,10 +78,18 @@ def is_full(epoch_iteration: int, plan: Plan) -> bool:
 
 
 def is_done(position: Position, plan: Plan) -> bool:
-    """Whether a limit is reached; not by iterations per epoch, as passes differ in length."""
-    by_epochs = plan.max_epochs is not None and position.epochs >= plan.max_epochs
+    """Whether a limit is reached."""
+    return limit_reached(position, plan) is not None
+
+
+def limit_reached(position: Position, plan: Plan) -> str | None:
+    """The limit that ends the run, None if none does; not by iterations per epoch, as passes differ in length."""
+    if plan.max_iters is not None and position.iteration >= plan.max_iters:
+        return "max_iters"
+    if plan.max_epochs is not None and position.epochs >= plan.max_epochs:
+        return "max_epochs"
     by_windows = plan.max_windows is not None and position.windows_completed >= plan.max_windows
-    return by_epochs or by_windows or (plan.max_iters is not None and position.iteration >= plan.max_iters)
+    return "max_windows" if by_windows else None
 
 
 def last_iteration(position: Position, plan: Plan) -> int | None:

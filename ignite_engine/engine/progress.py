@@ -19,7 +19,7 @@ from ignite_engine.data.source import DataSource
 from ignite_engine.data.windowed_source import WindowedSource
 from ignite_engine.data.windows import Windows
 from ignite_engine.engine.grouping import Grouping, Groupings
-from ignite_engine.engine.position import EpochIs, Plan, Position, is_done
+from ignite_engine.engine.position import EpochIs, Plan, Position, is_done, limit_reached
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.state import TrainingState
 
@@ -176,7 +176,7 @@ class Progress:
         return self.source is None or (self.source.place.batch == 0 and not self.source.place.ended)
 
     def new_source(self, data: Any, grouping: Grouping | None = None) -> Source:
-        """A source over the user's data; a collective."""
+        """A source over the user's data; a collective, but for windows."""
         grouping = grouping or self.grouping
         if isinstance(data, Windows):
             if grouping.global_micro_batches is not None and not data.shared and mesh.data_size() > 1:
@@ -204,6 +204,16 @@ class Progress:
             waiting=self._waiting,
             read_errors=ReadErrors(self.max_read_errors, self.state) if self.max_read_errors else None,
         )
+
+    def iterations_of(self, data: Any) -> int | None:
+        """Iterations of a pass over ``data``, None if unknown; reads nothing. A collective."""
+        if isinstance(data, Windows):
+            return None
+        if self.source is not None and data is self.user_data:  # it may be under way
+            return self.source.iterations
+        source = self.new_source(data)
+        source.close()
+        return source.iterations
 
     def open_pass(self) -> Iterator[Any]:
         """The groups of the present pass from the place on; None for each iteration where there is no data."""
@@ -360,10 +370,4 @@ class Progress:
 
     def reason_of_end(self) -> str:
         """Why a run that nobody stopped is over."""
-        state = self.state
-        if state.max_iters is not None and state.iteration >= state.max_iters:
-            return "max_iters"
-        if state.max_epochs is not None and self.epochs_completed >= state.max_epochs:
-            return "max_epochs"
-        by_windows = state.max_windows is not None and state.windows_completed >= state.max_windows
-        return "max_windows" if by_windows else "terminate"
+        return limit_reached(self.counted, self.plan) or "terminate"

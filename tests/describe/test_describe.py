@@ -16,7 +16,7 @@ from ignite.metrics import Average
 from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, every
-from ignite_engine.data import Windows
+from ignite_engine.data import Windows, loader
 from ignite_engine.describe import conflicts_of
 from ignite_engine.describe import text as described
 from ignite_engine.describe.attached import attached_to
@@ -414,6 +414,24 @@ def test_windows_are_described_without_being_opened() -> None:
     MetricLogger(console=False).attach(trainer, TrainingEvents.WINDOW_COMPLETED)
 
     assert "MetricLogger" in trainer.describe(windows) and opened == []
+
+
+@pytest.mark.parametrize("kind", ["windows", "loader", "dealt out"])
+def test_describing_a_run_that_is_under_way_changes_nothing(kind: str) -> None:
+    def iterations(described: bool) -> list[str]:
+        seen: list[str] = []
+        trainer = Trainer(
+            lambda engine, batch: seen.append(str(batch)), global_micro_batches=2 if kind == "dealt out" else None
+        )
+        data: Any = loader(list(range(12)), 2, shuffle=True, seed=3)
+        if kind == "windows":
+            data = Windows(iter([[1], [2], [3]]), loader)
+        if described:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.describe(data, max_epochs=9))
+        trainer.run(data, max_epochs=1 if kind == "windows" else 3)
+        return seen
+
+    assert iterations(described=True) == iterations(described=False)
 
 
 def test_update_of_the_users_own_is_described() -> None:
