@@ -41,7 +41,7 @@ from ignite_engine.handlers.checkpoint.times import Times, Transfer
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
 from ignite_engine.states.model_and_optimizer import OptimizerState
-from ignite_engine.update import Update
+from ignite_engine.update import Update, Updates
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer
@@ -253,7 +253,7 @@ class Saver:
             return
         self._captured_s = time.perf_counter() - started
         self._saving = BackgroundSave(self._snapshot, write, trainer.report_background_done)
-        if isinstance(trainer.update, Update):
+        if isinstance(trainer.update, Update | Updates):
             self._before_step = trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._before_change)
         else:
             with self.times.waiting():

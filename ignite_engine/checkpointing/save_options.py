@@ -58,9 +58,9 @@ class SaveOptions:
         delta_rows: names of large tables, such as ``embedding.*``, of which a checkpoint holds only the rows that
             changed since the one before, with a full base now and then; so do the optimizer's state of them and their
             averages, unless a part is named: ``model:embedding.*``. It holds a second copy of them in host memory.
-        background: write while training continues. It holds a second copy of the state in host memory. With an
-            ``Update`` the optimizer's state is copied beside the next forward and backward, the rest at once; with an
-            update function of your own training waits for the whole copy.
+        background: write while training continues. It holds a second copy of the state in host memory. With
+            ``Update`` or ``Updates`` the optimizers' state is copied beside the next forward and backward, the rest at
+            once; with an update function of your own training waits for the whole copy.
         when_busy: what a save that is due does while the previous one is still being written; ``wait`` or ``skip``
             (never a best one, one that was requested, or the last).
         writers: files that a rank hashes and writes at once, each in a thread. With more than one, tensors of 1 MiB and

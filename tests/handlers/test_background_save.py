@@ -17,7 +17,7 @@ import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
-from ignite_engine import Trainer, TrainingEvents, Update
+from ignite_engine import Trainer, TrainingEvents, Update, Updates
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Snapshot
 from ignite_engine.handlers import Checkpoint, GracefulStop
 from tests.builders import numbers_loader, trainer_of, weights
@@ -343,6 +343,37 @@ def test_parameter_that_the_forward_pass_changes_is_saved_as_it_was_at_the_edge(
 
     saved = {iteration: shared["model"]["passes"].item() for iteration, (shared, _) in contents(tmp_path).items()}
     assert (saved, failed) == ({1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}, [])
+
+
+def test_optimizers_of_several_updates_are_copied_beside_the_next_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, beside, copy_late = threading.Event(), list[bool](), Snapshot.copy_late
+
+    def begins(model: nn.Module, batch: Any) -> Tensor:
+        forward.set()
+        return loss_fn(model, batch)
+
+    def after_forward(self: Snapshot) -> None:
+        if len(beside) < 2:  # after the last one no forward comes
+            beside.append(forward.wait(20))
+        copy_late(self)
+
+    def run(directory: Path, *, background: bool) -> dict[int, Any]:
+        model = net()
+        halves = {"first": model[:2], "second": model[2:]}
+        updates = {name: Update(model, torch.optim.AdamW(half.parameters()), begins) for name, half in halves.items()}
+        trainer = Trainer(Updates(updates))
+        Checkpoint(directory, keep_last=9, background=background).attach(trainer, EVERY)
+        trainer.add_event_handler(EVERY, forward.clear)
+        torch.manual_seed(1)
+        trainer.run(numbers_loader(), max_iters=4)
+        return contents(directory)
+
+    waited = run(tmp_path / "waited", background=False)
+    monkeypatch.setattr(Snapshot, "copy_late", after_forward)
+    assert_same(run(tmp_path / "beside", background=True), waited)
+    assert beside == [True, True]
 
 
 @pytest.mark.usefixtures("slow_copy")
