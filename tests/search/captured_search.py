@@ -194,8 +194,8 @@ def difference(case: Case, hand: Trained, captured: Trained, in_fp32: Trained | 
     """What is not the same up to rounding, in one line.
 
     Args:
-        in_fp32: the loop again without the lower precision; what that has changed, a captured update may change, too.
-            An optimizer that divides a gradient by its own size makes a large difference of a small one.
+        in_fp32: the loop again without the lower precision; as much as that has changed by then, a captured update may
+            change, too. An optimizer that divides a gradient by its own size makes a large difference of a small one.
     """
     if hand.error != captured.error:
         return f"the loop: {hand.error or 'trains'}; captured: {captured.error or 'trains'}"
@@ -215,9 +215,12 @@ def difference(case: Case, hand: Trained, captured: Trained, in_fp32: Trained | 
         allowed = tolerance if name == "loss" else 10 * tolerance
         if len(exact) != len(expected):  # other updates were skipped
             exact = expected
+        by_precision = 0.0
         for index, (one, other, third) in enumerate(zip(expected, found, exact, strict=True)):
-            of_precision = abs(one - third) if math.isfinite(third) else 0.0
-            if one == one != other and not abs(one - other) <= allowed * (abs(one) + 1e-2) + of_precision:
+            size = abs(one) + 1e-2
+            if math.isfinite(one) and math.isfinite(third):
+                by_precision = max(by_precision, abs(one - third) / size)
+            if one == one != other and not abs(one - other) <= (allowed + by_precision) * size:
                 return f"{name} of update {index + 1} is {one!r}, captured {other!r}"
     return None
 
