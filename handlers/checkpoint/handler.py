@@ -52,9 +52,7 @@ class Checkpoint:
         override: settings of optimizers that :meth:`resume` replaces, such as ``{"optimizer.lr": 1e-3}``, or
             ``optimizers.NAME.lr`` of several, ``optimizer.GROUP.lr`` of one parameter group. Schedules go on from where
             they are with the new base; moments stay. The same value in the next start changes nothing more.
-        options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`: ``keep_last``, ``best``,
-            ``keep_best``, ``mode``, ``keep_every``, ``config``, ``labels``, ``exclude``, ``keep_fn``, ``delta_rows``,
-            ``background``, ``when_busy``, ``writers``, ``on_exception``, ``strict``, ``memory``, ``mirror``.
+        options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`.
 
     A save that fails fires ``CHECKPOINT_FAILED`` and training continues; the one at the end of the run raises. In the
     background both events come at the first step boundary after the save has ended, the same one on all ranks.

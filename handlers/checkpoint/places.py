@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer
 
 
-class Place(Protocol):
+class OtherPlace(Protocol):
     """A second place of a run's state. What it keeps, and when, is its own: it listens to the events that it needs.
 
     All of these are collectives.
@@ -48,13 +48,13 @@ class Place(Protocol):
         """A run is over, or is left to go back to a checkpoint; it still holds its folder."""
 
 
-def places_of(saver: Saver, metrics_of: Callable[[Trainer], dict[str, float] | None]) -> list[Place]:
+def places_of(saver: Saver, metrics_of: Callable[[Trainer], dict[str, float] | None]) -> list[OtherPlace]:
     """Those that the options of a saver ask for; none else is imported.
 
     Args:
         metrics_of: what was measured at this step boundary.
     """
-    places: list[Place] = []
+    places: list[OtherPlace] = []
     if saver.options.memory is not None:
         from ignite_engine.recovery.copies import MemoryCopies
 

@@ -189,7 +189,7 @@ class CheckpointStore:
         Args:
             path: a committed checkpoint, of this store or another.
             rank: whose local parts.
-            mmap: see ``parts.read_parts``; for looking into large files, not for training.
+            mmap: see ``part_file.read_parts``; for looking into large files, not for training.
             whole: tensors that are sharded over ranks are read whole; False: they are
                 :class:`~ignite_engine.checkpointing.shards.Sharded`, read when they are needed.
             shared: False: the shared parts are not read, and are empty.

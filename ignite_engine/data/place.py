@@ -41,6 +41,6 @@ class Place(NamedTuple):
 
     def next_pass(self) -> Place:
         """The first batch of the next pass."""
-        # a loaded state that was not needed is that of the end of this pass
+        # a pass that was not opened since its place was loaded: the loader's state is still the loaded one, at its end
         held = Held(self.held.loader, self.held.generators, between_passes=True)
         return Place(self.pass_number + 1, held=held)

@@ -111,7 +111,7 @@ class Files:
         return f"Files({str(self.directory)!r}, {self.pattern!r})"
 
 
-class Listed:
+class ListedWindows:
     """A sequence of windows; an epoch after its end begins it again."""
 
     def __init__(self, names: Sequence[Any]) -> None:

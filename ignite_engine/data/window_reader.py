@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ignite_engine.data.readers import length_of
-from ignite_engine.data.streams import Files, Listed, ReplayedStream, text_of
+from ignite_engine.data.streams import Files, ListedWindows, ReplayedStream, text_of
 from ignite_engine.data.windows import Windows
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement
@@ -118,8 +118,8 @@ class WindowReader:
 
     def begin_again(self) -> bool:
         """Begin a sequence again that is at its end; whether one did so on some rank. A collective."""
-        begins = self.over and isinstance(self._stream, Listed)
-        if isinstance(self._stream, Listed) and begins:
+        begins = self.over and isinstance(self._stream, ListedWindows)
+        if isinstance(self._stream, ListedWindows) and begins:
             self._stream.taken = 0
         begins = self.over and any(agreement.gather_objects(begins))
         self.over = self.over and not begins
@@ -134,7 +134,7 @@ class WindowReader:
         """Continue there; a window that was taken and not done is taken again. A collective.
 
         Args:
-            begun: some of it was trained on. Otherwise another one may be in its place, or none.
+            begun: it has had its WINDOW_STARTED. Otherwise another one may be in its place, or none.
 
         Raises:
             StateMismatch: it is another one now; of a shared stream on every rank.

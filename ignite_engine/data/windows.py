@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.sampler import ResumableSampler
-from ignite_engine.data.streams import Files, Listed, ReplayedStream, WindowStream, is_sequence, text_of
+from ignite_engine.data.streams import Files, ListedWindows, ReplayedStream, WindowStream, is_sequence, text_of
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
 from ignite_engine.ranks import agreement
@@ -105,7 +105,7 @@ class Windows:
             files = copy(self.stream)
             files.load_state_dict({"last": ""})
             return files
-        return Listed(self.stream) if is_sequence(self.stream) else ReplayedStream(self.stream)  # type: ignore[arg-type]
+        return ListedWindows(self.stream) if is_sequence(self.stream) else ReplayedStream(self.stream)  # type: ignore[arg-type]
 
     def check_belongs_to(self, reader: object) -> None:
         """Refuse that two take windows from one stream.

@@ -113,7 +113,7 @@ class Loop:
         measured = publishes_here and bool(state.metrics.fresh)
         if publishes_here:
             self.boundary.publish()
-        self._restore_rng()
+        self._restore_rng()  # handlers of STARTED may have drawn; `_epoch` does it again after those of EPOCH_STARTED
         if measured and bus.handlers_of(engine, TrainingEvents.RESUME_POINT):
             self._fire(TrainingEvents.RESUME_POINT)  # what was measured is that of these weights, not of later ones
         if within and not engine.should_terminate:

@@ -52,7 +52,7 @@ def set_up_torch(config: Config) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def check_ranks_agree(config: Config) -> None:
+def check_configs_agree(config: Config) -> None:
     """Refuse, on all ranks, a run whose ranks were started with other configs; a collective.
 
     Raises:

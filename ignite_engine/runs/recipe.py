@@ -38,8 +38,8 @@ from ignite_engine.run_directory import PhaseTimes, RunDirectory, installed_pack
 from ignite_engine.runs.code import code_of
 from ignite_engine.runs.components import (
     agreed_task,
+    check_configs_agree,
     check_fit,
-    check_ranks_agree,
     engine_digest,
     followed_metrics,
     make_optimizers,
@@ -91,7 +91,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         ConfigError: the task cannot be found or built, or it and the config do not fit; raised on all ranks.
     """
     startup = PhaseTimes()
-    check_ranks_agree(config)
+    check_configs_agree(config)
     set_up_torch(config)
     arranged = declare_mesh(config)
     with startup("task"):
@@ -385,7 +385,8 @@ def _attach(
             divergence_threshold=stopping.divergence_threshold,
         ).attach(trainer)
     section = config.checkpoint
-    values = {option.name: getattr(section, option.name, None) for option in fields(SaveOptions)}
+    names = [option.name for option in fields(SaveOptions) if option.name not in ("config", "keep_fn")]
+    values = {name: getattr(section, name) for name in names}
     options = {name: value for name, value in values.items() if value is not None}
     run.checkpoint = handlers.Checkpoint(
         run.directory.checkpoints,
