@@ -24,6 +24,8 @@ from statistics import median
 from typing import Any
 
 GOAL_EXIT_S = 0.2
+GOAL_START = 1.18
+"""First iteration to the plain loop's, CPU time: 2.4 s where importing torch and one iteration take 2.03."""
 ITERATIONS = 40
 CONTENDERS = ("import", "plain", "ignite", "ours", "handlers")
 COLUMNS = ("first iteration, CPU s", "first iteration, s", "exit, CPU s", "exit, s")
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.one:
         run(options.one)
         return 0
-    from benchmarks.goals import Goal
+    from benchmarks.goals import Goal, print_goals
     from benchmarks.machine import machine
     from benchmarks.ratios import ratio_of_medians
 
@@ -59,9 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name:10}{''.join(f'{median(column):24.3f}' for column in columns)}{ratio!s:>28}")
     goals = []
     for name in [name for name in ("ours", "handlers") if {name, "plain"} <= rows.keys()]:
+        start = ratio_of_medians([row[0] for row in rows[name]], [row[0] for row in rows["plain"]])
         above = median(row[2] for row in rows[name]) - median(row[2] for row in rows["plain"])
+        goals.append(Goal.of(f"first iteration of {name} / plain, CPU time", start, GOAL_START))
         goals.append(Goal(f"exit of {name} above plain, s of CPU", above, GOAL_EXIT_S))
-        print(f"{goals[-1].what}: {above:.3f}, goal {GOAL_EXIT_S}: {goals[-1].verdict}")
+    print_goals(goals)
     if options.json:
         found = {"machine": machine(), "columns": COLUMNS, "rounds": rows, "goals": [asdict(each) for each in goals]}
         options.json.write_text(json.dumps(found, indent=1))
