@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Updates
 from ignite_engine.errors import StateMismatch, check_type, did_you_mean, is_number, leave_out
-from ignite_engine.states.model_and_optimizer import ModelState, clean_name, unwrap
+from ignite_engine.states.model_and_optimizer import ModelState, clean_name, reshard, unwrap
 
 
 class EMA:
@@ -161,7 +161,6 @@ class EMA:
                 f"Two EMA handlers would replace the weights in the evaluation {evaluation.name!r}: "
                 "give each EMA its own evaluations with evaluate=(...)."
             )
-        self._reshard()
         kept = {first: parameter.detach().clone() for _, first, parameter in self._named()}
         evaluation.undo.callback(self._put_back, state, kept)
         if state is not None:
@@ -176,16 +175,8 @@ class EMA:
     @torch.no_grad()
     def _set(self, values: Mapping[str, Tensor]) -> None:
         """Copy ``values`` into the parameters, in place."""
-        self._reshard()
         own = {first: parameter for _, first, parameter in self._named()}
         torch._foreach_copy_([_local(own[name]) for name in values], [_local(value) for value in values.values()])
-
-    def _reshard(self) -> None:
-        """Make FSDP2 free the unsharded parameters of the last forward, which would keep the old values."""
-        assert self._model is not None
-        for module in self._model.modules():
-            if callable(reshard := getattr(module, "reshard", None)):
-                reshard()
 
     @torch.no_grad()
     def _reset(self) -> None:
@@ -207,6 +198,7 @@ class EMA:
         """Name in the model's state, first name of the same (perhaps tied) parameter, and the parameter."""
         if self._model is None:
             raise RuntimeError("EMA has no model yet: call attach(trainer) first.")
+        reshard(self._model)
         first_names: dict[int, str] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if parameter.is_floating_point() or parameter.is_complex():

@@ -20,7 +20,7 @@ from ignite_engine.errors import check_type, shapes_of
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.ranks.ddp_buffers import data_parallel, own_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
-from ignite_engine.states.model_and_optimizer import unwrap
+from ignite_engine.states.model_and_optimizer import reshard, unwrap
 from ignite_engine.step.device import device_of, to_device
 from ignite_engine.step.precision import Precision, autocast, check_precision
 
@@ -168,7 +168,10 @@ def create_evaluator(
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into eval mode, and each of its modules back into the mode it had, on an error too."""
+    """Put ``model`` into eval mode, and each of its modules back into the mode it had, on an error too.
+
+    The parameters are sharded again: handlers that keep those of FSDP2's forward would keep memory that is freed.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -176,6 +179,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        reshard(model)
 
 
 @contextmanager

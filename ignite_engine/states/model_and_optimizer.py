@@ -35,8 +35,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def reshard(model: nn.Module) -> None:
     """Let FSDP2 put its sharded parameters back: after a forward without a backward the model has whole copies."""
     for module in model.modules():
-        if callable(free := getattr(module, "reshard", None)):
-            free()
+        if hasattr(module, "set_requires_gradient_sync"):  # FSDP2's
+            module.reshard()  # type: ignore[operator]
 
 
 class ModelState:

@@ -14,7 +14,7 @@ from ignite.engine import Events
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
+from ignite_engine import Phase, Trainer, TrainingEvents, Update, create_evaluator
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation
 from tests.builders import linear, mse, numbers_loader, one, trainer_of, weights
@@ -498,6 +498,13 @@ def _train_wrapped(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = Trainer(Update(model, optimizer, mse))
+
+    @torch.no_grad()
+    def before_training() -> None:
+        model(torch.ones(1, 3))  # after which FSDP2 has whole parameters
+
+    before_training.phase = Phase.PREPARE  # type: ignore[attr-defined]
+    trainer.add_event_handler(Events.STARTED, before_training)
     ema = EMA(0.9)
     ema.attach(trainer)
     Evaluation(create_evaluator(model, predict), [0]).attach(trainer, Events.ITERATION_COMPLETED)

@@ -141,6 +141,7 @@ def train(folder: str, batch_size: int, distributed: dict[str, Any], task: Task 
             "update": {"clip_norm": 1.0, "accumulation_steps": 2},
             "logging": QUIET,
             "distributed": distributed,
+            "ema": {"decay": 0.5},
         }
     )
     seed_everything(0)
