@@ -69,9 +69,9 @@ def _run(how: str, background: bool, bench: Bench) -> dict[str, Any]:
         if code != (-signal.SIGKILL if how == "kill" else 130):
             raise Difference(f"not ended at {at} by {how}: code {code}; {tail(folder)}")
         committed = committed_in(folder)
-        # killed during a background save, it may not have committed the first or not have pruned the one before
-        saving = background and how == "kill"
-        if len(committed) > 1 + saving or (newest_iteration(folder) is None and not saving):
+        # killed, it may not have pruned the one before, and in the background not have committed the first
+        killed = how == "kill"
+        if len(committed) > 1 + killed or (newest_iteration(folder) is None and not (background and killed)):
             raise Difference(f"after {number + 1} restarts there are {committed}")
         kept.append(names_in(folder))
     resume_and_compare(bench, config, expected)
