@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ignite_engine.capture import over_ranks
 from ignite_engine.capture import step as steps
@@ -54,6 +55,8 @@ class _Trained:
     parameters: list[nn.Parameter]
     buffers: list[Tensor]
     trainable: list[bool]
+    hooks: list[Any]
+    """Of the modules."""
     optimized: list[Tensor]
     """Of the optimizers."""
     graphs: dict[Signature, GradientGraph] = field(default_factory=dict)
@@ -66,6 +69,7 @@ class _Trained:
             and self.trainable == other.trainable
             and _same(self.parameters, other.parameters)
             and _same(self.buffers, other.buffers)
+            and _same(self.hooks, other.hooks)
         )
 
     @property
@@ -113,6 +117,8 @@ class Capture:
         self._trained: list[_Trained] = []
         self._now: _Trained | None = None
         self._looked_up = False
+        self._last_hook = 0
+        """As many hooks, of whatever, torch had made when what is trained was looked up."""
         self._step = StepGraph(clip_norm, log_grad_norm, self._compilations)
         self._group_is_captured = False
         self._averaged: over_ranks.Averaged | None = None
@@ -128,6 +134,7 @@ class Capture:
         if callable(precision):
             refusal = refusal or "precision is a function"
         refusal = refusal or over_ranks.why_not(forward_backward.model)
+        self._is_refused = refusal is not None
         if refusal is not None:
             self._refuse(refusal)
         elif isinstance(forward_backward.model, DistributedDataParallel):
@@ -152,17 +159,20 @@ class Capture:
             "step": not self._eager_step,
             "torch": str(torch.__version__),
             "compiler": compiler() if names else None,
+            "gave_up": self._gave_up,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._required and not state["decision"]:
             self._differs = "was not there when the run was saved, which goes on captured"
+        elif state["decision"] and self._is_refused:
+            self._differs = "was there when the run was saved, which goes on the plain way"
         elif state["decision"] and state["graphs"] and state["compiler"] != compiler():
             self._differs = f"was compiled by {state['compiler']} when the run was saved, and is by {compiler()} now"
         if self._differs is not None:
             logger.warning("The update's capture %s: it goes on with other bits.", self._differs)
-        if not self._required:
-            self.decision = state["decision"]
+        if not self._required and not self._is_refused:
+            self.decision, self._gave_up = state["decision"], state["gave_up"]
         self._compilations.names[:] = state["graphs"]
         self._eager_step = self._eager_step or not state["step"]
 
@@ -173,7 +183,7 @@ class Capture:
 
     def run_starts(self) -> None:
         """A run starts: what is trained is looked up again."""
-        self._looked_up = self._gave_up = False
+        self._looked_up = False
         self._trial = Trial()
 
     # -- the strategy
@@ -295,6 +305,8 @@ class Capture:
             return False
         if now.loss_fn is not self._forward_backward.loss_fn or now.model is not self._model():
             return False
+        if RemovableHandle.next_id != self._last_hook or (now.hooks and not _same(now.hooks, _hooks_of(now.model))):
+            return False
         trainable = [parameter.requires_grad for parameter in now.parameters]
         return trainable == now.trainable and _same(now.optimized, self._optimized())
 
@@ -312,15 +324,18 @@ class Capture:
         model, loss_fn = self._model(), self._forward_backward.loss_fn
         parameters, buffers = list(model.parameters()), list(model.buffers())
         trainable = [parameter.requires_grad for parameter in parameters]
-        now = _Trained(model, loss_fn, parameters, buffers, trainable, self._optimized())
+        now = _Trained(model, loss_fn, parameters, buffers, trainable, _hooks_of(model), self._optimized())
         if (why := self._why_not(now)) is not None:
             self._refuse(why)
             return None
         known = next((each for each in self._trained if each.is_now(now)), None)
         if known is None:
             known = now
+            if any(each.name == now.name and each.graphs for each in self._trained):
+                self._differs = f"has graphs of two things that go by one name ({now.name}), of which one may be left"
             self._trained = [*(each for each in self._trained if each.graphs), now]
         known.optimized, self._now, self._looked_up = now.optimized, known, True
+        self._last_hook = RemovableHandle.next_id
         return known
 
     def _compile(self, trained: _Trained, signature: Signature, batch: Any) -> GradientGraph | None:
@@ -340,7 +355,9 @@ class Capture:
             self._refuse(str(error))
             return None
         if not agrees:
-            self._refuse(f"the loss or a gradient differs by more than {_TOLERANCE[dtype]:g} from the plain way's")
+            self._refuse(
+                f"the loss, a gradient or a buffer differs by more than {_TOLERANCE[dtype]:g} from the plain way's"
+            )
             return None
         trained.graphs[signature] = graph
         return graph
@@ -351,6 +368,8 @@ class Capture:
             return "an optimizer trains parameters that are not the model's"
         if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in trained.optimized):
             return "a parameter has hooks of its gradient"
+        if self._averaged is not None and _own_hooks(self._forward_backward.model):
+            return "DDP has hooks of its forward or backward"
         if not self._eager_step and (why := steps.why_not(self._optimizers.values())) is not None:
             logger.info("The optimizers' step is not captured: %s.", why)
             self._eager_step = True
@@ -400,5 +419,14 @@ class Capture:
         self._trained, self._now = [], None
 
 
-def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def _hooks_of(model: nn.Module) -> list[Any]:
+    return [hook for module in model.modules() for hook in _own_hooks(module)]
+
+
+def _own_hooks(module: nn.Module) -> list[Any]:
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))

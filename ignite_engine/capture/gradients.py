@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ignite_engine import devices
 from ignite_engine.capture.compiling import compiled
@@ -42,16 +42,22 @@ class GradientGraph:
         self.buffers = dict(self._loss.named_buffers())
         named = {name: parameter for name, parameter in self._loss.named_parameters() if parameter.requires_grad}
         before = self._generators()
-        with without_trace(model), _same_attributes(self._loss), torch.enable_grad(), self._context():
+        with self._without_trace(batch), torch.enable_grad(), self._context():
             loss, _ = parts(self._loss(batch))
             self.draws = not all(map(torch.equal, before, self._generators()))
             """The loss draws random numbers."""
             gradients = torch.autograd.grad(loss.reshape(()), list(named.values()), allow_unused=True)
+            self._replaces_buffers = any(
+                self.buffers.get(name) is not each for name, each in self._loss.named_buffers()
+            )
+            self._expected_buffers = self._values_of_buffers()
         self._expected = [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
         found = zip(named.items(), gradients, strict=True)
         self._trained = {name: parameter for (name, parameter), gradient in found if gradient is not None}
         self.parameters = list(self._trained.values())
         """Those that get a gradient, in the order of the gradients."""
+        self._shared: list[int] = []
+        """Gradients in the memory of something else, such as of ``scale``: whoever writes to them gets a copy."""
         self._graph = compiled(self._function(), device.type)
 
     def __call__(self, batch: Any, scale: Tensor) -> tuple[Gradients, Tensor, Mapping[str, Tensor]]:
@@ -59,35 +65,55 @@ class GradientGraph:
 
         The first call compiles.
         """
-        result: tuple[Gradients, Tensor, Mapping[str, Tensor]] = self._graph(self._trained, self.buffers, batch, scale)
-        return result
+        gradients, loss, extra = self._graph(self._trained, self.buffers, batch, scale)
+        for index in self._shared:
+            gradients[index] = gradients[index].clone()
+        return gradients, loss, extra
 
     def agrees(self, batch: Any, tolerance: float) -> bool:
-        """Whether the loss and each gradient of the example are the plain way's; two calls, which leave no trace.
+        """Whether the loss, each gradient and the buffers are the plain way's; two calls, which leave no trace.
 
         Args:
-            tolerance: of the loss relative to it, and of each gradient relative to the joint norm of all of them.
+            tolerance: of the loss and of a buffer relative to it, and of each gradient relative to the joint norm of
+                all of them.
 
         Raises:
             FailOnRecompileLimitHit: the second call would be another graph, as every later one would.
         """
-        scale, error = torch.ones((), device=self._device), None
-        with without_trace(self._loss.model), _same_attributes(self._loss), torch.no_grad():
-            try:
-                for _ in range(2):
-                    gradients, loss, _ = self(batch, scale)
-            except BaseException as raised:  # buffers are put back only where the body ends
-                error = raised
-        if error is not None:
-            raise error
+        scale, held = torch.ones((), device=self._device), list[Tensor]()
+        for _ in range(2):
+            with self._without_trace(batch), torch.no_grad():
+                gradients, loss, _ = self(batch, scale)
+                held += [*tree_leaves((self._trained, self.buffers, batch, scale)), *gradients]
+                buffers = self._values_of_buffers()
+        self._shared = _sharing(gradients, held[: -len(gradients)])
         (expected_loss, *expected), self._expected = self._expected, []
+        expected_buffers, self._expected_buffers = self._expected_buffers, {}
+        if self._replaces_buffers:  # which a graph would not
+            return False
         if self.draws:
             return True
         # of all gradients together: a bias before a BatchNorm has one of nothing but rounding
         largest = tolerance * _joint_norm(expected) + 1e-6
         differences = [_joint_norm([one - other]) for one, other in zip(expected, gradients, strict=True)]
         close = [difference <= largest for difference in differences]
+        close += [_is_close(one, buffers[name], tolerance) for name, one in expected_buffers.items()]
         return all(close) and float((loss - expected_loss).abs()) <= tolerance * float(expected_loss.abs()) + 1e-6
+
+    @contextmanager
+    def _without_trace(self, batch: Any) -> Iterator[None]:
+        """A context after which generators, buffers, attributes and the batch are what they were."""
+        error = None
+        with _same_values(batch), without_trace(self._loss), _same_attributes(self._loss):
+            try:
+                yield
+            except BaseException as raised:  # buffers are put back only where the body ends
+                error = raised
+        if error is not None:
+            raise error
+
+    def _values_of_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self._loss.named_buffers()}
 
     def _generators(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
@@ -134,6 +160,43 @@ class _Loss(nn.Module):
 
 def _joint_norm(tensors: Sequence[Tensor]) -> float:
     return float(torch.stack([torch.linalg.vector_norm(tensor.float()) for tensor in tensors]).norm())
+
+
+def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or not one.is_floating_point():
+        return False
+    size = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(one, other, rtol=0.0, atol=tolerance * size + 1e-6, equal_nan=True)
+
+
+def _sharing(gradients: Gradients, held: Sequence[Any]) -> list[int]:
+    """Which gradients are in the memory of something that is held, of another one, or whose elements are in one place.
+
+    To add to such a gradient, or to clip it, would change the other too.
+    """
+    taken = {each.untyped_storage().data_ptr() for each in held if isinstance(each, Tensor)}
+    found = []
+    for index, gradient in enumerate(gradients):
+        storage = gradient.untyped_storage()
+        if storage.data_ptr() in taken or storage.nbytes() < gradient.numel() * gradient.element_size():
+            found.append(index)
+        taken.add(storage.data_ptr())
+    return found
+
+
+@contextmanager
+def _same_values(batch: Any) -> Iterator[None]:
+    """Put back the tensors of a batch that the loss writes to."""
+    noted = [(each, each.clone()) for each in tree_leaves(batch) if isinstance(each, Tensor)]
+    try:
+        yield
+    finally:
+        for each, value in noted:
+            if not torch.allclose(each, value, rtol=0.0, atol=0.0, equal_nan=True):
+                with torch.no_grad():
+                    each.copy_(value)
 
 
 @contextmanager

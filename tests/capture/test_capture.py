@@ -309,6 +309,177 @@ def test_what_is_known_to_be_impossible_is_refused_at_once(options: dict[str, An
     assert captured is not None and captured.decision is False
 
 
+class Odd(nn.Module):
+    """Parameters whose gradient is the loss's own, one for both and for all elements of a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.one, self.other = nn.Linear(8, 1), nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+        self.several = nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layer(inputs)
+        return output
+
+
+def with_terms(model: Any, batch: Any) -> Tensor:
+    return loss_fn(model, batch)[0] + model.one + model.other + model.several.sum()
+
+
+class Centered(nn.Module):
+    """A loss with a mean of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        output = model(batch[0])
+        loss = nn.functional.mse_loss(output - self.center, batch[1])
+        with torch.no_grad():
+            self.center.mul_(0.5).add_(output.mean(0), alpha=0.5)  # type: ignore[operator]
+        return loss
+
+
+class Reassigned(nn.Module):
+    """Puts another tensor in the place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(8, 1), nn.Dropout(0.1)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0)
+        output: Tensor = self.layer(self.dropout(inputs - self.mean))
+        return output
+
+
+def writes_to_the_batch(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    batch[0].mul_(0.5)
+    return loss_fn(model, batch)[0]
+
+
+def trainer_with(mode: bool | str, kind: Any, loss: Any, *, steps: int | None = None, **options: Any) -> Trainer:
+    """Of a model of its own, by RMSprop, whose step is not captured."""
+    seed_everything(0)
+    model = kind()
+    update = Update(model, torch.optim.RMSprop(model.parameters(), lr=1e-2), loss, capture=mode, **options)
+    return Trainer(update, accumulation_steps=steps)
+
+
+def assert_trains_alike(plain: Trainer, captured: Trainer) -> None:
+    expected, found = outputs_of(plain), outputs_of(captured)
+    torch.testing.assert_close(
+        *([torch.tensor(list(output.values())) for output in outputs] for outputs in (found, expected)),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    for name, value in state_of(plain).items():
+        torch.testing.assert_close(state_of(captured)[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"steps": 3}, {"clip_norm": 0.1}], ids=["accumulated", "clipped"])
+@pytest.mark.slow  # compiles
+def test_gradients_of_which_one_is_another_in_memory_are_written_to_one_by_one(options: dict[str, Any]) -> None:
+    assert_trains_alike(trainer_with(False, Odd, with_terms, **options), trainer_with(True, Odd, with_terms, **options))
+
+
+@pytest.mark.slow  # compiles
+def test_to_compile_leaves_no_trace_in_the_batch() -> None:
+    def trainer(mode: bool) -> Trainer:
+        return trainer_with(mode, linear_of_8, writes_to_the_batch)
+
+    assert_trains_alike(trainer(False), trainer(True))
+
+
+def linear_of_8() -> nn.Module:
+    return nn.Linear(8, 1)
+
+
+@pytest.mark.slow  # compiles
+def test_to_compile_leaves_no_trace_in_buffers_of_the_loss(tmp_path: Path) -> None:
+    """Also in a resumed run, whose buffers are no zeros any more, and which compiles anew."""
+
+    def trainer() -> tuple[Trainer, Centered]:
+        loss = Centered()
+        return trainer_with(True, linear_of_8, loss), loss
+
+    (whole, center), (stopped, _), (resumed, resumed_center) = trainer(), trainer(), trainer()
+    whole.run(data(), max_epochs=1)
+    Checkpoint(tmp_path).attach(stopped)
+    stopped.run(data(), max_iters=3)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(resumed)
+    checkpoint.resume()
+    resumed.run(data(), max_epochs=1)
+
+    assert float(center.center) != 0.0 and torch.equal(center.center, resumed_center.center)
+    assert torch.equal(state_of(whole)["weight"], state_of(resumed)["weight"])
+
+
+@pytest.mark.slow  # compiles
+def test_a_model_that_replaces_its_buffers_is_refused() -> None:
+    with pytest.raises(NotCaptured, match="or a buffer differs"):
+        outputs_of(trainer_with(True, Reassigned, lambda model, batch: loss_fn(model, batch)[0]))
+
+
+@pytest.mark.slow  # compiles
+def test_hooks_that_come_and_go_within_a_run_count() -> None:
+    def run(mode: bool) -> list[dict[str, float]]:
+        trainer = trainer_with(mode, linear_of_8, loss_fn)
+        model, handles = trainer.update.model, []  # type: ignore[attr-defined]
+        halve = partial(model.register_forward_hook, lambda module, inputs, output: output * 0.5)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: handles.append(halve()))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: handles.pop().remove())
+        return outputs_of(trainer, epochs=1)
+
+    for output, expected in zip(run(True), run(False), strict=True):
+        assert output == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow  # compiles
+def test_a_hook_of_a_gradient_that_comes_within_a_run_is_refused() -> None:
+    trainer = trainer_with(True, linear_of_8, loss_fn)
+    weight = trainer.update.model.weight  # type: ignore[attr-defined]
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: weight.register_hook(lambda value: value))
+
+    with pytest.raises(NotCaptured, match="a parameter has hooks of its gradient"):
+        outputs_of(trainer)
+
+
+@pytest.mark.slow  # compiles
+def test_graphs_of_two_losses_of_one_name_are_in_the_report() -> None:
+    """A resumed run would have the graph of whichever comes first in it."""
+    trainer = trainer_with(True, linear_of_8, partial(mse, factor=1.0))
+
+    def replace() -> None:
+        trainer.update.loss_fn = partial(mse, factor=0.5)  # type: ignore[attr-defined]
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), replace)
+    outputs_of(trainer, epochs=1)
+
+    assert any("two things that go by one name (partial)" in reason for reason in trainer.reproducibility())
+
+
+def mse(model: nn.Module, batch: Any, factor: float) -> Tensor:
+    return loss_fn(model, batch)[0] * factor
+
+
+def test_what_is_refused_stays_so_whatever_the_checkpoint_has(caplog: pytest.LogCaptureFixture) -> None:
+    model = linear()
+    update = Update(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, capture="auto", precision=torch.no_grad
+    )
+    captured = update._capture
+    assert captured is not None
+
+    captured.load_state_dict({**captured.state_dict(), "decision": True})
+
+    assert captured.decision is False and captured.outside_of_run is not None
+    assert "was there when the run was saved, which goes on the plain way" in caplog.text
+
+
 def test_another_value_of_capture_is_refused() -> None:
     model = linear()
     with pytest.raises(ValueError, match="capture must be True, False or 'auto', got 'on'"):
