@@ -47,30 +47,39 @@ class Averaged:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
-        self._named = {name: each for name, each in ddp.module.named_parameters() if each.requires_grad}
-        """What DDP reduces: that is settled when it is made."""
 
     @contextmanager
     def group(self) -> Iterator[None]:
         """A context, after which ``parameter.grad`` holds the average over ranks; a collective."""
+        self._ddp.reducer._rebuild_buckets()  # which a forward of one rank alone would wait for its peers in
         share_buffers(self._ddp)
         with own_buffers([self._ddp]), self._ddp.no_sync():
             yield
         self._average()
 
     def _average(self) -> None:
-        gradients = dict[tuple[torch.dtype, torch.device], list[Tensor]]()
-        for name, parameter in self._named.items():
+        reduced = dict[tuple[torch.dtype, torch.device], list[nn.Parameter]]()
+        for name, parameter in self._ddp.module.named_parameters():
             if parameter.grad is not None:
-                gradients.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
+                reduced.setdefault((parameter.dtype, parameter.device), []).append(parameter)
             elif parameter.requires_grad:
                 raise RuntimeError(
                     f"{name} has no gradient, which DDP would wait for: let the loss use it, freeze it before DDP is "
                     "made, or train with capture=False and DDP(find_unused_parameters=True)."
                 )
         ranks = dist.get_world_size(self._ddp.process_group)
-        for same in gradients.values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in same]).div_(ranks)
+        for same in reduced.values():
+            gradients = [_laid_out_as(parameter) for parameter in same]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(ranks)
             dist.all_reduce(flat, group=self._ddp.process_group)
-            for gradient, average in zip(same, flat.split([gradient.numel() for gradient in same]), strict=True):
+            for gradient, average in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
                 gradient.copy_(average.view_as(gradient))
+
+
+def _laid_out_as(parameter: nn.Parameter) -> Tensor:
+    """The gradient, with the strides that a backward gives it: in those of a graph its norm is rounded otherwise."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.stride() != parameter.stride():
+        gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    return gradient
