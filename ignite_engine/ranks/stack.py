@@ -7,14 +7,18 @@ read from outside without a crash now and then. In CPython 3.11 both ``sys._curr
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import linecache
 import os
 import re
 import signal
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import ignite
@@ -24,10 +28,10 @@ import torch
 from ignite_engine.ranks import signals
 
 _MAY_TAKE_S = 0.1
+_LONGEST_NAME = 500
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _COLLECTIVES = (_TORCH + os.path.join("distributed", ""), _TORCH + os.path.join("nn", "parallel", ""))
 _PYTHON = os.path.join(os.path.dirname(os.__file__), "")
-_files: dict[int, int] = {}
 _LIBRARIES = (
     _TORCH,
     os.path.join(os.path.dirname(ignite.__file__), ""),
@@ -48,33 +52,27 @@ class Line(NamedTuple):
 
 
 class Stack:
-    """The stack of the thread that makes it, for others to ask for.
-
-    The handler stays when it is gone: a signal that is on its way would end the process.
-    """
+    """The stack of the thread that makes it, for others to ask for until it is closed."""
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
-        self._lock = threading.Lock()
-        self._asked = False
-        self._file = _file()
-        self._first: Line | None = None
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+        self.first = tuple(map(_as_written, (frame.f_code.co_filename, frame.f_code.co_name)))
+        # of a thread that Python has not started nobody knows when it has ended
+        self._file = None if isinstance(self.thread, threading._DummyThread) else _file_of_this_process()
         if self._file is not None:
-            self._ask(self._file)  # of itself: answered before it returns
-            self._first, self._asked = next(reversed(_parsed(_text(self._file))), None), False
+            self._file.stacks.add(self)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close(self)
+            self._file = None
 
     def lines(self) -> list[Line]:
         """The innermost line first; empty where the thread does not answer within 0.1 s."""
-        with self._lock:
-            if self._file is None or self._first is None or not self.thread.is_alive():
-                return []
-            if not self._asked:
-                self._ask(self._file)
-            deadline = time.monotonic() + _MAY_TAKE_S
-            while not (found := self._answer(self._file)) and time.monotonic() < deadline:
-                time.sleep(0.0005)
-            self._asked = not found  # else what it writes later would be mixed with the next
-            return found
+        return [] if self._file is None else self._file.lines(self)
 
     def text(self) -> str:
         """As Python prints it, the innermost line last."""
@@ -85,19 +83,80 @@ class Stack:
             texts += [f"    {source}\n"] if source else []
         return f"Thread {self.thread.name}:\n{''.join(texts)}" if texts else ""
 
-    def _ask(self, file: int) -> None:
-        os.lseek(file, 0, os.SEEK_SET)
-        os.ftruncate(file, 0)
-        self._asked = True
-        assert self.thread.ident is not None and signals.STACK is not None
-        signal.pthread_kill(self.thread.ident, signals.STACK)
 
-    def _answer(self, file: int) -> list[Line]:
+class _File:
+    """Where the threads of a process write their stacks, one after the other."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.stacks: weakref.WeakSet[Stack] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._asked: Stack | None = None
+        self._descriptor = os.memfd_create("stack")
+        self._made = os.fstat(self._descriptor)
+        assert signals.STACK is not None
+        faulthandler.register(signals.STACK, self._descriptor, all_threads=False)
+
+    def lines(self, stack: Stack) -> list[Line]:
+        if self.pid != os.getpid():
+            return []
+        with self._lock, contextlib.suppress(OSError):  # the user's code closes the descriptor just now
+            deadline = time.monotonic() + _MAY_TAKE_S
+            while stack.thread.is_alive() and self._is_open() and time.monotonic() < deadline:
+                if (asked := self._waits_for) is None:
+                    self._ask(stack)
+                elif found := self._answer(asked):
+                    self._asked = None  # not before: what it writes later would be mixed with the next
+                    if asked is stack:
+                        return found
+                else:
+                    time.sleep(0.0005)
+        return []
+
+    def close(self, stack: Stack) -> None:
+        """The last one leaves nothing, unless a signal is on its way: without a handler it would end the process."""
+        global _file
+        if self.pid != os.getpid():
+            return
+        with self._lock:
+            self.stacks.discard(stack)
+            if not self.stacks and self._waits_for is None:
+                assert signals.STACK is not None
+                faulthandler.unregister(signals.STACK)
+                if self._is_open():
+                    os.close(self._descriptor)
+                _file = None
+
+    @property
+    def _waits_for(self) -> Stack | None:
+        """Whose thread was asked, and has not answered yet."""
+        return self._asked if self._asked is not None and self._asked.thread.is_alive() else None
+
+    def _is_open(self) -> bool:
+        """Whether it is this file still: the user's code may have closed it, and opened one of its own."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self._made)
+        except OSError:
+            return False
+
+    def _ask(self, stack: Stack) -> None:
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        os.ftruncate(self._descriptor, 0)
+        assert stack.thread.ident is not None and signals.STACK is not None
+        if stack.thread.is_alive():
+            self._asked = stack
+            # with Python's lock held: the thread, which has not, is in no midst of making a frame
+            signal.pthread_kill(stack.thread.ident, signals.STACK)
+
+    def _answer(self, stack: Stack) -> list[Line]:
         """What the thread has written, once it has come to its first frame or to the limit of 100 frames."""
-        text = _text(file)
+        text = os.pread(self._descriptor, 1 << 17, 0).decode(errors="replace")
         lines = _parsed(text)
-        whole = bool(lines) and self._first is not None and lines[-1][::2] == self._first[::2]
+        whole = bool(lines) and (lines[-1].path, lines[-1].function) == stack.first
         return lines if whole or text.endswith("  ...\n") else []
+
+
+_file: _File | None = None
 
 
 def where(lines: Sequence[Line]) -> tuple[str, str | None]:
@@ -118,22 +177,38 @@ def _is_of_library(line: Line) -> bool:
     return of_python or line.is_in(*_LIBRARIES)
 
 
-def _file() -> int | None:
-    """Where this process writes its stacks; one that it was forked from has another file."""
+def _file_of_this_process() -> _File | None:
+    """None: it can have none. A process that it was forked from has another."""
+    global _file
     if signals.STACK is None or not hasattr(os, "memfd_create"):
         return None
-    if _files.get(os.getpid()) is None:
-        if not _files and signal.getsignal(signals.STACK) != signal.SIG_DFL:
-            return None  # somebody else uses it
-        _files.clear()
-        _files[os.getpid()] = os.memfd_create("stack")
-        faulthandler.register(signals.STACK, _files[os.getpid()], all_threads=False)
-    return _files[os.getpid()]
+    try:
+        if _file is None and _is_taken(signals.STACK):
+            return None
+        if _file is None or _file.pid != os.getpid():
+            _file = _File()
+    except OSError:  # the system does not allow it, or has no descriptors left
+        return None
+    return _file
 
 
-def _text(file: int) -> str:
-    return os.pread(file, 1 << 17, 0).decode(errors="replace")
+def _is_taken(number: int) -> bool:
+    """Whether a signal is handled or ignored, by libraries too, which Python does not know."""
+    masks = re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
+def _as_written(name: str) -> str:
+    """As :mod:`faulthandler` writes it."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
 
 
 def _parsed(text: str) -> list[Line]:
-    return [Line(*found) for found in re.findall(r'^  File "(.*)", line (\S+) in (.*)\n', text, re.MULTILINE)]
+    found = re.findall(r'^  File "(.*)", line (\S+) in (.*)\n', text, re.MULTILINE)
+    return [Line(_decoded(path), number, _decoded(function)) for path, number, function in found]
+
+
+def _decoded(name: str) -> str:
+    """What is not ASCII is written as in a Python string."""
+    escape = r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})"
+    return re.sub(escape, lambda found: chr(int(found[found.lastindex or 0], 16)), name)

@@ -101,6 +101,7 @@ class Watch:
         cause = error if error is None else self.cause_of(error)
         watching.current = None
         self._leave(cause)
+        self._stack.close()
         if cause is not None and cause is not error:
             raise cause from error
 
@@ -143,6 +144,7 @@ class Watch:
         self._run += 1
         self._position = position
         if self._stack.thread is not threading.current_thread():
+            self._stack.close()
             self._stack = Stack()
         if self.failure is not None and self.failure.raised:
             self.failure, self._end_at = None, float("inf")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from ignite_engine.ranks import signals
+from ignite_engine.ranks import signals, stack
 from ignite_engine.ranks.stack import Line, Stack, where
 
 OURS = Path(__file__).name
@@ -44,6 +46,14 @@ while asking.is_alive():
         libc.pthread_join(ctypes.c_ulong(thread), None)
 print(len(asked), sum(map(bool, asked)))
 """
+
+
+@pytest.fixture(autouse=True)
+def no_stack_is_left() -> Iterator[None]:
+    yield
+    for made in list(stack._file.stacks if stack._file is not None else ()):
+        made.close()
+    Stack().close()
 
 
 def meanwhile(ask: Callable[[], object], work: Callable[[], object]) -> None:
@@ -139,6 +149,176 @@ def test_a_forked_process_has_stacks_of_its_own() -> None:
         os._exit(0 if Stack().lines()[0].function == "_ask" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert made.lines()
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """The exit code of a process forked from here that only does ``work``; 1: it raised."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def asked(made: Stack) -> list[Line]:
+    found = list[list[Line]]()
+
+    def ask() -> None:
+        time.sleep(0.02)
+        found.append(made.lines())
+
+    meanwhile(ask, lambda: time.sleep(0.05))
+    return found[0]
+
+
+def handled() -> bool:
+    status = Path("/proc/self/status").read_text()
+    return bool(int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16) >> ((signals.STACK or 0) - 1) & 1)
+
+
+def test_the_last_stack_leaves_no_descriptor_and_no_handler(tmp_path: Path) -> None:
+    def work() -> None:
+        before = os.listdir("/proc/self/fd")
+        for _ in range(2):
+            first, second = Stack(), Stack()
+            first.close()
+            assert handled() and asked(second) and not asked(first)
+            second.close()
+            assert os.listdir("/proc/self/fd") == before and not handled()
+
+    assert in_child(work) == 0
+
+
+def test_the_handler_stays_where_an_answer_is_to_come() -> None:
+    def work() -> None:
+        made = Stack()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signals.STACK or 0})
+        assert asked(made) == []
+        made.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signals.STACK or 0})
+        made = Stack()
+        assert asked(made)
+        made.close()
+        assert not handled()
+
+    assert in_child(work) == 0
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_descriptor_that_the_users_code_has_closed_is_not_written_to(tmp_path: Path, reused: bool) -> None:
+    def work() -> None:
+        made = Stack()
+        (number,) = filter(is_a_stack, os.listdir("/proc/self/fd"))
+        os.close(int(number))
+        if reused:
+            assert os.open(tmp_path / "weights", os.O_RDWR) == int(number)
+        assert asked(made) == []
+        made.close()
+        assert not reused or os.fstat(int(number))
+
+    (tmp_path / "weights").write_text("precious")
+    assert in_child(work) == 0
+    assert (tmp_path / "weights").read_text() == "precious"
+
+
+def is_a_stack(entry: str) -> bool:
+    try:
+        return "memfd:stack" in os.readlink(f"/proc/self/fd/{entry}")
+    except OSError:
+        return False
+
+
+def test_where_the_system_refuses_a_file_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+
+    def work() -> None:
+        assert asked(Stack()) == []
+
+    assert in_child(work) == 0
+
+
+def test_a_handler_of_another_library_stays(tmp_path: Path) -> None:
+    def work() -> None:
+        with (tmp_path / "theirs").open("w") as theirs:
+            faulthandler.register(signals.STACK or 0, theirs, all_threads=False)
+            assert asked(Stack()) == []
+            os.kill(os.getpid(), signals.STACK or 0)
+
+    assert in_child(work) == 0
+    assert "in work" in (tmp_path / "theirs").read_text()
+
+
+def test_stacks_of_two_threads_are_asked_for_at_once_and_are_not_mixed() -> None:
+    made, goes_on, ends_at = [Stack()], threading.Event(), time.monotonic() + 0.5
+    outermost = [set[str](), set[str]()]
+
+    def work() -> None:
+        made.append(Stack())
+        goes_on.wait()
+
+    def ask(number: int) -> None:
+        while time.monotonic() < ends_at:
+            if len(made) > number:
+                outermost[number].add(next((line.function for line in reversed(made[number].lines())), ""))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in (0, 1)]
+    threads[0].start()
+    watched = threading.Thread(target=work)
+    watched.start()
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    goes_on.set()
+    watched.join()
+    assert outermost[1] - {""} == {"_bootstrap"} and outermost[0] - {""} == {made[0].lines()[-1].function}
+
+
+UNKNOWN_THREADS = """
+import _thread, threading, time
+from ignite_engine.ranks.stack import Stack
+
+made = []
+for number in range(30):
+    _thread.start_new_thread(lambda: made.append(Stack()), ())
+    while len(made) <= number:
+        time.sleep(0.01)
+time.sleep(0.1)
+for number in range(5):
+    threading.Thread(target=time.sleep, args=(0.1,)).start()
+print([stack.lines() for stack in made] == [[]] * 30)
+"""
+
+
+def test_a_thread_that_python_has_not_started_is_not_asked_as_it_may_have_ended() -> None:
+    done = subprocess.run([sys.executable, "-c", UNKNOWN_THREADS], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+def test_names_that_are_not_ascii_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "josé").mkdir()
+    path = tmp_path / "josé" / "训练.py"
+    path.write_text("def prüfe(sleep):\n    sleep(0.1)  # ü\n", encoding="utf-8")
+    names = dict[str, Callable[[Callable[[float], None]], None]]()
+    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), names)  # type: ignore[arg-type]
+    made, found, texts = Stack(), list[Line](), list[str]()
+
+    def ask() -> None:
+        time.sleep(0.03)
+        found.extend(made.lines())
+        texts.append(made.text())
+
+    meanwhile(ask, lambda: names["prüfe"](time.sleep))
+    assert where(found) == (", in prüfe (训练.py:2)", None)
+    assert texts[0].endswith(f'  File "{path}", line 2, in prüfe\n    sleep(0.1)  # ü\n')
+    monkeypatch.setattr(stack, "_COLLECTIVES", (f"{path.parent}{os.sep}",))  # as where torch is installed there
+    assert where(found)[1] == "prüfe"
 
 
 TORCH = os.path.dirname(torch.__file__)

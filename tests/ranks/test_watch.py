@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ignite_engine.ranks import watch
+from ignite_engine.ranks import stack, watch
 from tests.faults.fork_server import ForkServer, shared
 from tests.faults.processes import CONFIG, group_is_gone, summary, write_config_like
 
@@ -122,3 +123,12 @@ def test_a_rank_that_moves_is_not_asked_where_it_is(monkeypatch: pytest.MonkeyPa
         made._heartbeat()
         places.pop(0)
     assert asked == ["iteration 3", "iteration 3"]
+
+
+def test_a_watch_leaves_no_stack() -> None:
+    with watch.Watch() as made:
+        thread = threading.Thread(target=made.begin_run, args=(lambda: "iteration 1",))
+        thread.start()
+        thread.join()
+        assert stack._file is not None
+    assert stack._file is None
