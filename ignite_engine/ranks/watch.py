@@ -139,10 +139,14 @@ class Watch:
             peer.add_note(f"On rank {self.failure.ranks[0]}:\n{self.failure.trace}")
         return peer
 
-    def begin_run(self, position: Callable[[], str]) -> None:
-        """A run begins: what a rank raised before is past, since all of them have gone on."""
+    def begin_run(self, position: Callable[[], str]) -> Callable[[], str] | None:
+        """A run begins: what a rank raised before is past, since all of them have gone on.
+
+        Returns:
+            The position of the run within which it begins, for :meth:`end_run`.
+        """
         self._run += 1
-        self._position = position
+        outer, self._position = self._position, position
         if self._stack.thread is not threading.current_thread():
             self._stack.close()
             self._stack = Stack()
@@ -155,9 +159,10 @@ class Watch:
         if self._link is not None:
             self._link.send(run=self._run)
             self._link.send(beat=self._heartbeat())  # the last one, if this rank is killed before the next
+        return outer
 
-    def end_run(self) -> None:
-        self._position = None
+    def end_run(self, outer: Callable[[], str] | None) -> None:
+        self._position = outer
 
     def _failure_of(self, error: BaseException) -> Failure:
         notes = "".join(f" ({note.rstrip('.')})" for note in getattr(error, "__notes__", ()) if "\n" not in note)

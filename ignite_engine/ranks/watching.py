@@ -50,13 +50,12 @@ def watched_run(position: Callable[[], str]) -> Iterator[None]:
         position: where the run is, as text; called in another thread.
     """
     with watching() as watch:
-        if watch is not None:
-            watch.begin_run(position)
+        outer = watch.begin_run(position) if watch is not None else None
         try:
             yield
         finally:
             if watch is not None:
-                watch.end_run()
+                watch.end_run(outer)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ignite_engine.ranks import stack, watch
+from ignite_engine.ranks import agreement, stack, watch, watching
 from tests.faults.fork_server import ForkServer, shared
 from tests.faults.processes import CONFIG, group_is_gone, summary, write_config_like
 
@@ -123,6 +123,17 @@ def test_a_rank_that_moves_is_not_asked_where_it_is(monkeypatch: pytest.MonkeyPa
         made._heartbeat()
         places.pop(0)
     assert asked == ["iteration 3", "iteration 3"]
+
+
+def test_after_a_run_within_a_run_the_outer_one_is_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watch.Watch() as made:
+        monkeypatch.setattr(agreement, "world_size", lambda: 2)
+        with watching.watched_run(lambda: "iteration 3"):
+            with watching.watched_run(lambda: "iteration 1"):
+                assert made._heartbeat()["text"].startswith("iteration 1")
+            assert made._heartbeat()["text"].startswith("iteration 3")
+        assert made._heartbeat()["text"].startswith("outside of run()")
+        monkeypatch.undo()
 
 
 def test_a_watch_leaves_no_stack() -> None:
