@@ -38,8 +38,9 @@ from ignite_engine.step.precision import DTYPES, LossScaler, Precision
 logger = logging.getLogger(__name__)
 
 CAPTURE_MODES = (False, True, "auto")
-_TOLERANCE = {None: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Largest relative difference, by the type of autocast: see ``GradientGraph.agrees``."""
+_TOLERANCE = {None: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+"""Largest relative difference, by the type of autocast: see ``GradientGraph.agrees``. Ten of the type's roundings: of
+gradients in fp16 four were seen, and a run that is resumed is judged again, on other weights."""
 
 
 class NotCaptured(ValueError):
