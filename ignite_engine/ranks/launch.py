@@ -176,9 +176,18 @@ class Ranks:
         self._peer_failed = False
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with receiving_signals() as received:
-            self.attempt(func, args, kwargs, received)
-        self.finish()
+        with contextlib.closing(self):
+            with receiving_signals() as received:
+                self.attempt(func, args, kwargs, received)
+            self.finish()
+
+    def close(self) -> None:
+        """Once all ranks have ended, and nothing is asked of them any more."""
+        for rank in self.ranks:
+            if rank.sentinel != rank.process.sentinel:
+                os.close(rank.sentinel)
+            rank.report.close()
+            rank.process.close()
 
     def attempt(
         self,
@@ -235,11 +244,8 @@ class Ranks:
             with signals.blocked():
                 process.start()
             report.close()
-            self.ranks.append(Rank(number, process, received, self._sentinel(process)))
+            self.ranks.append(Rank(number, process, received, _sentinel(process, start_method)))
         return store
-
-    def _sentinel(self, process: Any) -> int:
-        return int(process.sentinel)
 
     def _wait(self, ranks: list[Rank], received: socket.socket | None) -> None:
         """Until something happens; then act on it.
@@ -329,6 +335,14 @@ class Ranks:
         """Whether a library has ended it after a peer had raised, which is the cause."""
         raised = [peer.end.at for peer in self.ranks if peer.end is not None and peer.end.traceback]
         return rank.killed_by == signal.SIGABRT and rank.end is not None and rank.end.at > min(raised, default=math.inf)
+
+
+def _sentinel(process: Any, start_method: str) -> int:
+    """That of multiprocessing is a pipe that loader workers hold, too, which may outlive their rank."""
+    if start_method != "forkserver" and hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):  # an older kernel
+            return os.pidfd_open(process.pid)
+    return int(process.sentinel)
 
 
 @contextmanager

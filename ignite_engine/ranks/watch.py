@@ -351,6 +351,9 @@ class Watch:
         saying = threading.Thread(target=say, daemon=True)
         saying.start()
         saying.join(1.0)
+        for process in multiprocessing.active_children():
+            if process.daemon:  # as at any other end; a worker whose dataset never returns would stay
+                process.kill()
         os._exit(self.failure.code)
 
 

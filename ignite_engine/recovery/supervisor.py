@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import select
 import signal
 import socket
@@ -96,10 +95,6 @@ class _ForkedRanks(Ranks):
         super().__init__(*arguments)
         self._out_of_memory_before = _killed_for_memory()
 
-    def _sentinel(self, process: Any) -> int:
-        # multiprocessing's own is a pipe that loader workers hold, too: they outlive their rank
-        return os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else super()._sentinel(process)
-
     def _end_peers(self) -> None:
         if self.stop is None and (self.killed or any(row.hung for row in self.rows)):
             self.ended = True
@@ -146,13 +141,6 @@ class _ForkedRanks(Ranks):
         return _Death(
             rank, self.local_ranks[rank], pid, f"{how} {row.where}", row.begun, row.phase, samples, number, traceback
         )
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            if rank.sentinel != rank.process.sentinel:
-                os.close(rank.sentinel)
-            rank.report.close()
-            rank.process.close()
 
 
 class Supervisor:

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -629,3 +630,27 @@ def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tmp_path: Pat
         digests.append(processes.summary(tmp_path / how)["weights_sha256"])
     assert processes.summary(tmp_path / "killed")["resumed_from"] is not None
     assert digests[0] == digests[1]
+
+
+def leave_a_process(rank: int, folder: Path) -> None:
+    """As a loader worker whose dataset never returns outlives its rank."""
+    if (pid := os.fork()) == 0:
+        time.sleep(60)
+        os._exit(0)
+    (folder / f"left_by_{rank}").write_text(str(pid))
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_process_that_outlives_its_rank_is_not_waited_for(tmp_path: Path) -> None:
+    resource_tracker.ensure_running()
+    before, began = len(os.listdir("/proc/self/fd")), time.monotonic()
+    with Parallel(backend="gloo", nproc_per_node=2) as parallel:
+        parallel.run(leave_a_process, tmp_path)
+    left = [int(path.read_text()) for path in tmp_path.iterdir()]
+    try:
+        assert len(left) == 2 and time.monotonic() - began < 55
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ignite_engine.ranks import agreement, stack, watch, watching
+from ignite_engine.ranks.heartbeats import Failure
 from tests.faults.fork_server import ForkServer, shared
 from tests.faults.processes import CONFIG, group_is_gone, summary, write_config_like
 
@@ -143,3 +148,15 @@ def test_a_watch_leaves_no_stack() -> None:
         thread.join()
         assert stack._file is not None
     assert stack._file is None
+
+
+def test_a_rank_that_is_ended_leaves_no_loader_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    worker.start()
+    codes = list[int]()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    made = watch.Watch()
+    made.failure, made._end_at = Failure("rank 1 failed", code=3), 0.0
+    made._end_if_due()
+    worker.join(5)
+    assert codes == [3] and worker.exitcode == -signal.SIGKILL
