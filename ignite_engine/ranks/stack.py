@@ -74,10 +74,10 @@ class Stack:
         """The innermost line first; empty where the thread does not answer within 0.1 s."""
         return [] if self._file is None else self._file.lines(self)
 
-    def text(self) -> str:
-        """As Python prints it, the innermost line last."""
+    def text(self, lines: Sequence[Line]) -> str:
+        """As Python prints them, the innermost line last; reads their source files."""
         texts = []
-        for line in reversed(self.lines()):
+        for line in reversed(lines):
             source = linecache.getline(line.path, int(line.number)).strip() if line.number.isdigit() else ""
             texts.append(f'  File "{line.path}", line {line.number}, in {line.function}\n')
             texts += [f"    {source}\n"] if source else []

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from select import select
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ignite_engine.errors import PeerFailed, one_line, raised_by_all_ranks
 from ignite_engine.ranks import agreement, signals, watching
 from ignite_engine.ranks.heartbeats import BEAT_S, ENDED, SILENT, SILENT_S, Failure, Hub, Link, Message, connect
-from ignite_engine.ranks.stack import Stack, where
+from ignite_engine.ranks.stack import Line, Stack, where
 from ignite_engine.ranks.watching import HEARTBEAT_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
@@ -292,30 +292,31 @@ class Watch:
         if not (failure.raised and own):
             gone = not failure.raised or bool(self._left.intersection(failure.ranks))
             self._end_at = time.monotonic() + (_MAY_RAISE_S if gone and not self._raised else _MAY_LEAVE_S)
-        stack = self._stack.text() if failure.kind in ("silent", "stuck") and not self._raised else ""
+        lines = self._stack.lines() if failure.kind in ("silent", "stuck") and not self._raised else []
         if failure.kind == "silent":
             for rank in failure.ranks:
                 if rank != self.rank:
                     self._kill(rank)
         # a thread of its own: whatever the main thread holds, the end is not delayed
-        threading.Thread(target=self._tell, args=(failure, stack), name="failure", daemon=True).start()
+        threading.Thread(target=self._tell, args=(failure, lines), name="failure", daemon=True).start()
         self._learned.set()
 
-    def _tell(self, failure: Failure, stack: str) -> None:
+    def _tell(self, failure: Failure, lines: Sequence[Line]) -> None:
         try:
             if failure.raised and self.rank not in failure.ranks:
                 self._decided.wait(BEAT_S)  # where all ranks raise the same, the error of each is enough
             if not (failure.raised and self._raised_own):
-                self._say(failure, stack)
+                self._say(failure, lines)
         finally:
             self._told.set()
 
-    def _say(self, failure: Failure, stack: str) -> None:
+    def _say(self, failure: Failure, lines: Sequence[Line]) -> None:
         speaks, configured = self._speaks(failure), logger.hasHandlers()
         if speaks or configured:
             logger.error("%s", failure.line)
         if speaks and self.rank != 0 and configured:
             print(failure.line, file=sys.stderr, flush=True)  # the log of rank 0 alone is shown on the console
+        stack = self._stack.text(lines)  # last: the file system of the source files may be what hangs
         if configured:
             for text in filter(None, (failure.trace, stack)):
                 logger.error("%s", text.rstrip(), extra={"console": False})
@@ -341,10 +342,11 @@ class Watch:
     def _end_if_due(self) -> None:
         if time.monotonic() < self._end_at or self.failure is None:
             return
-        stack = self._stack.text()
+        lines = self._stack.lines()
 
         def say() -> None:
-            logger.error("Rank %d did not end by itself.\n%s", self.rank, stack, extra={"console": False})
+            text = self._stack.text(lines)
+            logger.error("Rank %d did not end by itself.\n%s", self.rank, text, extra={"console": False})
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
 

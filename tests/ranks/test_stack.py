@@ -89,7 +89,7 @@ def test_the_text_is_a_traceback_with_the_lines_of_source() -> None:
 
     def ask() -> None:
         time.sleep(0.1)
-        found.append(made.text())
+        found.append(made.text(made.lines()))
 
     meanwhile(ask, lambda: time.sleep(0.3))  # this line
     assert found[0].startswith("Thread MainThread:\n")
@@ -139,7 +139,7 @@ def test_a_thread_of_python_is_asked_as_the_main_thread_is_and_not_when_it_has_e
     assert "work" in {line.function for line in made[0].lines()}
     goes_on.set()
     thread.join()
-    assert made[0].lines() == [] and made[0].text() == ""
+    assert made[0].lines() == [] and made[0].text([]) == ""
 
 
 def test_a_forked_process_has_stacks_of_its_own() -> None:
@@ -312,7 +312,7 @@ def test_names_that_are_not_ascii_are_those_of_the_files(tmp_path: Path, monkeyp
     def ask() -> None:
         time.sleep(0.03)
         found.extend(made.lines())
-        texts.append(made.text())
+        texts.append(made.text(made.lines()))
 
     meanwhile(ask, lambda: names["prüfe"](time.sleep))
     assert where(found) == (", in prüfe (训练.py:2)", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import multiprocessing
 import os
 import re
@@ -160,3 +161,20 @@ def test_a_rank_that_is_ended_leaves_no_loader_worker(monkeypatch: pytest.Monkey
     made._end_if_due()
     worker.join(5)
     assert codes == [3] and worker.exitcode == -signal.SIGKILL
+
+
+def test_an_end_does_not_wait_for_source_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be on the file system of which a read hangs."""
+    made, goes_on, ended = watch.Watch(), threading.Event(), threading.Event()
+    monkeypatch.setattr(linecache, "getline", lambda *arguments: goes_on.wait() and "")
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+
+    def end() -> None:
+        made._learn(Failure("rank 1 did not come", (1,), kind="stuck"))
+        made._end_at = 0.0
+        made._end_if_due()
+
+    threading.Thread(target=end, daemon=True).start()
+    in_time = ended.wait(10.0)
+    goes_on.set()
+    assert in_time
