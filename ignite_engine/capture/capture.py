@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ignite_engine.capture import over_ranks
 from ignite_engine.capture import step as steps
 from ignite_engine.capture.compiling import LONGEST_S, Compilations, NotCompiled, cause_of, compiler
-from ignite_engine.capture.gradients import GradientGraph, Signature, signature_of
+from ignite_engine.capture.gradients import GradientGraph, Signature, signature_of, unknown_part
 from ignite_engine.capture.step import StepGraph
 from ignite_engine.capture.trial import MUST_GAIN, Trial
 from ignite_engine.events import TrainingEvents
@@ -341,6 +341,9 @@ class Capture:
 
     def _compile(self, trained: _Trained, signature: Signature, batch: Any) -> GradientGraph | None:
         """Compile the gradients of a batch like this, and compare them with the plain way's on the same weights."""
+        if (kind := unknown_part(batch)) is not None:
+            self._refuse(f"a batch has a {kind}, in which torch finds no tensors: a dict, list or named tuple is known")
+            return None
         kept = 0 if self._eager_step or self._step.is_named else 1
         if not self._compilations.admits(f"{signature} of {trained.name}", kept=kept):
             return None

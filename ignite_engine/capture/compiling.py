@@ -128,7 +128,7 @@ def _package_of(value: Any) -> str:
 
 def cause_of(error: Exception) -> str:
     """In a line, with the line of the user's code that torch names."""
-    text = one_line(error)
+    text = one_line(getattr(error, "inner_exception", error))  # of BackendCompilerFailed, whose first line is no cause
     if "from user code:" in str(error):
         places = [line.strip() for line in str(error).splitlines() if line.lstrip().startswith('File "')]
         if places:
@@ -166,7 +166,7 @@ def _without_broken_cache(call: Callable[[], Result]) -> Result:
         logger.warning(
             "torch's cache of compiled code %sis perhaps full, damaged or not to be written (%s): compiled without it. "
             "Delete it.",
-            *(f"in {path} " if (path := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) else "", one_line(error)),
+            *(f"in {path} " if (path := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) else "", cause_of(error)),
         )
     with fresh_cache():
         if not _knows_instructions():

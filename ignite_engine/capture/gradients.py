@@ -220,3 +220,9 @@ def signature_of(batch: Any, training: bool) -> Signature:
     leaves, structure = tree_flatten(batch)
     tensors = ((leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return (training, str(structure), *tensors)
+
+
+def unknown_part(batch: Any) -> str | None:
+    """The type of an object in a batch of which the signature is another in each batch, such as a data class."""
+    known = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+    return next((type(leaf).__name__ for leaf in tree_leaves(batch) if not isinstance(leaf, known)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import signal
+from collections import UserDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -422,6 +423,29 @@ def test_to_compile_leaves_no_trace_in_buffers_of_the_loss(tmp_path: Path) -> No
 def test_a_model_that_replaces_its_buffers_is_refused() -> None:
     with pytest.raises(NotCaptured, match="or a buffer differs"):
         outputs_of(trainer_with(True, Reassigned, lambda model, batch: loss_fn(model, batch)[0]))
+
+
+class Keeping(nn.Linear):
+    """Keeps a value of its last forward."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = super().forward(inputs)
+        self.last = output.detach().mean()
+        return output
+
+
+def test_the_cause_in_torch_is_named_where_a_graph_cannot_be_compiled() -> None:
+    with pytest.raises(NotCaptured, match=r"cannot be captured: NotImplementedError: .*TensorWrapper"):
+        outputs_of(trainer_with(True, partial(Keeping, 8, 1), lambda model, batch: loss_fn(model, batch)[0]))
+
+
+def test_a_batch_in_an_object_that_torch_does_not_look_into_is_refused() -> None:
+    """Each would be another kind of batch, with a graph of its own."""
+    trainer = trainer_with(True, linear_of_8, lambda model, batch: loss_fn(model, (batch["x"], batch["y"]))[0])
+    batch = UserDict(x=torch.ones(4, 8), y=torch.ones(4, 1))
+
+    with pytest.raises(NotCaptured, match="a batch has a UserDict, in which torch finds no tensors"):
+        trainer.run([batch, batch], max_epochs=1)
 
 
 @pytest.mark.slow  # compiles
