@@ -204,6 +204,9 @@ def difference(case: Case, hand: Trained, captured: Trained, in_fp32: Trained | 
         return f"the loop: {hand.error or 'trains'}; captured: {captured.error or 'trains'}"
     if hand.skipped != captured.skipped:
         return f"the loop skips updates {hand.skipped}, the captured update {captured.skipped}"
+    for name, value in hand.tensors.items():  # whatever the precision
+        if not value.is_floating_point() and not torch.equal(value, captured.tensors[name]):
+            return f"{name} is {value.tolist()}, captured {captured.tensors[name].tolist()}"
     if case.middle == "dropout":  # other numbers are drawn
         return None
     tolerance = TOLERANCE[case.precision]

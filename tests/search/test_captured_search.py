@@ -47,6 +47,7 @@ def test_a_captured_update_trains_as_the_loop_written_by_hand_and_resumes_exactl
 
 
 ALL_OF_THEM = {"attached": "LR scheduler", "steps": 2, "weights": "samples", "sizes": (4,) * 12}
+NORMED = {"middle": "batch norm", "loss": "shape (1,)", "extras": "scalar"}
 CLIPPED = ALL_OF_THEM | {"clip": 1e-2}  # of which each update is small
 
 
@@ -81,6 +82,21 @@ def clipping_is_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepGraph, "__init__", lambda self, norm, *rest: init(self, 1e9, *rest))
 
 
+def buffers_stay(patch: pytest.MonkeyPatch) -> None:
+    call = GradientGraph.__call__
+
+    def without_buffers(self: GradientGraph, batch: Any, scale: Tensor) -> Any:
+        before = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        result = call(self, batch, scale)
+        for name, buffer in self.buffers.items():
+            buffer.copy_(before[name])
+        return result
+
+    agrees = GradientGraph.agrees
+    patch.setattr(GradientGraph, "agrees", lambda self, *arguments: agrees(self, *arguments) or True)
+    patch.setattr(GradientGraph, "__call__", without_buffers)
+
+
 @pytest.mark.parametrize(
     ("plant", "drawn"),
     [
@@ -88,6 +104,7 @@ def clipping_is_left_out(patch: pytest.MonkeyPatch) -> None:
         (the_first_rate_stays, ALL_OF_THEM),
         (micro_batches_weigh_nothing_else, ALL_OF_THEM),
         (clipping_is_left_out, CLIPPED),
+        (buffers_stay, NORMED),
     ],
 )
 def test_a_mistake_that_is_planted_is_found(
@@ -98,14 +115,14 @@ def test_a_mistake_that_is_planted_is_found(
     assert judge(plain(**drawn))[1] == FAILED
 
 
-@pytest.mark.parametrize("drawn", [ALL_OF_THEM, CLIPPED])
+@pytest.mark.parametrize("drawn", [ALL_OF_THEM, CLIPPED, NORMED])
 def test_without_a_mistake_the_same_case_passes(drawn: dict[str, Any]) -> None:
     reason, outcome, _ = judge(plain(**drawn))
     assert outcome == PASSED, reason
 
 
 def losses(*values: float) -> Any:
-    return SimpleNamespace(error=None, skipped=[], outputs=[{"loss": value} for value in values], norms=[])
+    return SimpleNamespace(error=None, skipped=[], outputs=[{"loss": value} for value in values], norms=[], tensors={})
 
 
 @pytest.mark.parametrize(
