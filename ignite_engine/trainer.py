@@ -125,6 +125,7 @@ class Trainer(Engine):
             self.registry.register(name, part, kind={"trainer": "counters"}.get(name, name))
         for name, obj, shared in getattr(update, "stateful", lambda: ())():
             self.registry.register(name, obj, shared=shared)
+            self.registry.of_update.append(name)
         self._roll_backs = RollBacks()
         self._at_end: list[Callable[[Trainer], None]] = []
 

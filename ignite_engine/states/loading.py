@@ -91,6 +91,9 @@ def resume(
     adapt = _adapter(registry, manifest.left_out, bool(sharding or manifest.environment.get(_SHARDING)))
     # pieces are read now, from files that one rank may not be able to read
     agreement.agreed(lambda: _load_all(registry, loaded, ignore, adapt))
+    held = {*loaded.shared, *loaded.local}
+    if begun := [name for name in registry.of_update if name not in held]:
+        registry.resumed_otherwise.append(f"{_RESUMED}{path.name}, which was saved without {', '.join(begun)}")
     return CheckpointInfo(path, manifest)
 
 

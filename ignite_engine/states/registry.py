@@ -44,12 +44,14 @@ class Registry:
         self.shared: set[str] = set()
         self.kinds: dict[str, str] = {}
         """What each object is: ``model``, ``optimizer``, ``schedule``, ``average``, ``metric``, ... or ``other``."""
+        self.of_update: list[str] = []
+        """Names of what the update's bits depend on."""
         self.nameless: list[str] = []
         """Attached objects with a state that could not be given a name of their own: they are not saved."""
         self.filters: list[SaveFilter] = []
         """What the attached checkpoint handlers leave out."""
         self.resumed_otherwise: list[str] = []
-        """How this run's ranks, sharding or machine differ from those of the checkpoint that it was resumed from."""
+        """How this run's update, ranks, sharding or machine differ from what the checkpoint was saved with."""
         self.times_replaced = 0
         """How often what is registered was loaded again within the run."""
         self._automatic: set[str] = set()

@@ -6,6 +6,7 @@ import logging
 import shutil
 import signal
 from collections import UserDict
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader, seed_everything
 from ignite_engine.capture import NotCaptured, capture, trial
-from ignite_engine.errors import StateMismatch
+from ignite_engine.errors import NotExact, StateMismatch
 from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_cosine
 from tests.builders import linear
 
@@ -289,6 +290,20 @@ def test_a_run_that_was_captured_is_not_resumed_without_a_word(tmp_path: Path) -
     checkpoint.attach(trainer)
     checkpoint.resume()
     with pytest.raises(StateMismatch, match="capture"):
+        trainer.run(data(), max_epochs=2)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_run_that_was_not_captured_is_not_resumed_captured_without_a_word(tmp_path: Path, strict: bool) -> None:
+    saved = trainer_of(False)
+    Checkpoint(tmp_path).attach(saved)
+    saved.run(data(), max_epochs=1)
+
+    trainer, checkpoint = trainer_of(True), Checkpoint(tmp_path, strict=strict)
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+    assert any("was saved without capture" in reason for reason in trainer.reproducibility())
+    with pytest.raises(NotExact, match="was saved without capture") if strict else nullcontext():
         trainer.run(data(), max_epochs=2)
 
 
