@@ -12,6 +12,7 @@ import random
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ignite_engine.handlers import Checkpoint
 from tests.search import update_cases
 from tests.search.common import PASSED, REFUSED, Failure, Result, case_seeds
 from tests.search.update_cases import HABITS, HAPPENED, LISTENERS, Built, Case, build, change
-from tests.search.update_search import FAILED, Passes, Trained, by_hand, groups_of, quiet
+from tests.search.update_search import DTYPES, FAILED, Passes, Trained, by_hand, groups_of, quiet
 
 PROGRAMS = (
     ("linear", "plain", "mean", "none"),
@@ -115,7 +116,7 @@ def judge(case: Case) -> tuple[str | None, str, set[str]]:
         return whole.error, REFUSED, features
     reason = difference(case, hand, whole)
     if reason is not None and case.precision != "fp32":
-        reason = difference(case, hand, whole, by_hand(replace(case, precision="fp32")))
+        reason = difference(case, hand, whole, [by_hand(replace(case, precision="fp32")), *by_hand_rounded(case)])
     if reason is None and is_resumed(case):
         features.add(RESUMED)
         at = random.Random(f"stopped {case.number}").randint(1, len(updates_of(case)) - 1)
@@ -124,6 +125,17 @@ def judge(case: Case) -> tuple[str | None, str, set[str]]:
             resumed = by_capture(case, Path(folder), resumed_at=at)
         reason = exact_difference(at, whole, stopped, resumed)
     return reason, PASSED if reason is None else FAILED, features
+
+
+def by_hand_rounded(case: Case) -> Iterator[Trained]:
+    """The loop from weights that are as far away as rounding to the case's precision moves a number."""
+    epsilon = torch.finfo(DTYPES[case.precision] or torch.float32).eps / 4
+    for seed in range(3):
+        built, generator = build(case), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in built.model.parameters():
+                parameter.mul_(1 + epsilon * torch.randn(parameter.shape, generator=generator))
+        yield by_hand(case, built)
 
 
 def by_capture(
@@ -192,13 +204,14 @@ def note(case: Case, built: Built, trainer: Trainer, trained: Trained) -> None:
     trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_SKIPPED, lambda: trained.skipped.append(state.iteration))
 
 
-def difference(case: Case, hand: Trained, captured: Trained, in_fp32: Trained | None = None) -> str | None:
+def difference(case: Case, hand: Trained, captured: Trained, others: Sequence[Trained] = ()) -> str | None:
     """What is not the same up to rounding, in one line.
 
     Args:
-        in_fp32: the loop again without the lower precision; as much as that has changed by then, a captured update may
-            change, too. An optimizer that divides a gradient by its own size makes a large difference of a small one:
-            from where it is more than a tenth, rounding decides what the losses are, and nothing is compared.
+        others: the loop again, where rounding alone makes it another one; as far as one of them has come from it, a
+            captured update may have come, too. An optimizer that divides a gradient by its own size makes a large
+            difference of a small one: from where it is more than a tenth, rounding decides what the losses are, and
+            nothing is compared.
     """
     if hand.error != captured.error:
         return f"the loop: {hand.error or 'trains'}; captured: {captured.error or 'trains'}"
@@ -210,25 +223,25 @@ def difference(case: Case, hand: Trained, captured: Trained, in_fp32: Trained | 
     if case.middle == "dropout":  # other numbers are drawn
         return None
     tolerance = TOLERANCE[case.precision]
-    runs = (hand, captured, in_fp32 or hand)
+    runs = (hand, captured, *others)
     numbers = {
         "loss": [[output["loss"] for output in each.outputs] for each in runs],
         "grad_norm": [each.norms for each in runs],
     }
-    for name, (expected, found, exact) in numbers.items():
+    for name, (expected, found, *rounded) in numbers.items():
         if len(expected) != len(found):
             return f"{name}: {len(expected)} values of the loop, {len(found)} of the captured update"
         allowed = tolerance if name == "loss" else 10 * tolerance
-        if len(exact) != len(expected):  # other updates were skipped
-            exact = expected
-        by_precision = 0.0
-        for index, (one, other, third) in enumerate(zip(expected, found, exact, strict=True)):
+        rounded = [values for values in rounded if len(values) == len(expected)]  # else other updates were skipped
+        by_rounding = 0.0
+        for index, (one, other) in enumerate(zip(expected, found, strict=True)):
             size = abs(one) + 1e-2
-            if math.isfinite(one) and math.isfinite(third):
-                by_precision = max(by_precision, abs(one - third) / size)
-            if by_precision > DECIDED_BY_ROUNDING:
+            if math.isfinite(one):
+                changes = [abs(one - values[index]) / size for values in rounded if math.isfinite(values[index])]
+                by_rounding = max([by_rounding, *changes])
+            if by_rounding > DECIDED_BY_ROUNDING:
                 break
-            if one == one != other and not abs(one - other) <= (allowed + by_precision) * size:
+            if one == one != other and not abs(one - other) <= (allowed + by_rounding) * size:
                 return f"{name} of update {index + 1} is {one!r}, captured {other!r}"
     return None
 

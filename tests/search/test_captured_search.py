@@ -140,7 +140,7 @@ def losses(*values: float) -> Any:
 def test_what_a_precision_itself_changes_a_captured_update_may_change(
     precision: str, hand: float, captured: float, in_fp32: float | None, is_wrong: bool
 ) -> None:
-    exact = None if in_fp32 is None else losses(in_fp32)
+    exact = [] if in_fp32 is None else [losses(in_fp32)]
     assert (difference(plain(precision=precision), losses(hand), losses(captured), exact) is not None) is is_wrong
 
 
@@ -151,6 +151,6 @@ def test_what_a_precision_itself_changes_a_captured_update_may_change(
 def test_a_difference_that_a_precision_has_made_stays_in_later_updates(
     first_in_fp32: float, last: float, is_wrong: bool
 ) -> None:
-    hand, captured, exact = losses(6.162, 3.465), losses(6.0, last), losses(first_in_fp32, 3.4)
+    hand, captured, exact = losses(6.162, 3.465), losses(6.0, last), [losses(first_in_fp32, 3.4)]
 
     assert (difference(plain(precision="bf16"), hand, captured, exact) is not None) is is_wrong

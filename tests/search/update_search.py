@@ -201,9 +201,9 @@ class Passes:
         return iter(next(self.epochs))
 
 
-def by_hand(case: Case) -> Trained:
-    """Trained by a loop that uses nothing of the engine."""
-    trained, built = Trained(), build(case)
+def by_hand(case: Case, built: Built | None = None) -> Trained:
+    """Trained by a loop that uses nothing of the engine; ``built`` from the case if it is not given."""
+    trained, built = Trained(), built or build(case)
     dtype, optimizers = DTYPES[case.precision], list(built.optimizers.values())
     scaler = torch.amp.GradScaler(device_kind(), enabled=case.precision == "fp16", **_scaler_options(case))
     size, iteration = case.steps or 1, 0
