@@ -49,6 +49,8 @@ LEAK_MIB, LEAK = 48.0, 0.1
 """Growth of a process, and as a share of what it holds: less may be its allocator's."""
 SOON = 10.0
 """Memory that is full after so many times the run's iterations is a cause whatever its share."""
+SOON_S = 3600.0
+"""And so is memory that a clear leak fills within an hour: a trial run is shorter than the run it is for."""
 TINY_MS = 0.5
 """A step on a CPU: below it calling operations and fetching single samples takes most of the time."""
 CAUGHT_UP = 0.8
@@ -167,7 +169,7 @@ def verdict(figures: Figures) -> Verdict | None:
     if not _is_judged(figures):
         return None
     verdicts = [verdict for rule in _RULES if (verdict := rule(figures)) is not None]
-    # what slows everything else cannot be told as a share, and is the cause of the other shares
+    # what slows everything else cannot be told as a share, and may be the cause of the other shares
     return max(verdicts, key=lambda verdict: verdict.share, default=None)
 
 
@@ -229,9 +231,11 @@ def _leak(figures: Figures) -> Verdict | None:
         return None
     rate = growth.grown_mib / growth.steps
     left = figures.headroom_mib / rate
+    is_clear = not growth.in_first_pass and growth.grown_mib >= LEAK * growth.held_mib
     is_soon = left < SOON * figures.steps
-    if not is_soon and (growth.in_first_pass or growth.grown_mib < LEAK * growth.held_mib):
+    if not is_soon and not is_clear:
         return None
+    is_soon |= left * figures.total_s / figures.steps < SOON_S
     full = f", and the {figures.headroom_mib:,.0f} MiB that are left are full in {left:,.0f} iterations"
     return Verdict(
         "a memory leak",
@@ -246,6 +250,10 @@ def _leak(figures: Figures) -> Verdict | None:
 def _crowded(figures: Figures) -> Verdict | None:
     share = figures.crowded_s / figures.total_s
     if share <= CROWDED:
+        return None
+    # the training thread's own work has the same share on free cores; workers may wait for a core themselves
+    rules = (_saving, _evaluating, _handlers, *((_data,) if figures.workers == 0 else ()))
+    if any(found.share > share for rule in rules if (found := rule(figures)) is not None):
         return None
     workers = ", use fewer loader workers" if (figures.workers or 0) > 1 else ""
     fewer = f", or set run.threads below {figures.threads}" if figures.threads > 1 else ""

@@ -128,3 +128,33 @@ def test_what_costs_most_is_named() -> None:
     assert found is not None and found.cause == "data"
     found = verdict(figures({"data_wait": 60.0, "checkpoint": 90.0}))
     assert found is not None and found.cause == "saving"
+
+
+@pytest.mark.parametrize(
+    ("given", "cause"),
+    [
+        (figures({"data_wait": 200.0}, workers=0, crowded_s=120.0), "data"),
+        (figures({"handlers": 200.0}, handlers=["mine"], crowded_s=120.0), "handlers"),
+        (figures({"checkpoint": 200.0}, saves=100, crowded_s=120.0), "saving"),
+        (figures({"evaluation": 200.0}, evaluations=100, crowded_s=120.0), "evaluation"),
+        (figures({"handlers": 40.0}, handlers=["mine"], crowded_s=60.0), "busy cores"),  # which cost more
+        (figures({"data_wait": 200.0}, crowded_s=120.0), "busy cores"),  # the workers had no core either
+        (figures({"data_wait": 50.0, "handlers": 60.0}, workers=0, crowded_s=60.0), "handlers"),
+    ],
+)
+def test_work_of_the_training_thread_that_costs_more_than_busy_cores_is_named_before_them(
+    given: Figures, cause: str
+) -> None:
+    found = verdict(given)
+    assert found is not None and found.cause == cause
+
+
+def test_leak_that_fills_the_memory_within_an_hour_is_named_first() -> None:
+    for other in ({"data_wait": 60.0}, {"handlers": 60.0}):
+        found = verdict(figures(other, growth=Growth(500, 200.0, 900.0), headroom_mib=8000.0))
+        assert found is not None and found.cause == "a memory leak"
+    found = verdict(figures(crowded_s=60.0, growth=Growth(500, 200.0, 900.0), headroom_mib=8000.0))
+    assert found is not None and found.cause == "a memory leak"
+    cache = Growth(500, 200.0, 900.0, in_first_pass=True)  # it may be full at the end of the pass
+    found = verdict(figures({"data_wait": 60.0}, growth=cache, headroom_mib=8000.0))
+    assert found is not None and found.cause == "data"
