@@ -19,9 +19,10 @@ from ignite.engine import Events
 from ignite.engine.events import RemovableEventHandle
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Update, Updates, devices
+from ignite_engine.data import SeededDataset
 from ignite_engine.handlers.compilations import call_around_compilations
 from ignite_engine.handlers.host_memory import Limits, memory_groups
 from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP, DeviceClock, HostClock, StepClock, own_time
@@ -287,7 +288,7 @@ class StepTimes:
             local_ranks=self._local_ranks,
             cores=_cores(),
             workers=workers if isinstance(workers, int) else None,
-            in_memory=_is_in_memory(getattr(state.dataloader, "dataset", state.dataloader)),
+            in_memory=_is_in_memory(state.dataloader),
             background=self._saves_in_background,
             handlers=_handlers_of_the_user(trainer),
             longest_handlers_s=clock.longest.handlers_s,
@@ -501,8 +502,14 @@ def _handlers_of_the_user(trainer: Trainer) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _is_in_memory(data: Any) -> bool:
-    return isinstance(data, TensorDataset | Tensor | list | tuple)
+def _is_in_memory(batches: Any) -> bool:
+    """Whether samples are in memory, and no function of the user makes batches of them, which may take long."""
+    data, collate_fn = getattr(batches, "dataset", batches), getattr(batches, "collate_fn", default_collate)
+    if isinstance(data, SeededDataset):
+        data, collate_fn = data.dataset, data.collate_fn
+    while isinstance(data, Subset):
+        data = data.dataset
+    return collate_fn is default_collate and isinstance(data, TensorDataset | Tensor | list | tuple)
 
 
 def _crowded_s() -> float:

@@ -314,7 +314,8 @@ def _data(figures: Figures) -> Verdict | None:
     if figures.in_memory:  # to hand a batch over takes a worker longer than to make it
         evidence += ", and it is in memory"
         remedy = (
-            "give its data set a __getitems__(indices) that returns a whole batch, or use larger batches; not workers"
+            "give its data set a __getitems__(indices) that returns a whole batch, with collate_fn=lambda batch: "
+            "batch; not workers"
         )
     elif figures.workers is None:
         remedy = "make the loader faster, or give one with num_workers"

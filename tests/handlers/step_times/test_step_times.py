@@ -15,6 +15,7 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
 from ignite_engine.data import Windows
@@ -416,3 +417,24 @@ def _rank(rank: int, folder: str) -> None:
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_in_memory_is_told_apart_in_a_loader_of_the_engine(workers: int) -> None:
+    tensors = TensorDataset(torch.randn(16, 3), torch.randn(16, 1))
+
+    def in_memory(batches: Any) -> bool:
+        trainer, times = trainer_of(linear()), StepTimes()
+        times.attach(trainer)
+        trainer.run(batches, max_epochs=1)
+        return times._figures(trainer).in_memory
+
+    def own_collate(samples: list[Any]) -> Any:  # what takes long may be this
+        return default_collate(samples)
+
+    assert in_memory(loader(tensors, batch_size=4, num_workers=workers))
+    assert in_memory(loader(Subset(tensors, range(8)), batch_size=4, num_workers=workers))
+    assert in_memory(DataLoader(tensors, batch_size=4, num_workers=workers))
+    assert not in_memory(loader(tensors, batch_size=4, num_workers=workers, collate_fn=own_collate))
+    assert not in_memory(DataLoader(tensors, batch_size=4, num_workers=workers, collate_fn=own_collate))
+    assert not in_memory(loader(Numbers(8), batch_size=4, num_workers=workers))
