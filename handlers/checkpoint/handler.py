@@ -476,7 +476,8 @@ class Checkpoint:
             saver.finish(trainer)
         while self._elsewhere:
             self._save_in(trainer, self._elsewhere.pop(0))
-        if not due or saver.has_saved(trainer):
+        # a stop in the run's last evaluation was saved before the end of that
+        if not due or (saver.has_saved(trainer) and not (at_end and saver.has_evaluated_since(trainer))):
             return
         if saver.busy:
             if self.options.when_busy == "skip" and not must:

@@ -84,6 +84,7 @@ class Saver:
         self._lock = contextlib.ExitStack()
         self._saved_at: tuple[int, int, int] | None = None
         self._saving_at = -1
+        self._saved_evaluations = 0
         self._captured_s = 0.0
 
     @property
@@ -95,6 +96,10 @@ class Saver:
         """Whether the step boundary at which the run is was saved, or is being saved."""
         return self._saved_at == boundary_of(trainer)
 
+    def has_evaluated_since(self, trainer: Trainer) -> bool:
+        """Whether an evaluation has completed since the run was saved or resumed."""
+        return trainer.state.evaluations != self._saved_evaluations
+
     def resumed(self, trainer: Trainer, checkpoint: CheckpointInfo, began: float, *, on_disk: bool = True) -> None:
         """The run was resumed from a checkpoint, which was begun at ``began`` (of ``time.perf_counter``).
 
@@ -104,6 +109,7 @@ class Saver:
         manifest = checkpoint.manifest
         self.times.loaded = Transfer.of(manifest, time.perf_counter() - began)
         self._saved_at = boundary_of(trainer) if on_disk else None
+        self._saved_evaluations = trainer.state.evaluations
         self.parent = checkpoint.path.name if on_disk else manifest.parent
         self.run_id, self.has_run = manifest.run_id, True
 
@@ -230,6 +236,7 @@ class Saver:
         self.settle()
         state.checkpoints += 1  # it counts itself: the resumed run continues with this number
         self._saved_at, self._saving_at = boundary_of(trainer), state.iteration
+        self._saved_evaluations = state.evaluations
         started = time.perf_counter()
         captured: list[_Captured] = []
         try:

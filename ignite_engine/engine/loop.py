@@ -37,7 +37,7 @@ from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import RollBack
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement
-from ignite_engine.state import TrainingState
+from ignite_engine.state import Boundary, TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.repeated_event import undone
 from ignite_engine.states.resume_state import ResumeState
@@ -115,6 +115,7 @@ class Loop:
             self.boundary.publish()
         self._restore_rng()  # handlers of STARTED may have drawn; `_epoch` does it again after those of EPOCH_STARTED
         if measured and bus.handlers_of(engine, TrainingEvents.RESUME_POINT):
+            state.boundary = Boundary(last=self.progress.is_done())
             self._fire(TrainingEvents.RESUME_POINT)  # what was measured is that of these weights, not of later ones
         if within and not engine.should_terminate:
             return  # `_epoch` ends, if a handler has asked for it

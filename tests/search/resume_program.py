@@ -382,12 +382,25 @@ class Program:
             "scaler": scaler.state_dict() if scaler is not None else {},
             **{name: take() for name, take in self.states.items()},
             "status": [state.status, state.reason],
+            "saved": {"evaluations": self._saved_evaluations()},
             "random numbers": {"python": repr(python), "numpy": repr(numpy), "torch": torch.get_rng_state()},
         }
         found: dict[str, str] = {}
         for name, part in parts.items():
             _flatten(part, name, found)
         return found
+
+    def _saved_evaluations(self) -> int:
+        """Of the newest checkpoint, which the end of the run has saved; those at COMPLETED come later."""
+        if self.plan["evaluation"] == "COMPLETED":
+            return 0
+        if not self.checkpoints:
+            return self.trainer.state.evaluations
+        store = self.checkpoints[0].store
+        newest = store.latest().checkpoint
+        assert newest is not None
+        saved: int = store.load(newest.path).local["trainer"]["evaluations"]
+        return saved
 
 
 def _of_optimizer(optimizer: Any) -> Any:

@@ -13,6 +13,7 @@ from ignite.metrics import Average, Loss
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
+from ignite_engine.checkpointing.digests import digests
 from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.builders import Numbers, linear, numbers_loader, trainer_of, weights
 
@@ -282,6 +283,50 @@ def test_stop_in_an_evaluation_at_the_end_interrupts_the_run_which_then_only_eva
         status, reason = ("interrupted", "enough") if stopping else ("completed", "max_epochs")
         assert (state.status, state.iteration, state.reason) == (status, 6, reason)
         assert ("val/mean" in state.metrics) is not stopping
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "last", "event"),
+    [
+        ({"max_epochs": 2}, 12, Events.EPOCH_COMPLETED),
+        ({"max_epochs": 2}, 12, Events.ITERATION_COMPLETED(every=6)),
+        ({"max_iters": 12}, 12, Events.EPOCH_COMPLETED),
+        ({"max_iters": 10}, 10, Events.ITERATION_COMPLETED(every=5)),
+    ],
+)
+def test_last_checkpoint_of_a_run_stopped_in_its_last_evaluation_is_the_one_after_it(
+    limit: dict[str, int], last: int, event: Any, background: bool, tmp_path: Path
+) -> None:
+    def run(folder: Path, stop: bool) -> dict[str, str]:
+        trainer = trainer_of()
+
+        def ask(model: nn.Module, batch: Any) -> Any:
+            if stop and trainer.state.iteration == last:
+                trainer.request_stop("enough")
+            return batch
+
+        Evaluation(create_evaluator(model_of(trainer), ask, {"mean": Average()}), averaged).attach(trainer, event)
+        checkpoint = Checkpoint(folder, best="val/mean", mode="max", background=background)
+        checkpoint.attach(trainer)
+        torch.manual_seed(0)
+        checkpoint.resume()
+        trainer.run(numbers_loader(), **limit)
+        newest = checkpoint.store.latest().checkpoint
+        assert newest is not None and newest.iteration == last
+        assert (trainer.state.status, "val/mean" in newest.manifest.metrics) == (
+            ("interrupted", False) if stop else ("completed", True)
+        )
+        loaded = checkpoint.store.load(newest.path)
+        parts = digests({**loaded.shared, **loaded.local})
+        del parts["trainer.checkpoints"]  # a stop adds one
+        return parts
+
+    averaged = [torch.tensor([float(index)]) for index in range(5)]
+    whole = run(tmp_path / "whole", stop=False)
+    stopped = run(tmp_path / "cut", stop=True)
+    assert stopped != whole
+    assert run(tmp_path / "cut", stop=False) == whole
 
 
 def test_evaluation_interrupted_by_a_stop_fires_no_completed_of_the_evaluator(tmp_path: Path) -> None:
