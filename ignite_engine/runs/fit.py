@@ -250,13 +250,14 @@ def fit(
             "restart": restart or None,
         },
         "data": {"batch_size": batch_size, "num_workers": num_workers},
-        "optimizer": {"lr": lr},
+        "optimizer": {} if lr is None else {"lr": lr},
         "schedule": {},
         "update": {"precision": precision, "accumulation_steps": accumulation_steps, "clip_norm": clip_norm},
         "checkpoint": {"best": best, "mode": _mode(best, mode, task), "override": override},
     }
     if isinstance(optimizer, str | Mapping):
-        given["optimizer"] |= {"name": optimizer} if isinstance(optimizer, str) else _plain(optimizer)
+        options = {"name": optimizer} if isinstance(optimizer, str) else _plain(optimizer)
+        _merge("optimizer", given["optimizer"], options)
     elif optimizer is not None:
         if lr is not None:
             raise ConfigError("fit(): lr: got a value with an optimizer that has its own; give it to the optimizer.")

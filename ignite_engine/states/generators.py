@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,15 @@ class OwnGenerators:
             if name in state:
                 _restore(generator, state[name])
 
+    @contextmanager
+    def undrawn(self) -> Iterator[None]:
+        """Restore them after the body, which may draw from them."""
+        state = self.state_dict()
+        try:
+            yield
+        finally:
+            self.load_state_dict(state)
+
 
 def unsaved_generators(objects: Mapping[str, Any], loss_fn: Any) -> Iterator[str]:
     """One reason for each generator that no checkpoint holds.
@@ -75,12 +84,10 @@ def unsaved_generators(objects: Mapping[str, Any], loss_fn: Any) -> Iterator[str
 @contextmanager
 def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
     """Restore the generators of a registry after the body, which may draw from them."""
-    states = [(part, part.state_dict()) for part in _parts(objects)]
-    try:
+    with ExitStack() as stack:
+        for part in _parts(objects):
+            stack.enter_context(part.undrawn())
         yield
-    finally:
-        for part, state in states:
-            part.load_state_dict(state)
 
 
 def _parts(objects: Mapping[str, Any]) -> list[OwnGenerators]:

@@ -9,12 +9,14 @@ from weakref import WeakKeyDictionary
 
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_engine.checkpointing.digests import tensor_sha256
+from ignite_engine.checkpointing.digests import digests, tensor_sha256
 from ignite_engine.errors import shortened
 from ignite_engine.ranks import agreement, mesh
+from ignite_engine.ranks.ddp_buffers import data_parallel
 from ignite_engine.rng import attributes_of
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, clean_name, unwrap
 from ignite_engine.step.micro_batches import reducing_modules
@@ -65,7 +67,8 @@ class TrainedApart:
 
     Known to be reduced are DTensors, what DDP or another wrapper with ``no_sync`` holds, everything with
     ``rank_invariant``, and a parameter with a gradient hook, which may reduce it. An update function of the user's own
-    may reduce gradients itself: what it trains is compared between the ranks, after iterations 1, 2, 4, 8, ... of the
+    may reduce gradients itself: what it trains is compared between the ranks, with the optimizers' state of it and the
+    loss scaler, as a step may leave weights alone (a rate of 0, an overflow), after iterations 1, 2, 4, 8, ... of the
     process.
 
     Args:
@@ -97,16 +100,33 @@ class TrainedApart:
         return done & (done - 1) == 0
 
     def _compare(self) -> None:
-        mine = {row.name: tensor_sha256(row.parameter) for row in self._unjudged()}
+        objects = self._used()
+        scalers = [obj.state_dict() for obj in objects.values() if isinstance(obj, GradScaler)]
+        mine = {
+            row.name: (tensor_sha256(row.parameter), repr(digests([_state_of(row, objects), *scalers])))
+            for row in self._unjudged()
+        }
+        mine |= {name: (tensor_sha256(buffer), "") for name, buffer in self._buffers()}
         rows = agreement.gather_objects(mine)
         self._differ |= {name for name in mine if len({row.get(name) for row in rows}) > 1}
         self.check()
 
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the models that are registered and not in DDP, what a checkpoint holds of rank 0 alone."""
+        for model in {id(model): model for obj in self._objects.values() for model in _models_of(obj)}.values():
+            if not data_parallel(model):
+                saved = model.state_dict(keep_vars=True)
+                yield from ((f"buffer {name}", each) for name, each in model.named_buffers() if name in saved)
+
     def _unjudged(self) -> list[Trained]:
         """What an update function of the user's own trains, and nothing that is known reduces."""
-        used = {name: value for name, value in attributes_of(self._update) if isinstance(value, nn.Module | Optimizer)}
-        objects = {**self._objects, **{name: value for name, value in used.items() if name not in self._objects}}
-        return [row for row in trained_parameters(objects) if row.reduced_by is None]
+        return [row for row in trained_parameters(self._used()) if row.reduced_by is None]
+
+    def _used(self) -> dict[str, Any]:
+        """What is registered, and what an update function of the user's own holds beside it."""
+        kinds = nn.Module | Optimizer | GradScaler
+        held = {name: value for name, value in attributes_of(self._update) if isinstance(value, kinds)}
+        return {**held, **self._objects}
 
     def check(self) -> None:
         """Warn once of what trains apart.
@@ -130,7 +150,10 @@ class TrainedApart:
     def reasons(self) -> list[str]:
         """Why a resumed run would have other bits: rank 0's weights are saved for all."""
         names = [row.name for row in self._rows()]
-        return [f"{_reason(names)}, and rank 0's are saved"] if names else []
+        buffers = sorted(name for name in self._differ if name.startswith("buffer "))
+        found = [_reason(names)] if names else []
+        found += [f"each rank has its own {shortened(buffers)}"] if buffers else []
+        return [f"{reason}, and rank 0's are saved" for reason in found]
 
     def _rows(self) -> list[Trained]:
         if agreement.world_size() == 1 or mesh.data_size() == 1:
@@ -190,6 +213,14 @@ def _models_of(obj: Any) -> Iterator[nn.Module]:
     yield from (model for model in models if isinstance(model, nn.Module))
 
 
+def _state_of(row: Trained, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """What its optimizer holds of it."""
+    holder = objects[row.optimizer]
+    optimizer: Optimizer = holder.optimizer if isinstance(holder, OptimizerState) else holder
+    state: dict[str, Any] = optimizer.state.get(row.parameter, {})
+    return state
+
+
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -202,8 +233,11 @@ def _reduced_by_ddp(wrapped: DistributedDataParallel) -> set[int]:
     if wrapped not in _reduced:
         try:
             buckets = wrapped.reducer._get_zeros_like_grad_buckets()
-        except RuntimeError:  # one with sparse gradients has no zeros: what was left out cannot be seen then
-            _reduced[wrapped] = {id(parameter) for parameter in wrapped.parameters()}
+        except RuntimeError:  # one with sparse gradients has no zeros; but it says how many it reduces
+            held = list(wrapped.parameters())
+            trained = [parameter for parameter in held if parameter.requires_grad]
+            count = wrapped._get_ddp_logging_data()["num_parameter_tensors"]
+            _reduced[wrapped] = {id(parameter) for parameter in (trained if len(trained) == count else held)}
         else:
             _reduced[wrapped] = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
     return _reduced[wrapped]

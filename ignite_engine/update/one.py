@@ -139,7 +139,8 @@ class Update:
         self._reduces = bool(reducing_modules(model))
         # one context for good: making one costs more than entering it
         context = None if precision == "fp32" else autocast(precision, self.device.type)
-        self._forward_backward = ForwardBackward(model, loss_fn, context, self.scaler)
+        self._forward_backward = held = ForwardBackward(model, loss_fn, context, self.scaler)
+        self._generators = OwnGenerators(lambda: {"model": held.model, "loss_fn": held.loss_fn})
         self._capture: Capture | None = None
         self._accumulation = self._chosen_accumulation()
         if capture is not False:
@@ -154,6 +155,7 @@ class Update:
             self._parameters,
             self.device,
             around=loss_parallel_context if self.loss_parallel else nullcontext,
+            undrawn=self._generators.undrawn,
             reduce_each_micro_batch=self.reduce_each_micro_batch,
         )
         if self._reduces or self.loss_parallel:
@@ -278,9 +280,8 @@ class Update:
         outside.is_saved = bool(outside.tensors())
         if outside.is_saved:
             yield "parameters", outside, True
-        generators = OwnGenerators(lambda: {"model": self.model, "loss_fn": self.loss_fn})
-        if generators.held():
-            yield "generators", generators, False
+        if self._generators.held():
+            yield "generators", self._generators, False
         if self.scaler is not None:
             yield "scaler", self.scaler, True
         if self.non_finite is not None:

@@ -268,6 +268,7 @@ def test_wrong_value_is_one_line_that_names_the_argument(tmp_path: Path, argumen
     ("arguments", "words"),
     [
         ({"epochs": 3}, r"^fit\(\) got epochs, which it does not take; did you mean 'max_epochs'\?$"),
+        ({"lr": 0.1, "optimizer": {"name": "sgd", "lr": 0.2}}, r"^fit\(\) got lr twice, as lr and in optimizer"),
         ({"max_epochs": 3, "run": {"max_epochs": 4}}, r"^fit\(\) got max_epochs twice, as max_epochs and in run"),
         ({"checkpoint": 5}, r"^checkpoint must be a mapping of settings, got 5\.$"),
         ({"schedule": 5}, r"^schedule must be a name, options, or a function of the optimizer, got 5\.$"),

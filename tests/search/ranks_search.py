@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -171,7 +172,7 @@ class RankProgram(Program):
     def _note_apart(self, trainer: Trainer) -> None:
         """It is known from the first update on."""
         for reason in trainer.reproducibility():
-            if "each rank trains" in reason:
+            if "each rank" in reason:
                 self.journal.note(f"announced {reason}")
 
     def _stop_if_due(self, trainer: Trainer, stop: Plan) -> None:
@@ -295,14 +296,16 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
         return {"outcome": FAILED, "reason": _errors(case)}
     stopped = agreement.broadcast_int(int(not resume_search._ended(case / "rank_0", "stopped")))
     agreement.on_rank_0(lambda: _rewind(case) if plan["rewinds"] and stopped else None)
-    if any(_all(plan, case, "resumed", None)):
-        return {"outcome": FAILED, "reason": _errors(case)}
+    failed = any(_all(plan, case, "resumed", None))
+    terminated = agreement.broadcast_int(int(_was_terminated(plan, whole, case, total)))
+    if failed:
+        return {"outcome": TERMINATED if terminated else FAILED, "reason": "" if terminated else _errors(case)}
     own = _difference(whole, case)
     differences = [each for each in agreement.gather_objects(own) if each is not None]
     announced = resume_search._notes(case / "rank_0", "stopped", "announced ")
     if not differences:
         return {"outcome": ANNOUNCED_EQUAL if announced else PASSED if stopped else NOT_STOPPED, "reason": ""}
-    if agreement.broadcast_int(int(resume_search._resumed_after_terminate(whole / "rank_0", case / "rank_0", total))):
+    if terminated:
         return {"outcome": TERMINATED, "reason": ""}
     if announced:
         return {"outcome": ANNOUNCED, "reason": ""}
@@ -310,6 +313,18 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
     _all(plan, again, "whole", None)
     unsure = any(agreement.gather_objects(_difference(whole, again, role="whole")))
     return {"outcome": NO_FUNCTION if unsure else FAILED, "reason": differences[0]}
+
+
+def _was_terminated(plan: Plan, whole: Path, case: Path, total: int) -> bool:
+    """Whether the case was resumed after a ``terminate()`` that ended the whole run.
+
+    Ranks learn of it some iterations after TerminateOnNan has called it, at the first value that is not finite.
+    """
+    if "TerminateOnNan" in plan["ignite"]:
+        lines = [line for path in whole.glob("rank_*/lines.txt") for line in path.read_text().splitlines()]
+        called = [int(line.split()[1]) for line in lines if re.search(r"^iteration .* -?(nan|inf) ", line)]
+        total = min([*called, total])
+    return resume_search._resumed_after_terminate(whole / "rank_0", case / "rank_0", total)
 
 
 def _all(plan: Plan, folder: Path, role: str, stop: Plan | None) -> list[int]:

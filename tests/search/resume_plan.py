@@ -291,6 +291,10 @@ def settled(plan: Plan) -> Plan:
         plan["drop_last"] = "yes"  # a worker's last batch may be of one sample, which BatchNorm refuses
     if plan["when_busy"] == "skip":
         plan["background"] = "yes"
+    if plan["embedding"] == "max_norm" and plan["evaluation"].startswith("iterations"):
+        # a documented limit: an average made after an evaluation that rescales rows
+        plan["ignite"] = [each for each in plan["ignite"] if each != "EMAHandler"]
+        plan["handlers"] = [each for each in plan["handlers"] if each != "AveragedModel"]
     return plan
 
 

@@ -154,7 +154,8 @@ class Judge:
         whole, began = self._fresh("whole"), time.monotonic()
         code = self._run(plan, whole, "whole", None)
         seconds = time.monotonic() - began
-        if code == REFUSED_CODE:
+        # Ignite's metrics refuse an epoch without a batch
+        if code == REFUSED_CODE or "NotComputableError" in _error(whole):
             return Verdict(REFUSED, _error(whole))
         if code != 0:
             return Verdict(FAILED, f"the whole run ended with code {code}: {_error(whole)}")
@@ -268,7 +269,7 @@ def _resumed_after_terminate(whole: Path, case: Path, total: int) -> bool:
     """The whole run was ended by ``terminate()``, and a process resumed from the checkpoint of that end."""
     end = json.loads((whole / "whole_end.json").read_text())
     notes = [note for role in ("stopped", "resumed") for note in _notes(case, role, "resumed from ")]
-    return end["status.1"] == "'terminate'" and any(int(note.split()[-1]) >= total for note in notes)
+    return end["status.1"].startswith("'terminate") and any(int(note.split()[-1]) >= total for note in notes)
 
 
 def _lines(folder: Path) -> dict[str, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from functools import partial
 from pathlib import Path
@@ -156,6 +157,28 @@ def _unfrozen_late(rank: int, folder: str) -> None:
         with pytest.raises(ValueError, match=r"0\.weight, 0\.bias needed no gradient.* find_unused_parameters=True"):
             _run(trainer)
         assert trainer.state.iteration == (2 if begun else 0)
+    _unfrozen_beside_a_table()
+
+
+class _WithTable(nn.Module):
+    """A part of it has sparse gradients, whose DDP does not show its buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.frozen = _linear(), nn.Linear(1, 1).requires_grad_(False)
+        self.table = nn.Embedding(2, 1, sparse=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows: Tensor = self.table(torch.zeros(len(inputs), dtype=torch.long))
+        return self.frozen(self.layer(inputs)) + rows  # type: ignore[no-any-return]
+
+
+def _unfrozen_beside_a_table() -> None:
+    model = _WithTable()
+    trainer = _trainer(DistributedDataParallel(model))
+    trainer.add_event_handler(Events.EPOCH_STARTED(once=2), partial(model.frozen.requires_grad_, True))
+    with pytest.raises(ValueError, match=r"frozen\.weight, frozen\.bias needed no gradient"):
+        _run(trainer)
 
 
 def _own_update(model: nn.Module, optimizer: Any, *, reduces: bool = False, from_iteration: int = 1) -> Any:
@@ -177,21 +200,26 @@ def _own_update(model: nn.Module, optimizer: Any, *, reduces: bool = False, from
 
 def _own_functions(rank: int, folder: str) -> None:
     """What any callable trains is compared between the ranks after its first updates."""
-    said = _records()
+    said, number = _records(), itertools.count()
 
     def trained(
-        model: nn.Module, *, parts: tuple[str, ...] = ("model", "sgd"), strict: bool = False, **options: Any
+        model: nn.Module,
+        *,
+        parts: tuple[str, ...] = ("model", "sgd"),
+        strict: bool = False,
+        lr: float = 0.1,
+        **options: Any,
     ) -> tuple[list[str], list[str]]:
         said.clear()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         trainer = Trainer(_own_update(model, optimizer, **options))
         for name, obj in (("model", model), ("sgd", optimizer)):
             if name in parts:
                 trainer.register(name, obj, shared=True)
-        Checkpoint(f"{folder}/{len(said.records)}{options}{parts}{strict}", strict=strict).attach(trainer)
+        Checkpoint(f"{folder}/{next(number)}", strict=strict).attach(trainer)
         _run(trainer)
         lines = [record.getMessage() for record in said.records if "each rank trains" in record.getMessage()]
-        return lines, [reason for reason in trainer.reproducibility() if "each rank trains" in reason]
+        return lines, [reason for reason in trainer.reproducibility() if "each rank" in reason]
 
     lines, reasons = trained(_linear())
     assert bool(lines) == (rank == 0) and reasons == [
@@ -201,12 +229,17 @@ def _own_functions(rank: int, folder: str) -> None:
     assert trained(_linear(), reduces=True) == ([], [])
     assert trained(DistributedDataParallel(_linear())) == ([], [])
     assert trained(DistributedDataParallel(_linear()), parts=()) == ([], [])
-    lines, reasons = trained(_linear(), parts=("model",))
-    assert reasons and "weight, bias" in reasons[0], "an optimizer that is not registered was not seen"
+    unregistered = trained(_linear(), parts=("model",))[1]
+    assert unregistered and "weight, bias" in unregistered[0], "an optimizer that is not registered was not seen"
     half = nn.Sequential(DistributedDataParallel(_linear()), nn.Linear(1, 1))
     assert "trains 1.weight, 1.bias by itself (2 of" in trained(half)[1][0]
     with pytest.raises(NotExact, match="by itself"):
         trained(_linear(), strict=True)
+    assert trained(_linear(), lr=0.0)[1] == reasons, "weights that a rate of 0 leaves alone were taken for a proof"
+    assert trained(nn.Sequential(nn.BatchNorm1d(3), _linear()), reduces=True)[1] == [
+        "each rank has its own buffer 0.running_mean, buffer 0.running_var, and rank 0's are saved"
+    ]
+    assert trained(DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(3), _linear())))[1] == []
 
 
 @pytest.mark.distributed

@@ -24,6 +24,7 @@ class WithPeers:
 
     Args:
         around: makes the context of forward and backward together, such as ``loss_parallel``.
+        undrawn: makes a context after which the generators that the model and loss function hold are as before.
         reduce_each_micro_batch: else gradients are reduced in the last backward of a group only.
     """
 
@@ -34,10 +35,11 @@ class WithPeers:
         device: torch.device,
         *,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        undrawn: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reduce_each_micro_batch: bool = False,
     ) -> None:
         self._forward_backward, self._parameters = forward_backward, parameters
-        self._device, self._around = device, around
+        self._device, self._around, self._undrawn = device, around, undrawn
         reducing = reducing_modules(forward_backward.model)
         self._is_fsdp = any(hasattr(module, "set_requires_gradient_sync") for module in reducing)
         if self._is_fsdp:
@@ -72,6 +74,7 @@ class WithPeers:
                 without_sync(() if index == last else deferring),
                 self._around(),
                 without_trace(self._forward_backward.model) if repeated else nullcontext(),
+                self._undrawn() if repeated else nullcontext(),
                 nullcontext() if scale else without_rows(self._parameters.all()),
             ):
                 losses.append(self._forward_backward(engine, batch, scale, extras, listeners))
