@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,7 @@ class _Session:
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(RuntimeError):  # raised below, with its last error
             self.send({"status": status, "reason": reason})
-            while self._unsent and select.select([], [self._to], [], max(until - time.monotonic(), 0))[1]:
+            while self._unsent and self._takes_more(max(until - time.monotonic(), 0)):
                 self._push()
         self.process.stdin.close()
         while self._receive(until):
@@ -282,6 +283,11 @@ class _Session:
             self.process.stdout.close()
         if code or self._error:
             raise self._failure()
+
+    def _takes_more(self, within_s: float) -> bool:
+        poll = select.poll()  # select.select() takes no descriptor from 1024 on
+        poll.register(self._to, select.POLLOUT)
+        return bool(poll.poll(1000 * within_s))
 
     def _push(self) -> None:
         try:
@@ -302,7 +308,7 @@ class _Session:
         """Read what the process has answered; False if nothing came in time, or its output has ended."""
         if self.process.stdout is None or self.process.stdout.closed:
             return False
-        if not select.select([self._from], [], [], max(until - time.monotonic(), 0))[0]:
+        if not wait([self._from], max(until - time.monotonic(), 0)):
             return False
         piece = os.read(self._from, 65536)
         self._received += piece

@@ -20,8 +20,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
-from select import select
 from types import TracebackType
 from typing import Literal
 
@@ -229,7 +229,7 @@ class Watch:
                 link.send(beat=self._heartbeat())
                 beat_at = time.monotonic() + BEAT_S
             try:
-                heard = link.receive() if select([link.socket], [], [], BEAT_S / 2)[0] else None
+                heard = link.receive() if wait([link.socket], BEAT_S / 2) else None
             except (EOFError, OSError, ValueError):
                 heard = None
                 if not self._leaving and self.failure is None:

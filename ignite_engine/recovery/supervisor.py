@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import signal
 import socket
 import sys
@@ -13,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -288,7 +288,7 @@ def _first_stop(received: socket.socket | None, seconds: float) -> int | None:
         left = max(until - time.monotonic(), 0.0)
         if received is None:
             time.sleep(left)
-        elif select.select([received], [], [], left)[0]:
+        elif wait([received], left):
             stops = [number for number in received.recv(64) if number in signals.STOPS]
             if stops:
                 return stops[0]

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from select import select
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
@@ -54,7 +54,7 @@ def heard(link: Link, timeout_s: float, meanwhile: Any = lambda: None) -> Iterat
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         meanwhile()
-        if select([link.socket], [], [], 0.2)[0]:
+        if wait([link.socket], 0.2):
             yield from link.receive()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import linecache
+import logging
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -14,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from ignite_engine import Trainer
 from ignite_engine.ranks import agreement, stack, watch, watching
 from ignite_engine.ranks.heartbeats import Failure
 from tests.faults.fork_server import ForkServer, shared
 from tests.faults.processes import CONFIG, group_is_gone, summary, write_config_like
+from tests.ranks.forkserver import on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
@@ -149,6 +153,25 @@ def test_a_watch_leaves_no_stack() -> None:
         thread.join()
         assert stack._file is not None
     assert stack._file is None
+
+
+def _with_many_descriptors(rank: int, folder: str) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # as of tensors that loader workers have sent
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ignite_engine").addHandler(handler)
+    trainer = Trainer(lambda engine, batch: time.sleep(0.05))
+    trainer.run([0] * 20)
+    for descriptor in held:
+        os.close(descriptor)
+    assert (said, trainer.state.status) == ([], "completed")
+
+
+def test_a_rank_with_more_descriptors_than_select_takes_is_watched(tmp_path: Path) -> None:
+    on_ranks(2, _with_many_descriptors, tmp_path)
 
 
 def test_a_rank_that_is_ended_leaves_no_loader_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import hashlib
 import json
@@ -74,22 +75,22 @@ def run(
     seed = plan["seed"] + 1 + os.getpid() if other else plan["seed"]
     random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
     notes = notes or place
-    journal = Journal(notes, role)
-    try:
-        made = (program or Program)(plan, place, journal, stop)
-        made.train()
-    except PlannedError:
-        return PLANNED
-    except SystemExit:
+    with contextlib.closing(Journal(notes, role)) as journal:
+        try:
+            made = (program or Program)(plan, place, journal, stop)
+            made.train()
+        except PlannedError:
+            return PLANNED
+        except SystemExit:
+            return 0
+        except BaseException as error:
+            told = "".join(traceback.format_exception_only(error)).strip().splitlines()
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            (notes / "error.txt").write_text(f"{told[0]} [{Path(where.filename).name}:{where.lineno} {where.name}]")
+            traceback.print_exc()
+            return RAISED if journal.trained else REFUSED
+        (notes / f"{role}_end.json").write_text(json.dumps(made.end()))
         return 0
-    except BaseException as error:
-        told = "".join(traceback.format_exception_only(error)).strip().splitlines()
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        (notes / "error.txt").write_text(f"{told[0]} [{Path(where.filename).name}:{where.lineno} {where.name}]")
-        traceback.print_exc()
-        return RAISED if journal.trained else REFUSED
-    (notes / f"{role}_end.json").write_text(json.dumps(made.end()))
-    return 0
 
 
 class Journal:
@@ -109,6 +110,10 @@ class Journal:
         if what not in self._noted:
             self._noted.add(what)
             os.write(self._notes, f"{self.role}\t{what}\n".encode())
+
+    def close(self) -> None:
+        os.close(self._lines)
+        os.close(self._notes)
 
 
 class Program:
