@@ -113,10 +113,14 @@ class TrainedApart:
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Of the models that are registered and not in DDP, what a checkpoint holds of rank 0 alone."""
+        if mesh.data_size() == 1:
+            return
         for model in {id(model): model for obj in self._objects.values() for model in _models_of(obj)}.values():
             if not data_parallel(model):
                 saved = model.state_dict(keep_vars=True)
-                yield from ((f"buffer {name}", each) for name, each in model.named_buffers() if name in saved)
+                for name, buffer in model.named_buffers():
+                    if name in saved and not hasattr(buffer, "device_mesh"):
+                        yield f"buffer {name}", buffer
 
     def _unjudged(self) -> list[Trained]:
         """What an update function of the user's own trains, and nothing that is known reduces."""

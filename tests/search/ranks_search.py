@@ -302,7 +302,7 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
         return {"outcome": TERMINATED if terminated else FAILED, "reason": "" if terminated else _errors(case)}
     own = _difference(whole, case)
     differences = [each for each in agreement.gather_objects(own) if each is not None]
-    announced = resume_search._notes(case / "rank_0", "stopped", "announced ")
+    announced = agreement.on_rank_0(lambda: resume_search._notes(case / "rank_0", "stopped", "announced "))
     if not differences:
         return {"outcome": ANNOUNCED_EQUAL if announced else PASSED if stopped else NOT_STOPPED, "reason": ""}
     if terminated:
