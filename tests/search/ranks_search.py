@@ -312,6 +312,7 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
     again = folder / "again"
     _all(plan, again, "whole", None)
     unsure = any(agreement.gather_objects(_difference(whole, again, role="whole")))
+    unsure = unsure or resume_search.differs_from_itself(plan)
     return {"outcome": NO_FUNCTION if unsure else FAILED, "reason": differences[0]}
 
 

@@ -191,7 +191,7 @@ class Judge:
             verdict.outcome = TERMINATED
         elif announced:
             verdict.outcome, verdict.reason = ANNOUNCED, difference
-        elif plan["optimizer"] == "SGD fused" and "bf16 weights" in plan["layers"]:
+        elif differs_from_itself(plan):
             verdict.outcome, verdict.reason = NO_FUNCTION, "torch's fused SGD over bf16 weights differs from itself"
         else:
             unsure = self._differs_from_itself(plan, whole, expected)
@@ -243,6 +243,11 @@ class Judge:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return folder
+
+
+def differs_from_itself(plan: Plan) -> bool:
+    """Torch's fused SGD with momentum does over bf16 weights."""
+    return bool(plan["optimizer"] == "SGD fused" and "bf16 weights" in plan["layers"])
 
 
 def _damage(folder: Path) -> None:
