@@ -62,7 +62,7 @@ format: $(STAMP)  ## rewrite the files as check expects them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-campaign: $(STAMP)  ## kill and resume runs in every way (20 idle minutes), except what passed at this commit; docs/campaign.md
+campaign: $(STAMP)  ## kill and resume runs in every way (45 minutes on 2 cores), except what passed at this commit; docs/campaign.md
 	$(BIN)/python -m tests.campaign $(ARGS)
 
 search: $(STAMP)  ## compare random updates, calls of fit and resumed runs, also of several ranks, with references, MINUTES=20 each; docs/search.md
