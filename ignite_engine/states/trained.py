@@ -115,7 +115,7 @@ class TrainedApart:
         """Of the models that are registered and not in DDP, what a checkpoint holds of rank 0 alone."""
         if mesh.data_size() == 1:
             return
-        for model in {id(model): model for obj in self._objects.values() for model in _models_of(obj)}.values():
+        for model in _models_of(self._objects):
             if not data_parallel(model):
                 saved = model.state_dict(keep_vars=True)
                 for name, buffer in model.named_buffers():
@@ -128,9 +128,9 @@ class TrainedApart:
 
     def _used(self) -> dict[str, Any]:
         """What is registered, and what an update function of the user's own holds beside it."""
+        held = {name: value for name, value in attributes_of(self._update) if name not in self._objects}
         kinds = nn.Module | Optimizer | GradScaler
-        held = {name: value for name, value in attributes_of(self._update) if isinstance(value, kinds)}
-        return {**held, **self._objects}
+        return {**self._objects, **{name: value for name, value in held.items() if isinstance(value, kinds)}}
 
     def check(self) -> None:
         """Warn once of what trains apart.
@@ -186,7 +186,7 @@ class _Reducers:
         self._everything = "rank_invariant" if "rank_invariant" in objects else None
         self._reducer_of: dict[int, str] = {}
         self._forgotten: set[int] = set()
-        for model in {id(model): model for obj in objects.values() for model in _models_of(obj)}.values():
+        for model in _models_of(objects):
             for module in reducing_modules(model):
                 self._add(module)
 
@@ -211,10 +211,14 @@ class _Reducers:
         return Trained(name, parameter, optimizer, by, by is None and key in self._forgotten)
 
 
-def _models_of(obj: Any) -> Iterator[nn.Module]:
-    loss_module = getattr(getattr(obj, "outside", None), "loss_module", None)
-    models = (obj, getattr(obj, "model", None) if isinstance(obj, ModelState | OptimizerState) else None, loss_module)
-    yield from (model for model in models if isinstance(model, nn.Module))
+def _models_of(objects: Mapping[str, Any]) -> list[nn.Module]:
+    """Each model of the registered objects once, loss functions that are modules among them."""
+    found: dict[int, nn.Module] = {}
+    for obj in objects.values():
+        loss_module = getattr(getattr(obj, "outside", None), "loss_module", None)
+        model = getattr(obj, "model", None) if isinstance(obj, ModelState | OptimizerState) else None
+        found |= {id(each): each for each in (obj, model, loss_module) if isinstance(each, nn.Module)}
+    return list(found.values())
 
 
 def _state_of(row: Trained, objects: Mapping[str, Any]) -> dict[str, Any]:

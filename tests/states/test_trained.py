@@ -208,10 +208,11 @@ def _own_functions(rank: int, folder: str) -> None:
         parts: tuple[str, ...] = ("model", "sgd"),
         strict: bool = False,
         lr: float = 0.1,
+        outside: tuple[nn.Parameter, ...] = (),
         **options: Any,
     ) -> tuple[list[str], list[str]]:
         said.clear()
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        optimizer = torch.optim.SGD([*model.parameters(), *outside], lr=lr, momentum=0.9)
         trainer = Trainer(_own_update(model, optimizer, **options))
         for name, obj in (("model", model), ("sgd", optimizer)):
             if name in parts:
@@ -233,6 +234,8 @@ def _own_functions(rank: int, folder: str) -> None:
     assert unregistered and "weight, bias" in unregistered[0], "an optimizer that is not registered was not seen"
     half = nn.Sequential(DistributedDataParallel(_linear()), nn.Linear(1, 1))
     assert "trains 1.weight, 1.bias by itself (2 of" in trained(half)[1][0]
+    apart = (nn.Parameter(torch.full((1,), float(rank))),)
+    assert "trains sgd.2 by itself (1 of" in trained(DistributedDataParallel(_linear()), outside=apart)[1][0]
     with pytest.raises(NotExact, match="by itself"):
         trained(_linear(), strict=True)
     assert trained(_linear(), lr=0.0)[1] == reasons, "weights that a rate of 0 leaves alone were taken for a proof"
