@@ -23,6 +23,9 @@ from ignite_engine.step.micro_batches import reducing_modules
 
 logger = logging.getLogger(__name__)
 
+_UNCOUNTED = 64
+"""So many iterations may change nothing (skipped steps, accumulation) until only every 2nd, 4th, ... is compared."""
+
 
 class Trained(NamedTuple):
     """One parameter that an optimizer holds and that requires a gradient."""
@@ -69,7 +72,7 @@ class TrainedApart:
     ``rank_invariant``, and a parameter with a gradient hook, which may reduce it. An update function of the user's own
     may reduce gradients itself: what it trains is compared between the ranks, with the optimizers' state of it and the
     loss scaler, as a step may leave weights alone (a rate of 0, an overflow), after iterations 1, 2, 4, 8, ... of the
-    process.
+    process, not counted those before the first that changes anything.
 
     Args:
         objects: those of the registry, by name.
@@ -80,6 +83,8 @@ class TrainedApart:
         self._told: set[str] = set()
         self._update: Any = None
         self._begun = 0
+        self._weights: list[dict[str, str]] = []
+        self._uncounted_left = _UNCOUNTED
         self._differ: set[str] = set()
 
     def watch(self, engine: Engine, update: Any) -> None:
@@ -99,17 +104,27 @@ class TrainedApart:
         done = iteration - self._begun
         return done & (done - 1) == 0
 
-    def _compare(self) -> None:
+    def _compare(self, engine: Engine) -> None:
         objects = self._used()
-        scalers = [obj.state_dict() for obj in objects.values() if isinstance(obj, GradScaler)]
-        mine = {
-            row.name: (tensor_sha256(row.parameter), repr(digests([_state_of(row, objects), *scalers])))
-            for row in self._unjudged()
-        }
-        mine |= {name: (tensor_sha256(buffer), "") for name, buffer in self._buffers()}
-        rows = agreement.gather_objects(mine)
-        self._differ |= {name for name in mine if len({row.get(name) for row in rows}) > 1}
+        mine = {row.name: repr(digests([row.parameter, _state_of(row, objects)])) for row in self._unjudged()}
+        scalers = repr(digests([obj.state_dict() for obj in objects.values() if isinstance(obj, GradScaler)]))
+        buffers = {name: tensor_sha256(buffer) for name, buffer in self._buffers()}
+        rows = agreement.gather_objects((mine, scalers, buffers))
+        if len({scalers for _, scalers, _ in rows}) > 1:
+            self._differ |= mine.keys()
+        compared = [weights | buffers for weights, _, buffers in rows]
+        self._differ |= {name for name in mine | buffers if len({row.get(name) for row in compared}) > 1}
+        self._count(engine.state.iteration, [weights for weights, _, _ in rows])
         self.check()
+
+    def _count(self, iteration: int, weights: list[dict[str, str]]) -> None:
+        """Before the first change each iteration is compared."""
+        if self._uncounted_left:
+            if weights == self._weights:
+                self._begun, self._uncounted_left = iteration, self._uncounted_left - 1
+            elif self._weights:
+                self._uncounted_left = 0
+            self._weights = weights
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Of the models that are registered and not in DDP, what a checkpoint holds of rank 0 alone."""

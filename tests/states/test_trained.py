@@ -41,8 +41,9 @@ def _trainer(model: nn.Module, loss_fn: Any = mse, parameters: Any = None, **opt
     return Trainer(Update(model, torch.optim.SGD(held, lr=0.1), loss_fn, **options))
 
 
-def _run(trainer: Trainer, epochs: int = 2) -> None:
-    trainer.run(loader(Numbers(8), 2), max_epochs=epochs)
+def _run(trainer: Trainer, epochs: int = 2, iterations: int | None = None) -> None:
+    length = {"max_epochs": epochs} if iterations is None else {"max_iters": iterations}
+    trainer.run(loader(Numbers(8), 2), **length)
 
 
 def _linear() -> nn.Linear:
@@ -209,6 +210,7 @@ def _own_functions(rank: int, folder: str) -> None:
         strict: bool = False,
         lr: float = 0.1,
         outside: tuple[nn.Parameter, ...] = (),
+        iterations: int | None = None,
         **options: Any,
     ) -> tuple[list[str], list[str]]:
         said.clear()
@@ -218,7 +220,7 @@ def _own_functions(rank: int, folder: str) -> None:
             if name in parts:
                 trainer.register(name, obj, shared=True)
         Checkpoint(f"{folder}/{next(number)}", strict=strict).attach(trainer)
-        _run(trainer)
+        _run(trainer, iterations=iterations)
         lines = [record.getMessage() for record in said.records if "each rank trains" in record.getMessage()]
         return lines, [reason for reason in trainer.reproducibility() if "each rank" in reason]
 
@@ -227,6 +229,8 @@ def _own_functions(rank: int, folder: str) -> None:
         "each rank trains weight, bias by itself (2 of the parameters), as nothing reduces it, and rank 0's are saved"
     ]
     assert trained(_linear(), from_iteration=3)[1] == reasons, "an update that changed nothing was taken for a proof"
+    late = trained(_linear(), from_iteration=3, iterations=3)[1]
+    assert late == reasons, "what ranks train apart in the iteration after skipped ones was not seen"
     assert trained(_linear(), reduces=True) == ([], [])
     assert trained(DistributedDataParallel(_linear())) == ([], [])
     assert trained(DistributedDataParallel(_linear()), parts=()) == ([], [])
