@@ -133,14 +133,17 @@ class Saver:
             self._saved_at = None
         if trainer.state.start is Start.FRESH or not self.has_run:
             self.run_id, self.has_run = agreement.on_rank_0(lambda: secrets.token_hex(8)), True
-        if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
-            group = agreement.cpu_group(f"checkpoints in {self.store.directory}")
-            self.store = CheckpointStore(self.store.directory, group)
-        self.filter.check(trainer.registry.capture, trainer.registry.kinds)
-        check_patterns(self._changed_rows.patterns, trainer.registry.capture, trainer.registry.kinds)
-        agreement.agreed(lambda: self._check_registered(trainer))
-        agreement.agreed(lambda: self._take_folder(trainer) if agreement.rank() == 0 else None)
-        self.store.sweep()
+        with contextlib.ExitStack() as refused:
+            refused.callback(self.release)
+            if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
+                group = self._lock.enter_context(agreement.lent_group("checkpoints"))
+                self.store = CheckpointStore(self.store.directory, group)
+            self.filter.check(trainer.registry.capture, trainer.registry.kinds)
+            check_patterns(self._changed_rows.patterns, trainer.registry.capture, trainer.registry.kinds)
+            agreement.agreed(lambda: self._check_registered(trainer))
+            agreement.agreed(lambda: self._take_folder(trainer) if agreement.rank() == 0 else None)
+            self.store.sweep()
+            refused.pop_all()
         if self._saved_at is not None:  # resumed: the process before may have been killed between a save and its prune
             self._prune()
             self.settle()
@@ -198,9 +201,11 @@ class Saver:
             yield
 
     def release(self) -> None:
-        """Let other processes save in the folder."""
+        """Let other processes save in the folder; a collective."""
         self.settle()
         self._lock.close()
+        if agreement.world_size() > 1:  # the group may be another run's now
+            self.store = CheckpointStore(self.store.directory, agreement.cpu_group())
 
     def _check_registered(self, trainer: Trainer) -> None:
         """Refuse what no checkpoint could hold before it is trained for."""

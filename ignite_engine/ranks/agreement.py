@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -45,6 +46,7 @@ def on_ranks(ranks: Sequence[int]) -> str:
 
 
 _groups: dict[tuple[int, str], dist.ProcessGroup] = {}
+_lent: set[tuple[str, int]] = set()
 
 
 def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
@@ -62,6 +64,20 @@ def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
             del _groups[stale]
         _groups[key] = dist.new_group(backend="gloo", timeout=timeout())
     return _groups[key]
+
+
+@contextlib.contextmanager
+def lent_group(purpose: str) -> Iterator[dist.ProcessGroup]:
+    """A group that no other thread uses within it; a collective.
+
+    One that was given back is lent again, as the threads of each gloo group wake up 100 times a second for ever.
+    """
+    number = next(each for each in itertools.count() if (purpose, each) not in _lent)
+    _lent.add((purpose, number))
+    try:
+        yield cpu_group(f"{purpose} {number}")
+    finally:
+        _lent.discard((purpose, number))
 
 
 def subgroup(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:

@@ -14,6 +14,7 @@ from ignite.engine import Events
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing import CheckpointStore, filesystem
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.ranks import agreement
 from tests.builders import numbers_loader, on_two_ranks, trainer_of
 
 Answers = dict[str, list[Any]]
@@ -57,6 +58,10 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
     answers["start"] = trained(folder / "start", iteration=0 if rank == 1 else -1, state=mine["foreign"])
     answers["slow"] = [_seconds_of(folder / f"slow {each}", rank, background=each) for each in (False, True)]
     answers["two handlers"] = [_two_at_once(folder / "two", attempt) for attempt in range(5)]
+    before = len(agreement._groups)
+    answers["one after another"] = [_two_at_once(folder / "after", attempt) for attempt in range(3)]
+    answers["new groups"] = len(agreement._groups) - before
+    answers["within"] = _within_a_run(folder / "within")
     dist.barrier()
     answers["held"] = trained(folder / "held")
     return answers
@@ -81,6 +86,23 @@ def _two_at_once(folder: Path, attempt: int) -> list[list[str]]:
     ]
     for each in checkpoints:
         each.attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(numbers_loader(), max_iters=4)
+    return [each.store.verify(saved.path) for each in checkpoints for saved in each.store.checkpoints()]
+
+
+def _within_a_run(folder: Path) -> list[list[str]]:
+    """What a run and those that a handler of it makes, all saving in the background, leave behind."""
+    trainer = trainer_of()
+    checkpoints = [Checkpoint(folder / "outer", keep_last=9, background=True)]
+    checkpoints[0].attach(trainer, Events.ITERATION_COMPLETED)
+
+    def run_another() -> None:
+        inner = trainer_of()
+        checkpoints.append(Checkpoint(folder / f"inner {len(checkpoints)}", keep_last=9, background=True))
+        checkpoints[-1].attach(inner, Events.ITERATION_COMPLETED)
+        inner.run(numbers_loader(), max_iters=2)
+
+    trainer.add_event_handler(Events.ITERATION_STARTED, run_another)
     trainer.run(numbers_loader(), max_iters=4)
     return [each.store.verify(saved.path) for each in checkpoints for saved in each.store.checkpoints()]
 
@@ -117,6 +139,15 @@ def test_a_state_of_one_rank_that_cannot_be_saved_is_refused_at_the_start_on_bot
 def test_two_handlers_save_in_the_background_at_once(two_ranks: Answers) -> None:
     for rank in two_ranks["two handlers"]:
         assert rank == [[[]] * 8] * 5
+
+
+def test_a_run_within_another_saves_in_the_background_at_once(two_ranks: Answers) -> None:
+    assert two_ranks["within"] == [[[]] * 12] * 2
+
+
+def test_runs_one_after_another_use_the_same_groups(two_ranks: Answers) -> None:
+    """Each has threads that wake up 100 times a second for ever; runs that were refused have given theirs back, too."""
+    assert two_ranks["new groups"] == [0, 0] and two_ranks["one after another"] == [[[[]] * 8] * 3] * 2
 
 
 def test_a_folder_in_use_is_refused_on_both(two_ranks: Answers) -> None:
