@@ -120,7 +120,7 @@ class TrainedApart:
     def _count(self, iteration: int, weights: list[dict[str, str]]) -> None:
         """Before the first change each iteration is compared."""
         if self._uncounted_left:
-            if weights == self._weights:
+            if weights == self._weights and any(weights):
                 self._begun, self._uncounted_left = iteration, self._uncounted_left - 1
             elif self._weights:
                 self._uncounted_left = 0
