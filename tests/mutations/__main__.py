@@ -1,8 +1,9 @@
 """Mutations drawn over the code of the promises, each in a copy of the repository; the tests named for it must fail.
 
-Usage: ``python -m tests.mutations [--seed 1] [--count 60] [--only 3,7] [--limit SECONDS] [--list] [--results FILE]``.
-The tests are those that docs/features.md names, the nearest to the changed module first, then the others of its room.
-It exits with 1 if more than one in twenty is not caught. What a file of results has is not run again.
+Usage: ``python -m tests.mutations [--seed 1] [--count 60] [--only 3,7] [--limit SECONDS] [--list] [--all]``
+``[--results FILE]``. The tests are those that docs/features.md names, the nearest to the changed module first, then the
+others of its room; ``--all`` goes on with those that are not named, to find one that a row should name. It exits with 1
+if more than one in twenty is not caught. What a file of results has is not run again.
 """
 
 from __future__ import annotations
@@ -142,11 +143,21 @@ def chosen(seed: int, count: int) -> Iterator[tuple[str, Mutation]]:
         yield from ((room, mutation) for mutation in islice(mutations, share))
 
 
-def run(tree: Tree, room: str, mutation: Mutation, named: Sequence[str], limit_s: float) -> Result:
+def others(folders: Sequence[str], named: Sequence[str]) -> list[str]:
+    """Arguments for the tests of these folders that are not named, but for the slow ones."""
+    files = sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if str(path.relative_to(ROOT)).startswith(tuple(folders))
+    )
+    return ["-m", "not slow and not cuda and not accelerator", *(f"--deselect={test}" for test in named), *files]
+
+
+def run(tree: Tree, room: str, mutation: Mutation, turns: Sequence[Sequence[str]], limit_s: float) -> Result:
     """What the tests give, turn by turn until one fails."""
     source, seconds = (ROOT / mutation.path).read_text(encoding="utf-8"), 0.0
     with tree.changed(mutation.path, mutation.applied(source)):
-        for tests in nearest(mutation.path, ROOMS[room][1], named):
+        for tests in turns:
             result = tree.test(["--timeout=150", *tests], timeout_s=limit_s - seconds)
             seconds += result.seconds
             if result.how != "passed":
@@ -160,6 +171,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--only", default="", help="numbers of mutations, such as 3,7")
     parser.add_argument("--list", action="store_true", help="print them and run nothing")
+    parser.add_argument("--all", action="store_true", help="then run the tests that no row names, too")
     parser.add_argument("--results", type=Path, help="a file of JSON lines, which is continued")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for the tests of one mutation")
     options = parser.parse_args(arguments)
@@ -178,7 +190,10 @@ def main(arguments: list[str]) -> int:
                 print(f"{number} {mutation}")
                 continue
             if mutation.key not in done:
-                result = run(tree, room, mutation, named, options.limit)
+                folders = ROOMS[room][1]
+                turns = nearest(mutation.path, folders, named)
+                turns += [others(folders, named)] if options.all else []
+                result = run(tree, room, mutation, turns, options.limit)
                 done[mutation.key] = result.caught_by is not None
                 said = result.caught_by or "NOT CAUGHT"
                 print(
