@@ -36,8 +36,8 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 3 minutes on 2 cores); ARGS="run.seed=1 ..."
 	$(BIN)/python -m ignite_engine train $(CONFIG) $(ARGS)
 
-test: $(STAMP)  ## run the tests but the slow ones (SLOW=1: these, too); PYTEST_ARGS="-k schedule"
-	$(BIN)/python -m pytest -q -p no:cacheprovider -n 3 --dist worksteal -m "not cuda and not accelerator$(if $(SLOW),, and not slow)" $(PYTEST_ARGS)
+test: $(STAMP)  ## run the tests but the slow ones (SLOW=1: these, too, as CI does; LONG=1: all); PYTEST_ARGS="-k schedule"
+	$(BIN)/python -m pytest -q -p no:cacheprovider -n 3 --dist worksteal -m "not cuda and not accelerator$(if $(LONG),, and not long$(if $(SLOW),, and not slow))" $(PYTEST_ARGS)
 
 device: $(STAMP)  ## run the tests that need a device, on this machine's or on fake ones; docs/devices.md
 	$(BIN)/python -m tests.device $(PYTEST_ARGS)
@@ -62,7 +62,7 @@ format: $(STAMP)  ## rewrite the files as check expects them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-campaign: $(STAMP)  ## kill and resume runs in every way (45 minutes on 2 cores), except what passed at this commit; docs/campaign.md
+campaign: $(STAMP)  ## kill and resume runs in every way and the long tests (an hour on 2 cores), except what passed at this commit; docs/campaign.md
 	$(BIN)/python -m tests.campaign $(ARGS)
 
 search: $(STAMP)  ## compare random updates, calls of fit and resumed runs, also of several ranks, with references, MINUTES=20 each; docs/search.md

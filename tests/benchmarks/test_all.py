@@ -23,6 +23,7 @@ def test_every_program_is_in_the_table() -> None:
     assert sorted(programs - {"__main__"} - NOT_IN_THE_TABLE) == sorted(each.name for each in BENCHMARKS)
 
 
+@pytest.mark.slow
 def test_reports_are_kept_and_measured_again_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from benchmarks.captured_models import TRIAL, Way
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls")
-@pytest.mark.slow  # compiles in vain
+@pytest.mark.long  # compiles in vain
 def test_a_round_has_as_many_updates_after_the_decision() -> None:
     batches = [(torch.randn(4, 64), torch.randint(10, (4,))) for _ in range(20)]
     way = Way("a loss that reads a value", batches, "auto")

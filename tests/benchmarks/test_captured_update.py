@@ -13,7 +13,7 @@ from benchmarks.workload import LOG_EVERY
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls")
-@pytest.mark.slow  # compiles a graph
+@pytest.mark.long  # compiles a graph
 def test_every_contender_is_timed_in_every_round(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert main(["--rounds", "2", "--micro-batches", str(LOG_EVERY), "--json", str(report)]) == 0

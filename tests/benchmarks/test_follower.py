@@ -13,6 +13,7 @@ from benchmarks.beside import EVERY
 SMALL = ["--rounds", "1", "--iterations", str(60 * EVERY), "--mib", "0.1", "--batches", "2"]
 
 
+@pytest.mark.long
 def test_both_kinds_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "report.json"
     assert follower.main([*SMALL, "--json", str(target)]) == 0

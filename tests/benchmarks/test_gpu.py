@@ -17,7 +17,7 @@ from benchmarks.gpt import GPT, Shape, flops_per_token, parameters_of
 from tests.faults.fork_server import shared
 
 
-@pytest.mark.slow  # trains in eight sections
+@pytest.mark.long  # trains in eight sections
 def test_reduced_form_runs_every_section_and_finds_nothing_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,6 +50,7 @@ def test_reduced_form_runs_every_section_and_finds_nothing_wrong(
     assert " skipped, " in next(iter(rows["tests"].values()))["value"] or torch.cuda.is_available()
 
 
+@pytest.mark.slow
 def test_section_that_fails_is_in_the_table_and_the_others_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from ignite_engine.checkpointing import CheckpointStore
 WIDTH = 16
 
 
-@pytest.mark.slow  # 20 ways in 3 rounds
+@pytest.mark.long  # 20 ways in 3 rounds
 def test_every_contender_has_its_turn_in_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "report.json"
     arguments = ["--rounds", "2", "--width", str(WIDTH), "--directory", str(tmp_path), "--json", str(target)]

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import start_and_exit
 
 
-@pytest.mark.slow  # each process imports torch
+@pytest.mark.long  # each process imports torch
 def test_processes_are_measured_from_their_start_to_their_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

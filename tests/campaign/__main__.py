@@ -25,6 +25,7 @@ from tests.campaign import (
     failures,
     instants,
     invariant,
+    long_tests,
     nodes,
     operations,
     rank_instants,
@@ -50,6 +51,7 @@ SECTIONS = (
     "changed rows",
     "instants",
     "matrix",
+    "long tests",
 )
 
 
@@ -223,7 +225,7 @@ def _items_of(section: str, bench: Bench) -> list[Item]:
         return operations.items_by_rows(bench)
     modules = {"restarts": restarts, "damage": damage, "disks": disks, "instants": instants}
     modules |= {"two ranks": ranks, "two nodes": nodes, "rank instants": rank_instants, "rank-invariant": invariant}
-    modules["failures"] = failures
+    modules |= {"failures": failures, "long tests": long_tests}
     items: list[Item] = modules[section].items()
     return items
 

@@ -35,6 +35,7 @@ WHAT = {
     "rank-invariant": "on 1 to 4 ranks, killed and restarted on other numbers of them: the bits of one process",
     "two nodes": "two network namespaces with two ranks each under torchrun: a node or a rank killed, or stopped by a "
     "signal; the bits of four ranks on one node",
+    "long tests": "files of tests that are too long to run at each change: compilers, measurements, many processes",
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.campaign import long_tests
 from tests.campaign.__main__ import Campaign
 from tests.campaign.report import commit
 from tests.campaign.runs import Bench, Item
@@ -143,3 +144,29 @@ def test_results_of_another_change_of_the_code_do_not_count(tmp_path: Path) -> N
     source.write_text("a = 2\n")
     source.with_name("added.py").unlink()
     assert commit(tmp_path) == keys[1]
+
+
+def test_a_file_of_long_tests_passes_if_each_of_them_does_and_one_was_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "setup.cfg").write_text("[tool:pytest]\nmarkers =\n    long:\n    cuda:\n    accelerator:\n")
+    (tmp_path / "tests").mkdir()
+    for name, mark, text in (
+        ("right", "long", "def test_it(): pass\ndef test_else(): pass"),
+        ("wrong", "long", "def test_it(): assert 1 == 2"),
+        ("skipped", "long", "def test_it(): pytest.skip('why')"),
+        ("of_another_kind", "slow", "def test_it(): pass"),
+    ):
+        lines = ["import pytest", f"pytestmark = pytest.mark.{mark}", text]
+        (tmp_path / "tests" / f"test_{name}.py").write_text("\n".join(lines))
+    monkeypatch.setattr(long_tests, "ROOT", tmp_path)
+    found = long_tests.items()
+
+    assert [item.key for item in found] == ["tests/test_right.py", "tests/test_skipped.py", "tests/test_wrong.py"]
+
+    run = campaign(tmp_path, found)
+    assert run.run(1) == 1
+    rows = {Path(row["key"]).stem: row for row in run.of_this_commit()}
+    assert (rows["test_right"]["passed"], rows["test_right"]["facts"]) == (True, {"tests": 2})
+    assert rows["test_wrong"]["said"].endswith("FAILED tests/test_wrong.py::test_it - assert 1 == 2")
+    assert rows["test_skipped"]["said"].startswith("Difference: code 0: 1 skipped")

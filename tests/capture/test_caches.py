@@ -19,7 +19,7 @@ from tests.faults.processes import Run, start, summary, write_config_like
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls"),
     pytest.mark.faults,
-    pytest.mark.slow,
+    pytest.mark.long,
 ]
 
 TASK = Path(__file__).with_name("captured_task.py")

@@ -159,6 +159,7 @@ def reads_a_value(model: nn.Module, batch: Any) -> Tensor:
     return loss if loss.item() > -1.0 else -loss
 
 
+@pytest.mark.slow
 def test_what_cannot_be_captured_is_one_line_and_auto_trains_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
     def run(mode: bool | str) -> list[dict[str, float]]:
         trainer = trainer_of(mode)
@@ -293,6 +294,7 @@ def test_a_run_that_was_captured_is_not_resumed_without_a_word(tmp_path: Path) -
         trainer.run(data(), max_epochs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_run_that_was_not_captured_is_not_resumed_captured_without_a_word(tmp_path: Path, strict: bool) -> None:
     saved = trainer_of(False)

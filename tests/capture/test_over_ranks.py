@@ -288,7 +288,7 @@ def without_graphs(rank: int, folder: str) -> None:
     torch.save(of_a_rank_without_graphs(network, rows), f"{folder}/{rank}.pt")
 
 
-@pytest.mark.slow  # compiles, on three ranks
+@pytest.mark.long  # compiles, on three ranks
 def test_of_three_ranks_one_goes_on_the_plain_way_alone(tmp_path: Path) -> None:
     """Of three and more DDP arranges its buckets anew in a forward, for which ranks wait for each other."""
     on_ranks(3, without_graphs, tmp_path)

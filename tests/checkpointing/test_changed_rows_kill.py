@@ -12,7 +12,7 @@ from tests.checkpointing.tables import Saving, holds
 from tests.checkpointing.test_kill import kill_everywhere
 
 # slow: section `changed rows` of the campaign has it, and test_kill.py that of other saves
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 
 def test_wherever_it_is_killed_the_newest_one_loads_and_saving_goes_on(

@@ -191,6 +191,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     return folder, run_phases(folder, phases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_on_the_same_ranks_and_layout_it_ends_with_the_same_bits(
     runs: tuple[Path, dict[str, list[Any]]], name: str

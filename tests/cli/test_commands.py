@@ -348,6 +348,7 @@ def test_model_that_is_not_the_saved_one_is_one_line_and_code_2(
     assert CheckpointStore(folder / "run" / "checkpoints").latest().checkpoint is not None
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_ends_with_its_code_and_the_same_command_resumes(folder: Path, number: int, code: int) -> None:
@@ -406,6 +407,7 @@ def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path
     assert lines == [3, 6, 9, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_resume_is_verified_where_a_slow_disk_is_written_in_the_background(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -420,6 +422,7 @@ def test_resume_is_verified_where_a_slow_disk_is_written_in_the_background(
     assert code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_share_one_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A spawn as a user's: summary and metrics once, a log per rank, evaluation over uneven shards."""

@@ -44,6 +44,7 @@ def test_what_it_says_of_a_device_is_what_a_run_uses() -> None:
     assert (found["memory/*"], found["time/*"]) == ("of the device", "of the device, by its events")
 
 
+@pytest.mark.slow
 def test_a_program_without_anything_else_can_ask() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ignite_engine", "doctor"], capture_output=True, text=True, timeout=120

@@ -52,7 +52,7 @@ def wait_until(condition: object, seconds: float = 60.0) -> bool:
 @pytest.mark.parametrize(
     "context",
     # slow: these import torch
-    ["fork", pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.slow)],
+    ["fork", pytest.param("spawn", marks=pytest.mark.long), pytest.param("forkserver", marks=pytest.mark.long)],
 )
 def test_busy_workers_end_when_their_trainer_is_killed(context: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"

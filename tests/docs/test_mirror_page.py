@@ -34,6 +34,7 @@ NOT_RUN = ("pip", "export", "gcloud")
 """Other programs' own; the test sets what they would."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", ["directory", "S3", pytest.param("GCS", marks=pytest.mark.slow)])
 def test_the_commands_run_and_the_run_comes_back(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_task.py").write_text(TASK)

@@ -147,6 +147,7 @@ def test_fine_tuned_network_keeps_the_body_and_beats_one_from_scratch(tmp_path: 
     assert accuracies["tuned"] > accuracies["from scratch"] + 0.1 and accuracies["tuned"] > 0.85
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process_and_continue(tmp_path: Path) -> None:
     """DDP, FSDP2 and tensor parallel, each started twice."""
     alone = several_processes.train(0, str(tmp_path / "alone"))
@@ -192,7 +193,7 @@ def test_fsdp_has_the_losses_of_one_process(tmp_path: Path) -> None:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "launchers"),
@@ -266,7 +267,7 @@ def test_compiled_run_goes_on_without_the_compiler(tmp_path: Path) -> None:
     assert next(iter(CheckpointStore(found.parent).load(found, rank=0).shared["model"])) == "0.weight"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls")
 def test_compiled_by_inductor_it_has_the_losses_of_the_plain_run(tmp_path: Path) -> None:
     compiled_model.main(str(tmp_path / "plain"), None)
@@ -311,6 +312,7 @@ def test_clearml_session_has_the_curve_over_a_resume(tmp_path: Path) -> None:
     assert list(path.parent.parent.glob("*.zip"))
 
 
+@pytest.mark.slow
 def test_hugging_face_model_learns_and_goes_back_to_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     from examples import hugging_face

@@ -89,7 +89,7 @@ def test_missing_scikit_learn_is_one_line_with_the_remedy(monkeypatch: pytest.Mo
         build_task(task, {})
 
 
-@pytest.mark.slow  # trains the whole config
+@pytest.mark.long  # trains the whole config
 def test_best_checkpoint_reaches_the_promised_accuracy_on_the_test_fifth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

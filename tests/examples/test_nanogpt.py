@@ -87,6 +87,7 @@ def test_losses_are_those_of_the_loop(clip: bool, tmp_path: Path) -> None:
     assert [line["iteration"] for line in lines if "val/loss" in line] == [0, 7, 14, 20]
 
 
+@pytest.mark.slow
 def test_setting_is_that_of_nanogpt() -> None:
     config = load_config(CONFIG)
     task = build_task(build, config.task_options)

@@ -12,7 +12,7 @@ import torch
 
 from tests.faults.processes import evaluated, interrupt, lines, start, summary, train, wait_until, write_config
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 
 def start_slow(folder: Path, **evaluation: Any) -> tuple[Path, Any]:

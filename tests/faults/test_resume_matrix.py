@@ -27,8 +27,8 @@ def matrix(tmp_path_factory: pytest.TempPathFactory, servers: Servers) -> Matrix
     return Matrix(tmp_path_factory.mktemp("matrix"), servers)
 
 
-def in_matrix(case: Case, slow: bool = False) -> Any:
-    marks = [pytest.mark.slow] if slow else []
+def in_matrix(case: Case, long: bool = False) -> Any:
+    marks = [pytest.mark.long] if long else []
     return pytest.param(case, id=case.key.replace(" | ", "-").replace(" ", "-"), marks=marks)
 
 
@@ -38,7 +38,7 @@ def those(*workers: str) -> list[Case]:
 
 # where the workers of a loader import torch two cases of each kind; the campaign has them all
 TESTED = [in_matrix(case) for case in those("0", "fork")]
-TESTED += [in_matrix(case, slow=True) for workers in ("spawn", "forkserver") for case in those(workers)[:2]]
+TESTED += [in_matrix(case, long=True) for workers in ("spawn", "forkserver") for case in those(workers)[:2]]
 
 
 @pytest.mark.faults

@@ -37,6 +37,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_right_run_is_killed_resumed_and_found_equal(
     tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -174,7 +175,7 @@ def test_script_is_killed_resumed_and_found_equal_up_to_the_end_of_its_first_cal
 
 
 @pytest.mark.faults
-@pytest.mark.slow  # each rank imports torch
+@pytest.mark.long  # each rank imports torch
 def test_script_is_verified_on_two_ranks(tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify-resume", script(tmp_path, forgets=False), "--iterations", "6", "--nproc-per-node", "2"]) == 0
     assert capsys.readouterr().out.startswith("Resume is exact: killed at iteration 4, resumed from 3, ")

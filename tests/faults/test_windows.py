@@ -14,7 +14,7 @@ from tests.faults import windows_task
 from tests.faults.fork_server import ForkServer, shared
 from tests.faults.processes import CONFIG, lines, summary, write_config_like
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 MAIN = "ignite_engine.cli:main"
 WINDOWS = range(7)

@@ -82,6 +82,7 @@ def test_values_have_the_bits_of_the_runs_own_evaluation(tmp_path: Path, name: s
     assert len({row["val/loss"] for row in values.values()}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_run_that_does_not_evaluate_keeps_its_best_by_a_follower_that_is_killed_again_and_again(
     tmp_path: Path,
@@ -109,6 +110,7 @@ def test_a_run_that_does_not_evaluate_keeps_its_best_by_a_follower_that_is_kille
     assert follower(config, output="again.txt").wait(timeout=60) == 0 and printed(tmp_path, "again.txt") == []
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("where", ["waiting", "evaluating"])
@@ -128,6 +130,7 @@ def test_a_signal_ends_it_cleanly_and_the_run_does_not_notice(
     assert follower(config).wait() == 0 and max(followed(tmp_path)) == summary(tmp_path)["iteration"]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_of_a_killed_run_it_waits_so_long_and_continues_with_it(tmp_path: Path) -> None:
     config = write_config(tmp_path, task_options={"slow_step_s": 0.05})

@@ -541,6 +541,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     torch.save(results, f"{folder}/{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_wrapped_models_have_the_average_of_the_plain_one_on_two_ranks(tmp_path: Path) -> None:
     expected = _train_wrapped(lambda model: model)

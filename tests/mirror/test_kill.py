@@ -9,7 +9,7 @@ import pytest
 from tests.mirror.kills import kill_fetches, kill_uploads
 from tests.mirror.servers import Proxy
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 
 def test_killed_at_random_instants_of_an_upload_the_mirror_holds_whole_checkpoints_alone(

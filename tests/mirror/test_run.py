@@ -59,6 +59,7 @@ def test_a_run_whose_folder_is_gone_ends_with_the_bits_of_the_undisturbed_one(tm
     assert not (tmp_path / "run" / ".mirror").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("options", "ranks"),
@@ -90,6 +91,7 @@ def test_ranks_whose_folder_is_gone_end_with_the_bits_of_the_undisturbed_run(
     assert resumed == whole
 
 
+@pytest.mark.slow
 def test_a_mirror_that_is_gone_never_stops_training_and_is_one_line(
     tmp_path: Path, s3: str, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,6 +156,7 @@ def test_a_mirror_that_fails_for_a_while_gets_what_is_saved_then(
                for one in there for file, record in one.manifest.files.items())  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ctrl_c_gives_up_the_last_upload_and_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Until then no other process may begin to save and upload there."""
     began, lock, is_held = time.monotonic(), tmp_path / "run" / LOCK_NAME, list[bool]()
@@ -252,6 +255,7 @@ def test_changed_rows_are_not_brought_with_a_base_of_which_one_file_is_another(t
         bring(Remote(str(tmp_path / "mirror")), tmp_path / "here")
 
 
+@pytest.mark.slow
 def test_a_roll_back_does_not_wait_for_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = trainer_of(non_finite="rollback")
     checkpoint = Checkpoint(tmp_path / "run", mirror={"url": str(tmp_path / "mirror"), "max_mib_per_s": 0.005})

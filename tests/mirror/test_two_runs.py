@@ -53,6 +53,7 @@ def until(condition: Any) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_the_second_uploads_nothing_and_says_so_until_the_first_has_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -73,6 +73,7 @@ def test_the_manifest_is_the_last_file_to_come_and_the_first_to_go(
     assert names(str(tmp_path / "mirror")) == ["iteration_00000200"]
 
 
+@pytest.mark.slow
 def test_training_does_not_wait_for_a_slow_store_and_the_newest_comes_next(
     tmp_path: Path, s3: str, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,6 +140,7 @@ def test_what_another_process_puts_there_meanwhile_stays(tmp_path: Path) -> None
     assert sorted(names(str(mirror))) == ["iteration_00000150", "iteration_00000200"]
 
 
+@pytest.mark.slow
 def test_what_is_deleted_before_it_was_uploaded_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

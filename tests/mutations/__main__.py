@@ -94,7 +94,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "accumulation": (("ignite_engine/accumulation",), ("tests/accumulation",)),
 }
 """The code that carries promises, by room, and the beginnings of the paths of its tests."""
-_SLOW = r"pytest\.mark\.(distributed|faults|slow)"
+_SLOW = r"pytest\.mark\.(distributed|faults|slow|long)"
 _ALLOWED = 1 / 20
 
 
@@ -144,13 +144,14 @@ def chosen(seed: int, count: int) -> Iterator[tuple[str, Mutation]]:
 
 
 def others(folders: Sequence[str], named: Sequence[str]) -> list[str]:
-    """Arguments for the tests of these folders that are not named, but for the slow ones."""
+    """Arguments for the tests of these folders that are not named, but for the slow and the long ones."""
     files = sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
         if str(path.relative_to(ROOT)).startswith(tuple(folders))
     )
-    return ["-m", "not slow and not cuda and not accelerator", *(f"--deselect={test}" for test in named), *files]
+    marks = "not slow and not long and not cuda and not accelerator"
+    return ["-m", marks, *(f"--deselect={test}" for test in named), *files]
 
 
 def run(tree: Tree, room: str, mutation: Mutation, turns: Sequence[Sequence[str]], limit_s: float) -> Result:

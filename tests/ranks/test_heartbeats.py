@@ -156,6 +156,7 @@ def test_end_of_the_hub_is_told(ranks: Ranks) -> None:
     assert {"closed": "returned from its function", "code": 0} in list(ranks.links[2].receive())
 
 
+@pytest.mark.slow
 def test_time_in_which_rank_0_is_stopped_itself_does_not_count() -> None:
     """As by Ctrl-Z: all ranks are stopped for longer than the timeout, and continue."""
     told, result = os.pipe()

@@ -35,9 +35,9 @@ def train(server: ForkServer, folder: Path, ranks: int, case: Case, kill_at: int
     ("case", "others"),
     [
         # slow: the tests below kill the first, and train on 2 to 4 ranks too
-        pytest.param(PAIRS[0], (2, 3, 4), marks=pytest.mark.slow),
+        pytest.param(PAIRS[0], (2, 3, 4), marks=pytest.mark.long),
         (PAIRS[1], (3,)),
-        pytest.param(PAIRS[2], (4,), marks=pytest.mark.slow),
+        pytest.param(PAIRS[2], (4,), marks=pytest.mark.long),
         (PAIRS[3], (2,)),
     ],
 )

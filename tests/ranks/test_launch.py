@@ -75,11 +75,11 @@ def wait_until(condition: Callable[[], bool], process: Command) -> None:
     ("number", "to_group", "importing"),
     [
         # slow: section `rank instants` of the campaign has them, also while ranks start
-        pytest.param(signal.SIGINT, True, False, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, False, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, True, False, marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, False, False, marks=pytest.mark.long),
         (signal.SIGTERM, False, False),
         (signal.SIGINT, True, True),
-        pytest.param(signal.SIGTERM, True, True, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, True, True, marks=pytest.mark.long),
     ],
 )
 def test_signal_before_ranks_train_is_their_exit_code(
@@ -388,6 +388,7 @@ def kill(launcher: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.faults
 def test_ranks_whose_launcher_was_killed_before_their_first_line_end(tmp_path: Path) -> None:
@@ -400,6 +401,7 @@ def test_ranks_whose_launcher_was_killed_before_their_first_line_end(tmp_path: P
     assert group_is_gone(process.pid, timeout_s=45.0), "ranks wait for a store that is gone"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.faults
 @pytest.mark.parametrize(
@@ -408,8 +410,8 @@ def test_ranks_whose_launcher_was_killed_before_their_first_line_end(tmp_path: P
         "late copy",
         "second signal",
         # slow: section `rank instants` of the campaign has them
-        pytest.param("killed parent", marks=pytest.mark.slow),
-        pytest.param("killed rank", marks=pytest.mark.slow),
+        pytest.param("killed parent", marks=pytest.mark.long),
+        pytest.param("killed rank", marks=pytest.mark.long),
     ],
 )
 def test_parent_and_its_ranks_while_they_train(tmp_path: Path, how: str) -> None:
@@ -481,7 +483,7 @@ if __name__ == "__main__":
 
 @pytest.mark.distributed
 @pytest.mark.faults
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_ranks_of_another_launcher_whose_parent_is_killed_save_and_end(tmp_path: Path, start_method: str) -> None:
     process = program(tmp_path, SPAWNED, str(tmp_path), start_method)
     wait_until(lambda: all((tmp_path / f"trains_{rank}").exists() for rank in range(2)), process)
@@ -532,14 +534,15 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("codes", "attempts"),
     [
         ((143, 143), {"0"}),
-        pytest.param((2, 2), {"0"}, marks=pytest.mark.slow),
-        pytest.param((143, 1), {"0", "1"}, marks=pytest.mark.slow),  # a rank failed, and torchrun stopped its peer
+        pytest.param((2, 2), {"0"}, marks=pytest.mark.long),
+        pytest.param((143, 1), {"0", "1"}, marks=pytest.mark.long),  # a rank failed, and torchrun stopped its peer
     ],
 )
 def test_ranks_that_were_stopped_end_at_once_when_torchrun_starts_them_again(
@@ -557,7 +560,7 @@ def test_ranks_that_were_stopped_end_at_once_when_torchrun_starts_them_again(
 
 @pytest.mark.distributed
 @pytest.mark.faults
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_of_two_agents_meet_again_after_a_restart(tmp_path: Path) -> None:
     """A c10d rendezvous: only the agent of the rank that failed counts a restart."""
     (tmp_path / "script.py").write_text(RESTARTED)
@@ -608,7 +611,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.faults
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tmp_path: Path) -> None:
     digests = []
     options = {"slow_step_s": 0.2, "count_reductions": True}  # a run of 19 s, until there is a file "fast"

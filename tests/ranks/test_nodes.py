@@ -11,7 +11,7 @@ from tests.faults.processes import lines, summary, train, write_config
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not can_join_namespaces(), reason="network namespaces cannot be made here")
 def test_two_nodes_under_torchrun_train_to_the_bits_of_as_many_ranks_on_one(tmp_path: Path) -> None:
     options = {"run": {"max_epochs": 2}, "task_options": {"count_reductions": True}}  # whose handler notes both ranks

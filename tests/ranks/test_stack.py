@@ -63,6 +63,7 @@ def meanwhile(ask: Callable[[], object], work: Callable[[], object]) -> None:
     thread.join()
 
 
+@pytest.mark.slow
 def test_native_threads_that_enter_python_meanwhile_do_no_harm() -> None:
     done = subprocess.run([sys.executable, "-c", NATIVE_THREADS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

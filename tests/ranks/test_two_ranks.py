@@ -23,7 +23,7 @@ from tests.faults.processes import (
     write_config,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 TWO_RANKS = ("--nproc-per-node", "2", "--backend", "gloo")
 

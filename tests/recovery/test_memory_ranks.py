@@ -329,7 +329,7 @@ def test_where_one_rank_has_no_room_no_rank_copies(tmp_path: Path, shared_memory
     shutil.rmtree(tmp_path / "run")
 
 
-@pytest.mark.slow  # each rank imports torch
+@pytest.mark.long  # each rank imports torch
 def test_ranks_that_torchrun_starts_again_go_on_from_memory(tmp_path: Path) -> None:
     """In this machine's shared memory, of which nothing is left."""
     digests, name = [], None

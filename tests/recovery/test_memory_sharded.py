@@ -62,6 +62,7 @@ def answers(ended: list[tuple[int, Any]]) -> list[dict[str, Any]]:
     return [answer for _, answer in ended]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "killed"), [("fsdp", (1,)), ("tp", (0, 1))])
 def test_killed_one_iteration_is_lost_and_no_bit(
     layout: str, killed: tuple[int, ...], tmp_path: Path, shared_memory: Path
@@ -116,6 +117,7 @@ def test_with_a_torn_slot_of_one_rank_all_take_the_copy_before(tmp_path: Path, s
     assert [result["state"] for result in results] == [result["state"] for result in undisturbed]
 
 
+@pytest.mark.slow
 def test_memory_auto_copies_shards(tmp_path: Path, shared_memory: Path) -> None:
     """The first five iterations are copied, by which it measures."""
     undisturbed = answers(run(2, "fsdp", tmp_path / "whole"))

@@ -13,7 +13,7 @@ from ignite_engine.recovery import slots
 from tests.faults.processes import Run, group_is_gone, wait_until
 from tests.recovery.test_supervisor import INVARIANT, finish, iteration, output, ranks_of, supervised
 
-pytestmark = [pytest.mark.faults, pytest.mark.distributed]
+pytestmark = [pytest.mark.faults, pytest.mark.distributed, pytest.mark.slow]
 MEMORY_ALONE = {"every": 1000, "memory": 1}
 
 

@@ -33,7 +33,7 @@ from tests.builders import linear, numbers_loader, trainer_of
 from tests.checkpointing.file_faults import start_child, wait_for
 from tests.sharded import in_layout
 
-pytestmark = [pytest.mark.faults, pytest.mark.distributed]
+pytestmark = [pytest.mark.faults, pytest.mark.distributed, pytest.mark.long]
 EPOCHS = 10
 KILLS = int(os.environ.get("KILLS", "10"))
 KILLED = -signal.SIGKILL

@@ -98,6 +98,7 @@ def test_killed_process_goes_on_to_the_same_bits(tmp_path: Path, weights: dict[i
     assert "SIGSEGV in iteration 60" in resumed[1]["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.distributed
 @pytest.mark.parametrize("killed", [[1], [0], [0, 1]], ids=str)
@@ -114,6 +115,7 @@ def test_killed_ranks_take_their_peers_along_and_all_go_on(
     assert f"Restart {len(killed) + 1}" not in output(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.faults
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -153,7 +155,7 @@ def test_killed_at_random_instants_it_ends_with_the_same_bits_and_leaves_nothing
 
 @pytest.mark.faults
 @pytest.mark.distributed
-@pytest.mark.slow  # starts two processes and kills one of them, again and again
+@pytest.mark.long  # starts two processes and kills one of them, again and again
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ranks: int) -> None:
     """Of one rank, of all, of the parent, of everything at once; ``KILLS=100`` makes a hundred."""
@@ -215,6 +217,7 @@ def test_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ranks: int
     assert not names & set(os.listdir(slots.ROOT)), "copies are left in memory"
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_iteration_that_dies_twice_is_named_with_its_samples_and_ends_the_run(tmp_path: Path) -> None:
     process = supervised(tmp_path, task_options={"deaths": [{"at": 7, "how": "SIGABRT", "times": 9}]})
@@ -278,6 +281,7 @@ def test_restarts_of_an_hour_are_used_up(tmp_path: Path) -> None:
     assert "in iteration 15. The run ends: it was started again 2 times within an hour." in ended["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("when", ["training", "waiting to start again"])
 def test_ctrl_c_means_what_it_does_without_restarts(tmp_path: Path, when: str) -> None:
@@ -300,6 +304,7 @@ def test_ctrl_c_means_what_it_does_without_restarts(tmp_path: Path, when: str) -
         assert seconds < 2.0 and len((tmp_path / "died_0").read_text()) == 6, "it has waited, and tried again"
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -315,6 +320,7 @@ def test_ranks_whose_parent_was_killed_save_and_end(tmp_path: Path, ranks: int) 
     assert (tmp_path / "run" / "checkpoints" / f"iteration_{ended['iteration']:08d}").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.distributed
 def test_stopped_rank_is_killed_by_its_peers_and_all_go_on(tmp_path: Path, weights: dict[int, str]) -> None:
@@ -325,6 +331,7 @@ def test_stopped_rank_is_killed_by_its_peers_and_all_go_on(tmp_path: Path, weigh
     assert "Restart 1" in output(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.distributed
 def test_rank_that_its_peers_wait_for_in_vain_hangs_and_all_go_on(tmp_path: Path, weights: dict[int, str]) -> None:
@@ -335,6 +342,7 @@ def test_rank_that_its_peers_wait_for_in_vain_hangs_and_all_go_on(tmp_path: Path
     assert re.search(r"Rank 1 \(process \d+\) hangs in iteration 7\. Restart 1, of", output(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.distributed
 def test_rank_that_cannot_come_back_is_left_out_and_taken_in_again(tmp_path: Path) -> None:

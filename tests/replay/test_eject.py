@@ -66,6 +66,7 @@ def loop_of(text: str) -> list[str]:
     return [*above.splitlines(), *below.partition("# The run.")[2].splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "small"),
     [
@@ -191,6 +192,7 @@ def test_completed_run_is_ejected_up_to_its_end(tmp_path: Path, capsys: pytest.C
     assert weights_of_program(text, tmp_path, capsys) == expected
 
 
+@pytest.mark.slow
 def test_ejected_program_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"task: {ROOT}/tests/replay/features.py:build\nrun: {{max_iterations: 3}}\n")

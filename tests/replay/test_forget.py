@@ -32,6 +32,7 @@ def test_forgotten_samples_leave_the_bits_of_a_run_without_them(number: int, tmp
     assert any(plan.first_use is not None for plan in plans)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", [0, 4])
 def test_forgotten_on_two_ranks(number: int, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_every_iteration_is_the_one_that_was_trained(tmp_path: Path) -> None:
             assert weights_sha256(trainer.update.model) == run.summary["weights_sha256"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_no_worker_is_left(persistent: bool, tmp_path: Path) -> None:
     def build(directory: Path) -> tuple[Trainer, dict[str, Any]]:
@@ -268,7 +269,7 @@ def test_run_of_windows_is_replayed_within_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow  # three commands, of which each starts two processes
+@pytest.mark.long  # three commands, of which each starts two processes
 def test_commands_on_two_ranks_agree_and_end_with_their_codes(tmp_path: Path) -> None:
     config = settings(tmp_path / "run", 20, {"distributed": {"nproc_per_node": 2}})
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))

@@ -238,6 +238,7 @@ def test_port_in_use_and_options_without_effect_are_one_line(
         LivePage(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
 def test_command_serves_until_a_signal(run: Path, number: int, code: int) -> None:
     process = started("report", str(run), "--serve", stdout=subprocess.PIPE)
@@ -294,6 +295,7 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
 def test_a_run_that_trains_does_what_its_page_asks(ranks: int, tmp_path: Path) -> None:

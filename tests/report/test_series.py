@@ -62,6 +62,7 @@ def test_means_of_a_shorter_series_are_of_the_same_parts(tmp_path: Path) -> None
     assert len(short.keys() & whole.keys()) >= len(short) - 1  # its first part may be one that it was logged in half
 
 
+@pytest.mark.slow
 def test_a_page_of_a_long_log_takes_little_memory(tmp_path: Path) -> None:
     """100,000 lines as lists of tuples were 48 MiB; with 1,000,000 lines it was more than a GiB."""
     with (tmp_path / "metrics.jsonl").open("w") as file:

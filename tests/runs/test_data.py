@@ -109,6 +109,7 @@ LINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_people_have_is_trained_on_stopped_and_resumed(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, signals: None

@@ -406,6 +406,7 @@ print(fitted(sys.argv[1], max_epochs=2).summary["weights_sha256"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_torchrun_of_a_plain_script_and_ranks_of_ones_own_train_together(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -22,7 +22,7 @@ from tests.search.update_search import FAILED, quiet
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls"),
-    pytest.mark.slow,
+    pytest.mark.long,
 ]
 
 

@@ -19,7 +19,7 @@ from tests.search.fit_cases import CHOICES, Plan, draw, settled
 from tests.search.fit_search import judge
 from tests.search.update_search import quiet
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 SEEDS = (3, 6, 12, 19, 27, 30, 53, 59)
 
 

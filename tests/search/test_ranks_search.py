@@ -11,7 +11,7 @@ from tests.search.ranks_search import SILENCE, judged, plan_of
 from tests.search.resume_plan import CHOICES, LISTS
 from tests.search.resume_search import ANNOUNCED
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(180)]
 DRAWN = [number for number in range(1000, 1030) if plan_of(number)["ranks"] == "3"][:9]
 
 

@@ -11,7 +11,7 @@ from tests.search.common import PASSED, REFUSED
 from tests.search.resume_plan import CHOICES, LISTS, draw, settled
 from tests.search.resume_search import ANNOUNCED, ANNOUNCED_EQUAL, FAILED, Judge
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.long]
 SEEDS = (5, 7, 11, 16, 20, 22, 25, 38)
 PLANTED = ("handler counter", "handler generator", "module attribute", "module buffer")
 

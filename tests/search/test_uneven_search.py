@@ -10,7 +10,7 @@ import pytest
 from tests.search.uneven_cases import Case, draw
 from tests.search.uneven_search import Pool, judge, pool
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

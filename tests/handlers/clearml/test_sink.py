@@ -119,6 +119,7 @@ def test_offline_session_has_metrics_memory_config_environment_model_and_outcome
     assert reported.ending == ("completed", "max_epochs")
 
 
+@pytest.mark.slow
 def test_resumed_run_continues_its_task_and_no_point_appears_twice(tmp_path: Path) -> None:
     trainer, first = built(tmp_path)
     trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=6), lambda: 1 / 0)
@@ -342,6 +343,7 @@ def test_online_where_the_user_has_configured_a_server(
     assert clearml_log.server_is_configured() is online
 
 
+@pytest.mark.slow
 def test_server_gets_all_of_it_once_over_a_failure_and_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

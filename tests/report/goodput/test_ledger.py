@@ -255,6 +255,7 @@ def train(folder: Path, *, kill_at: int, iterations: int = 60) -> None:
     slept.note("end", 0.0)
 
 
+@pytest.mark.slow
 def test_three_kills_and_each_entry_is_the_planted_truth(tmp_path: Path) -> None:
     # before the first checkpoint, between two, and within an evaluation
     for kill_at, pause in ((7, 0.3), (27, 0.5), (-48, 0.4), (0, 0.0)):

@@ -23,7 +23,7 @@ from ignite_engine.report.goodput import verdict as judge
 from tests.builders import Numbers, linear, mse
 from tests.ranks.forkserver import on_ranks
 
-pytestmark = pytest.mark.slow  # real time: on a machine that is busy, waits for data are long indeed
+pytestmark = pytest.mark.long  # real time: on a machine that is busy, waits for data are long indeed
 
 ITERATIONS = 40
 VERDICTS = sys.modules[judge.__module__]
