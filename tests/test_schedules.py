@@ -165,3 +165,14 @@ def test_last_lrs_are_those_that_are_set_as_with_torchs_schedulers() -> None:
         schedule.step()
         other.step()
         theirs.step()
+
+
+def test_total_that_a_run_has_set_is_saved_and_one_that_is_given_stays() -> None:
+    first = warmup_linear(sgd(), 2)
+    first.set_total(6)
+    resumed, longer = warmup_linear(sgd(), 2), warmup_linear(sgd(), 2, total=10)
+    for schedule in (resumed, longer):
+        schedule.load_state_dict(first.state_dict())
+
+    assert factors(resumed, 9) == factors(first, 9) and resumed.is_known
+    assert factors(longer, 12) == factors(warmup_linear(sgd(), 2, total=10), 12)

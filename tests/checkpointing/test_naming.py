@@ -52,6 +52,11 @@ def test_what_is_there_under_that_name_is_meant(run: Path, tmp_path: Path) -> No
     assert is_there(tmp_path / "best" / "best") and not is_there(tmp_path / "other" / "best")
 
 
+def test_checkpoints_are_there_in_a_folder_of_their_own_and_in_that_of_a_run(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert is_there(run) and is_there(run / "checkpoints") and not is_there(tmp_path / "empty")
+
+
 def test_what_cannot_be_found_is_one_line(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     save(CheckpointStore(other), 1)

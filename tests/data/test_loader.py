@@ -319,6 +319,11 @@ class Stream(IterableDataset[Any]):
         return iter(range(6))
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 6
+
+
 LEFT_ALONE = {
     "DataLoader with WeightedRandomSampler": lambda: DataLoader(
         Indices(6), 2, sampler=WeightedRandomSampler([1.0] * 6, 6)
@@ -534,6 +539,8 @@ def test_loader_whose_workers_were_ended_gives_new_ones(persistent: bool) -> Non
 def test_what_cannot_be_loaded_is_refused() -> None:
     with pytest.raises(TypeError, match="needs a dataset with __len__ and __getitem__, got Stream"):
         loader(Stream(), 2)
+    with pytest.raises(TypeError, match="needs a dataset with __len__ and __getitem__, got SizedStream"):
+        loader(SizedStream(), 2)
     with pytest.raises(TypeError, match="sets batch_sampler itself"):
         loader(Indices(4), 2, batch_sampler=BatchSampler(SequentialSampler(Indices(4)), 2, drop_last=False))
     with pytest.raises(TypeError, match="got shuffle with a sampler, which has an order of its own"):

@@ -521,14 +521,25 @@ def test_epochs_of_a_sampler_that_grows_have_their_own_length_also_where_it_resu
         assert in_one_process == ends and torch.equal(continued, bits), stop_at
 
 
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [(Events.ITERATION_COMPLETED(once=3), [4, 2, 7, 12]), (Events.EPOCH_STARTED(once=1), [2, 2, 5, 9])],
+)
 @pytest.mark.parametrize("kind", CURRICULA)
-def test_pass_after_a_terminated_one_has_its_own_length(kind: str) -> None:
+def test_pass_after_a_terminated_one_has_its_own_length(kind: str, event: Any, expected: list[int]) -> None:
+    """The length that the second run starts with, and the iterations at which the epochs end."""
     trainer, ends, data = trainer_of(), list[int](), CURRICULA[kind](Numbers(10))
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: ends.append(trainer.state.iteration))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.terminate)
+    trainer.add_event_handler(event, trainer.terminate)
     trainer.run(data, max_epochs=3)
+    trainer.add_event_handler(Events.STARTED, lambda: ends.insert(0, trainer.state.epoch_length))
     trainer.run(data, max_epochs=4)
-    assert ends == [2, 7, 12] and trainer.state.epoch == 4  # as in Ignite the epoch that was left counts
+    assert ends == expected and trainer.state.epoch == 4  # as in Ignite the epoch that was left counts
+
+
+def test_with_global_micro_batches_one_batch_is_a_pass() -> None:
+    trainer = Trainer(lambda engine, batch: None, global_micro_batches=2)
+    assert trainer.run(loader(Numbers(2), 2), max_epochs=3).iteration == 3
 
 
 class Shifted(Curriculum):

@@ -24,6 +24,7 @@ from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.followed_log import FollowedLog, identity_of
 from ignite_engine.follower.follow import Follower
 from ignite_engine.follower.here import Here
+from ignite_engine.follower.life import is_begun
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation, MetricLogger
 from ignite_engine.report import read_run
 from ignite_engine.run_directory import RunDirectory
@@ -267,3 +268,9 @@ def test_wrong_use_is_one_sentence(tmp_path: Path) -> None:
     for function, options, message in wrong:
         with pytest.raises((TypeError, ValueError), match=message):
             follow(tmp_path, function, **{"wait_s": 1, **options})
+
+
+def test_a_folder_that_holds_checkpoints_alone_is_that_of_a_run(tmp_path: Path) -> None:
+    assert not is_begun(RunDirectory(tmp_path))
+    save(CheckpointStore(tmp_path), 2)
+    assert is_begun(RunDirectory(tmp_path))

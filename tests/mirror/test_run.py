@@ -255,6 +255,20 @@ def test_changed_rows_are_not_brought_with_a_base_of_which_one_file_is_another(t
         bring(Remote(str(tmp_path / "mirror")), tmp_path / "here")
 
 
+@pytest.mark.parametrize("file", ["tables_0.pt", "tables_1.pt"])
+def test_a_base_of_which_one_file_is_missing_here_is_fetched_again(tmp_path: Path, file: str) -> None:
+    train(tmp_path / "run", str(tmp_path / "mirror"), 7, delta_rows=["*weight*"], keep_last=1, writers=2)
+    newest = CheckpointStore(tmp_path / "mirror").checkpoints()[-1]
+    (base,) = newest.manifest.needed
+    shutil.copytree(tmp_path / "mirror" / base, tmp_path / "here" / base)
+    (tmp_path / "here" / base / file).unlink()
+
+    bring(Remote(str(tmp_path / "mirror")), tmp_path / "here")
+
+    here = CheckpointStore(tmp_path / "here")
+    assert here.verify(here.directory / newest.path.name) == [] and here.verify(here.directory / base) == []
+
+
 @pytest.mark.slow
 def test_a_roll_back_does_not_wait_for_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = trainer_of(non_finite="rollback")

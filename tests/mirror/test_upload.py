@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ignite_engine.checkpointing import CheckpointStore, Retention
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
 from ignite_engine.mirror import MirrorOptions, waiting
 from ignite_engine.mirror.bring import bring
 from ignite_engine.mirror.remote import Remote
@@ -204,6 +204,42 @@ def test_a_store_that_refuses_is_tried_again_after_twice_the_time_before(
 
     assert paused == [*(2.0**number for number in range(9)), 300.0, 300.0]
     assert names(str(tmp_path / "mirror")) == ["iteration_00000100"]
+
+
+def test_a_file_that_was_uploaded_before_a_failure_is_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    put = Remote.put
+
+    def fails_once(self: Remote, source: Any, path: str, *arguments: Any) -> Any:
+        sent.append(path.rpartition("/")[2])
+        if sent == ["shared.pt", "rank_0.pt"]:
+            raise OSError("busy")
+        return put(self, source, path, *arguments)
+
+    monkeypatch.setattr(Remote, "put", fails_once)
+    uploader = uploader_to(str(tmp_path / "mirror"), parallel=1)
+    uploader.offer(save(CheckpointStore(tmp_path / "run"), 100, run_id="the run"))
+    uploader.end()
+    assert uploader.wait(10)
+
+    assert sent == ["shared.pt", "rank_0.pt", "rank_0.pt"]
+    assert names(str(tmp_path / "mirror")) == ["iteration_00000100"]
+
+
+def test_what_a_store_tells_of_a_file_is_no_md5_where_it_is_not_known_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(CheckpointStore(tmp_path / "run"), 100, run_id="the run")
+    remote = Remote("memory://tells-something-else")
+    info, read = remote._store.info, list[str]()
+    monkeypatch.setattr(remote._store, "info", lambda *arguments: info(*arguments) | {"ETag": "0" * 32})
+    monkeypatch.setattr(remote, "problem", lambda name, *_: read.append(name))
+
+    remote.put(path / "shared.pt", "shared.pt", read_manifest(path).files["shared.pt"], lambda _: None)
+
+    assert read == [] and remote.read("shared.pt") == (path / "shared.pt").read_bytes()
 
 
 def test_a_silent_store_is_given_up_at_the_end_and_named_as_stalled(

@@ -256,6 +256,20 @@ def build(options):
     return Task(model, loss_fn, torch.zeros(8, 2), sampler={sampler})
 """
 LOSS = "model(batch).square().mean()"
+MIXED_SCHEDULES = """
+class Steady:
+    def __init__(self, optimizer): self.optimizer = optimizer
+    def step(self): pass
+    def state_dict(self): return {}
+    def load_state_dict(self, state): pass
+
+def optimizers(model):
+    return {"weight": torch.optim.SGD([model.weight], 0.1), "bias": torch.optim.SGD([model.bias], 0.2)}
+
+def schedule(optimizer):
+    of_weight = optimizer.param_groups[0]["params"][0].dim() == 2
+    return torch.optim.lr_scheduler.ConstantLR(optimizer) if of_weight else Steady(optimizer)
+"""
 REFUSED_TASKS = {
     "uses the engine": (
         {"above": "from ignite_engine import rng", "loss": f"{LOSS} * rng.mix(1)"},
@@ -269,6 +283,12 @@ REFUSED_TASKS = {
         {"above": "def scale():\n    from ignite_engine import rng\n    return 1", "loss": f"{LOSS} * scale()"},
         "imports the engine within",
     ),
+    "**": ({"sampler": "None, **{}"}, "makes a run of * or **: name each argument"),
+    "*": ({"sampler": "None, *()"}, "makes a run of * or **: name each argument"),
+    "schedule": (
+        {"above": MIXED_SCHEDULES, "sampler": "None, optimizer=optimizers, schedule=schedule"},
+        "its schedule makes something other than a scheduler of torch",
+    ),
 }
 
 
@@ -276,11 +296,10 @@ REFUSED_TASKS = {
 def test_task_that_needs_more_of_the_engine_is_refused(name: str, tmp_path: Path) -> None:
     fields, expected = REFUSED_TASKS[name]
     (tmp_path / "beside.py").write_text("import ignite.engine\n\ndef twice(loss):\n    return 2 * loss\n")
-    (tmp_path / f"task_{name[:5].strip()}.py").write_text(
-        TASK.format(**{"above": "", "loss": LOSS, "sampler": None} | fields)
-    )
+    module = f"task_{list(REFUSED_TASKS).index(name)}"
+    (tmp_path / f"{module}.py").write_text(TASK.format(**{"above": "", "loss": LOSS, "sampler": None} | fields))
     config = tmp_path / "config.yaml"
-    config.write_text(f"task: task_{name[:5].strip()}.py:build\nrun: {{max_epochs: 1}}\n")
+    config.write_text(f"task: {module}.py:build\nrun: {{max_epochs: 1}}\n")
 
     with pytest.raises(ConfigError, match=re.escape(expected)) as refusal:
         eject(config)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +19,7 @@ from ignite_engine import Trainer, Update, loader
 from ignite_engine.checkpointing import NotExact
 from ignite_engine.errors import RanksDiffer
 from ignite_engine.handlers import Checkpoint, WeightDrift
-from ignite_engine.states.trained import trained_parameters
+from ignite_engine.states.trained import TrainedApart, trained_parameters
 from tests.builders import Numbers, mse
 from tests.ranks.forkserver import on_ranks
 
@@ -262,3 +262,12 @@ def test_one_process_trains_nothing_apart() -> None:
         ("weight", "optimizer", None),
         ("bias", "optimizer", None),
     ]
+
+
+def test_an_own_update_is_compared_at_iterations_that_come_twice_as_far_from_where_the_run_began() -> None:
+    engine, compared = Engine(lambda engine, batch: None), TrainedApart({})
+    for began in (0, 10):
+        engine.state.iteration = began
+        compared.watch(engine, lambda engine, batch: None)
+        at = [done for done in range(1, 20) if compared.is_compared(engine, began + done)]
+        assert at == [1, 2, 4, 8, 16]

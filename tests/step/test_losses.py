@@ -56,6 +56,10 @@ UNUSABLE = {
     ),
     "loss and tensor": (lambda model, batch: (mse(model, batch),) * 2, r"returned \(loss, Tensor\): return \(loss, "),
     "number beside": (beside(accuracy=0.5), r"'accuracy' as the number 0.5: return a tensor, such as torch.tensor"),
+    "number beside a loss without a gradient": (
+        lambda model, batch: ({"a": mse(model, batch), "b": torch.ones(())}, {"accuracy": 0.5}),
+        "'accuracy' as the number 0.5: return a tensor, such as torch.tensor",
+    ),
     "vector beside": (beside(each=torch.ones(3)), r"'each' of shape \(3,\): return one element, such as its mean\(\)"),
     "loss beside": (beside(loss=torch.ones(())), "'loss' beside the loss, a name that Update writes: choose another"),
     "norm beside": (beside(grad_norm=torch.ones(())), "'grad_norm' beside the loss, a name that Update writes"),

@@ -47,6 +47,16 @@ def averaging() -> Engine:
     return create_evaluator(nn.Linear(1, 1), lambda model, batch: batch, {"mean": Average()})
 
 
+def test_one_that_is_attached_again_starts_once_and_acts_at_both_events() -> None:
+    trainer = trainer_of()
+    evaluation = Evaluation(evaluator_of(model_of(trainer)), numbers_loader(4))
+    evaluation.attach(trainer, Events.EPOCH_COMPLETED)
+    evaluation.attach(trainer, Events.ITERATION_COMPLETED(once=1))
+
+    assert trainer.describe().count("Evaluation._start") == 1
+    assert trainer.run(numbers_loader(), max_epochs=2).evaluations == 3
+
+
 def test_metrics_are_those_of_the_whole_set() -> None:
     trainer, data = trainer_of(), Numbers(7)
     Evaluation(evaluator_of(model_of(trainer)), numbers_loader(7, 2)).attach(trainer)
