@@ -20,7 +20,10 @@ from ignite_engine.ranks import agreement
 
 TIMEOUT_S = 120
 """For how long a rank waits for its peers: a test whose ranks wait for each other fails soon."""
-PRELOADED = ["pytest", "torch.multiprocessing", "torch.distributed.tensor.parallel", "ignite_engine.handlers", __name__]
+PRELOADED = [
+    *("pytest", "torch.multiprocessing", "torch.distributed.tensor.parallel", "ignite_engine.handlers", __name__),
+    "torch._dynamo",  # each process would import it with its first optimizer, for longer than most tests take
+]
 
 
 def on_ranks(ranks: int, work: Callable[..., object], folder: Path, *arguments: Any, joined: bool = True) -> None:
