@@ -180,7 +180,7 @@ def test_console_script_is_the_same_command_line(environment: Path, tmp_path: Pa
     assert free_space.sub("", by_script) == free_space.sub("", by_module) != ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_examples_and_a_users_program_are_typed_against_the_wheel(environment: Path, tmp_path: Path) -> None:
     for path in (*(ROOT / "examples").glob("*.py"), ROOT / "tests" / "typed_program.py"):
         shutil.copy2(path, tmp_path / path.name)

@@ -123,7 +123,7 @@ def test_scripts_that_start_processes_run_and_resume(block: Block, tmp_path: Pat
 
 
 @pytest.mark.distributed
-@pytest.mark.slow  # each rank imports torch
+@pytest.mark.long  # each rank imports torch
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
 def test_scripts_that_start_processes_spawn_them(block: Block, tmp_path: Path) -> None:
     """As a user starts them: what their ranks are given must be found again by its name."""

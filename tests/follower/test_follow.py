@@ -110,7 +110,7 @@ def test_a_run_that_does_not_evaluate_keeps_its_best_by_a_follower_that_is_kille
     assert follower(config, output="again.txt").wait(timeout=60) == 0 and printed(tmp_path, "again.txt") == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.faults
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("where", ["waiting", "evaluating"])

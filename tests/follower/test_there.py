@@ -200,7 +200,7 @@ def test_values_of_another_run_and_damaged_files_are_left_out(tmp_path: Path) ->
     assert FollowedLog.beside(store.directory).lines() == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.faults
 def test_of_a_run_on_another_machine_the_best_is_known_though_its_follower_is_killed(
     tmp_path: Path, s3: str, proxy: Proxy

@@ -91,7 +91,7 @@ def test_tests_of_the_module_come_first_and_those_that_start_processes_last() ->
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_changed_file_is_that_of_the_tests_and_comes_back(tmp_path: Path) -> None:
     tree, path = Tree(tmp_path / "tree"), "ignite_engine/step/tree_sum.py"
     source, test = (ROOT / path).read_text(encoding="utf-8"), tree.folder / "tests" / "test_probe.py"

@@ -12,7 +12,7 @@ import pytest
 FOLDER = Path(__file__).parent
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_it_trains_saves_stops_and_resumes_without_what_only_linux_has(tmp_path: Path) -> None:
     paths = [str(FOLDER), str(FOLDER.parents[1])]

@@ -534,15 +534,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("codes", "attempts"),
     [
         ((143, 143), {"0"}),
-        pytest.param((2, 2), {"0"}, marks=pytest.mark.long),
-        pytest.param((143, 1), {"0", "1"}, marks=pytest.mark.long),  # a rank failed, and torchrun stopped its peer
+        pytest.param((2, 2), {"0"}),
+        pytest.param((143, 1), {"0", "1"}),  # a rank failed, and torchrun stopped its peer
     ],
 )
 def test_ranks_that_were_stopped_end_at_once_when_torchrun_starts_them_again(

@@ -66,6 +66,7 @@ def test_where_the_parent_is_killed_too_the_next_start_goes_on_from_memory(tmp_p
     assert name not in os.listdir(slots.ROOT)
 
 
+@pytest.mark.long
 def test_on_one_rank_two_and_one_again_a_rank_invariant_run_has_one_sha256(tmp_path: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()

@@ -331,7 +331,7 @@ def test_stopped_rank_is_killed_by_its_peers_and_all_go_on(tmp_path: Path, weigh
     assert "Restart 1" in output(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.faults
 @pytest.mark.distributed
 def test_rank_that_its_peers_wait_for_in_vain_hangs_and_all_go_on(tmp_path: Path, weights: dict[int, str]) -> None:

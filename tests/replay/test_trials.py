@@ -12,7 +12,7 @@ from tests.replay.trials import SECTIONS
 FEW = {"moments": 3, "differences": 2, "forgeries": 3}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("section", FEW)
 def test_a_few_random_trials_are_right(section: str, tmp_path: Path) -> None:
     trials = list(SECTIONS[section](tmp_path, random.Random(11), FEW[section]))
