@@ -68,6 +68,15 @@ def signals_as_before() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """A run sets how many threads compute; with more than one a process that a later test forks waits for ever."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 class SkipRecorder:
     """Remembers every skipped test and every module skipped as a whole; an expected failure is no skip."""
 
