@@ -30,7 +30,7 @@ from tests.builders import Numbers, mse
 from tests.checkpointing.test_damage import rewrite_manifest
 from tests.sharded import gathered, in_layout, net, run_phases, train, trainer_in, whole_digests
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # ranks, layout, and what else is special
 SAVED = {

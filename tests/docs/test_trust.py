@@ -25,6 +25,8 @@ from ignite_engine.task import TaskError
 from tests.checkpointing.states import save
 from tests.test_packaging import BUILT_FROM, build
 
+pytestmark = pytest.mark.slow  # a run that is watched by an audit hook
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
 

@@ -244,6 +244,7 @@ def test_dead_in_one_iteration_it_may_die_in_another(tmp_path: Path, weights: di
     assert finish(tmp_path, process)["weights_sha256"] == weights[1]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("restart_on", ["signal", "any"])
 def test_exception_ends_the_run_unless_asked(tmp_path: Path, weights: dict[int, str], restart_on: str) -> None:
@@ -259,6 +260,7 @@ def test_exception_ends_the_run_unless_asked(tmp_path: Path, weights: dict[int, 
         assert "ArithmeticError" in ended["reason"] and "Restart" not in output(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.distributed
 @pytest.mark.parametrize("peer_aborts", [False, True])

@@ -23,6 +23,7 @@ from tests.replay import fit_runs
 from tests.replay.forgetting import VARIANTS, drawn_sets, forget_sets, logged, settings, train, weights_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(VARIANTS)))
 def test_forgotten_samples_leave_the_bits_of_a_run_without_them(number: int, tmp_path: Path) -> None:
     sets = drawn_sets(2 * len(VARIANTS), seed=1)[number :: len(VARIANTS)]

@@ -213,6 +213,7 @@ EXPECTED = {  # the class, the shape of this rank's part of a weight of 16 x 8, 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", EXPECTED)
@@ -229,6 +230,7 @@ def test_run_of_any_strategy_ends_with_the_weights_of_one_process(
         assert found["digest"] == ranks[0][case]["digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_that_share_data_draw_the_same_random_numbers(ranks: list[dict[str, Any]]) -> None:
     for case, (_, _, places) in EXPECTED.items():
@@ -237,6 +239,7 @@ def test_ranks_that_share_data_draw_the_same_random_numbers(ranks: list[dict[str
         assert all(drawn[rank] == drawn[places.index(place)] for rank, place in enumerate(places))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_tensor_parallel_without_a_plan_is_one_line(ranks: list[dict[str, Any]]) -> None:
     for each in ranks:
