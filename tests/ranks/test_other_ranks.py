@@ -20,6 +20,8 @@ from ignite_engine.ranks import agreement
 from tests.builders import Numbers, linear, mse, one
 from tests.ranks.forkserver import on_ranks
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 29
 
 
