@@ -541,8 +541,8 @@ if __name__ == "__main__":
     ("codes", "attempts"),
     [
         ((143, 143), {"0"}),
-        pytest.param((2, 2), {"0"}),
-        pytest.param((143, 1), {"0", "1"}),  # a rank failed, and torchrun stopped its peer
+        ((2, 2), {"0"}),
+        ((143, 1), {"0", "1"}),  # a rank failed, and torchrun stopped its peer
     ],
 )
 def test_ranks_that_were_stopped_end_at_once_when_torchrun_starts_them_again(
