@@ -62,7 +62,7 @@ def media_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             name,
             Histogram(values)
             if len(values) > ROWS
-            else _table([[str(at), *_cells([each])] for at, each in enumerate(values)]),
+            else _table([[str(at), *_cells([number])] for at, number in enumerate(values)]),
         )
     elif values is not None and values.ndim == 2 and values.size:
         yield name, Image(_heat_map(values))
@@ -103,7 +103,7 @@ def _array(value: Any) -> Any:
         return value.detach().float().cpu().numpy()
     if isinstance(value, np.ndarray):
         return value
-    numbers = isinstance(value, Sequence) and value and all(isinstance(each, int | float) for each in value)
+    numbers = isinstance(value, Sequence) and value and all(isinstance(number, int | float) for number in value)
     return np.asarray(value, float) if numbers else None
 
 

@@ -51,7 +51,7 @@ class ModelBank:
         self.reset_optimizers, self.name = reset_optimizers, name
         self.loaded: dict[int, dict[str, Any]] = {}
         """Of each source that was loaded, by its place: what, and at which iteration of this run."""
-        self._watches = {at: SourceWatch(each) for at, each in enumerate(self.sources) if each.dynamic}
+        self._watches = {at: SourceWatch(source) for at, source in enumerate(self.sources) if source.dynamic}
         self._origins: dict[str, dict[str, int]] = {}
         self._trainer: Trainer | None = None
 
@@ -84,25 +84,25 @@ class ModelBank:
         """
         if self._trainer is None:
             raise RuntimeError("ModelBank.load() needs a trainer: call attach(trainer, event) before.")
-        table, found = loading.begin_from(self._trainer.registry, self.sources)
+        table, by_source = loading.begin_from(self._trainer.registry, self.sources)
         self.loaded, self._origins = {}, {}
-        for at, each in enumerate(found):
-            if each is not None:
-                self._note(at, each)
+        for at, found in enumerate(by_source):
+            if found is not None:
+                self._note(at, found)
         for row in table.rows:
             self._origins[row.part] = {name: row.origin(name) for name in row.brought}
         return table
 
     def __call__(self, trainer: Trainer) -> None:
         """Look for newer sources and load them; a collective."""
-        found = agreement.on_rank_0(self._look) if self._watches else []
+        newer = agreement.on_rank_0(self._look) if self._watches else []
         loaded = False
-        for at, each in found:
-            read = agreement.together(lambda: _read(trainer.registry, each))  # noqa: B023  # called at once
+        for at, found in newer:
+            read = agreement.together(lambda: _read(trainer.registry, found))  # noqa: B023  # called at once
             if reason := next(filter(None, agreement.gather_objects(read if isinstance(read, str) else None)), None):
-                self._refuse(at, each, reason)
+                self._refuse(at, found, reason)
             elif not isinstance(read, str):
-                loaded |= self._load_again(trainer, at, each, read)
+                loaded |= self._load_again(trainer, at, found, read)
         if loaded:  # a run that is killed from there on does not look for them again
             trainer.request_save()
             trainer.vote_at_next_boundary()
@@ -110,15 +110,15 @@ class ModelBank:
     def state_dict(self) -> dict[str, Any]:
         several = self._watches and len(self.sources) > 1
         return {
-            "loaded": {str(at): dict(each) for at, each in self.loaded.items()},
-            "sources": [str(each.path) for each in self.sources],
+            "loaded": {str(at): dict(entry) for at, entry in self.loaded.items()},
+            "sources": [str(source.path) for source in self.sources],
             "origins": {part: dict(names) for part, names in self._origins.items()} if several else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with what was loaded; sources that were added or moved since are taken as they are now."""
-        place = _places(state["sources"], [str(each.path) for each in self.sources])
-        self.loaded = {place[int(at)]: dict(each) for at, each in state["loaded"].items() if int(at) in place}
+        place = _places(state["sources"], [str(source.path) for source in self.sources])
+        self.loaded = {place[int(at)]: dict(entry) for at, entry in state["loaded"].items() if int(at) in place}
         self._origins = {
             part: {name: place[at] for name, at in names.items() if at in place}
             for part, names in state["origins"].items()
@@ -128,20 +128,20 @@ class ModelBank:
         objects = trainer.registry.objects.values()
         own = {
             store.directory.resolve()
-            for each in objects
-            if isinstance(store := getattr(each, "store", None), CheckpointStore)
+            for obj in objects
+            if isinstance(store := getattr(obj, "store", None), CheckpointStore)
         }
         for path in (Path(self.sources[at].path).resolve() for at in self._watches):
             if own & {path, path / "checkpoints"}:
                 raise ValueError(f"{path} is where this run saves: a dynamic source is of another run.")
-        if self.reset_optimizers and not any(isinstance(each, OptimizerState) for each in objects):
+        if self.reset_optimizers and not any(isinstance(obj, OptimizerState) for obj in objects):
             logger.warning("reset_optimizers has no effect: the update is no Update, so its optimizers are not known.")
         if trainer.state.start is Start.FRESH and not self.loaded and len(self._watches) < len(self.sources):
             logger.warning("The sources of %s that are not dynamic have no effect without its load().", self.name)
 
     def _look(self) -> list[tuple[int, Found]]:
-        found = ((at, watch.newer(self._found(at))) for at, watch in self._watches.items())
-        return [(at, each) for at, each in found if each is not None]
+        newer = ((at, watch.newer(self._found(at))) for at, watch in self._watches.items())
+        return [(at, found) for at, found in newer if found is not None]
 
     def _load_again(self, trainer: Trainer, at: int, found: Found, read: Source) -> bool:
         held: dict[str, set[str] | None] = {self.name: None}
@@ -194,7 +194,7 @@ def _places(before: Sequence[str], now: Sequence[str]) -> dict[int, int]:
     """Where each source of a list is in another one; of several with one path in their order."""
     places: dict[int, int] = {}
     for at, path in enumerate(before):
-        free = [each for each, other in enumerate(now) if other == path and each not in places.values()]
+        free = [index for index, other in enumerate(now) if other == path and index not in places.values()]
         if free:
             places[at] = free[0]
     return places

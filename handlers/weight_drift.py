@@ -104,15 +104,19 @@ def _shard(name: str, tensor: Any) -> _Shard:
     if not hasattr(tensor, "to_local"):
         return _Shard(name, "", tensor)
     mesh, placements = tensor.device_mesh, tensor.placements
-    place = [index for index, each in zip(mesh.get_coordinate(), placements, strict=True) if each.is_shard()]
+    place = [index for index, placement in zip(mesh.get_coordinate(), placements, strict=True) if placement.is_shard()]
     return _Shard(name, f"{mesh.mesh.tolist()} {placements} {place}", tensor.to_local())
 
 
 def _totals(shards: list[_Shard], found: Tensor) -> dict[str, int]:
     """One number for each part that this rank holds; the device is read once."""
-    parts = list(dict.fromkeys(each.part for each in shards))
+    parts = list(dict.fromkeys(shard.part for shard in shards))
     totals = [
-        sum((2 * n + 1) * each for n, (shard, each) in enumerate(zip(shards, found, strict=True)) if shard.part == part)
+        sum(
+            (2 * n + 1) * value
+            for n, (shard, value) in enumerate(zip(shards, found, strict=True))
+            if shard.part == part
+        )
         for part in parts
     ]
     return dict(zip(parts, torch.stack(totals).tolist(), strict=True)) if totals else {}
@@ -125,7 +129,7 @@ def _differ(rows: list[dict[str, int]]) -> bool:
 
 def _described(iteration: int, shards: list[_Shard], hashes: Tensor) -> str:
     """The first tensor that differs, on which ranks, and by how much; a collective."""
-    found = {(each.name, each.part): (int(value), each.tensor) for each, value in zip(shards, hashes, strict=True)}
+    found = {(shard.name, shard.part): (int(value), shard.tensor) for shard, value in zip(shards, hashes, strict=True)}
     rows = agreement.gather_objects({place: value for place, (value, _) in found.items()})
     places = list(dict.fromkeys(place for row in rows for place in row))
     apart = [place for place in places if len({row[place] for row in rows if place in row}) > 1]

@@ -415,7 +415,7 @@ class Trainer(Engine):
 
     def _models(self) -> list[Any]:
         """The models of the update and of the registry, wrapped as they are, without repetition."""
-        models = [getattr(each, "model", each) for each in (self.update, *self.registry.objects.values())]
+        models = [getattr(owner, "model", owner) for owner in (self.update, *self.registry.objects.values())]
         return list({id(model): model for model in models if isinstance(model, nn.Module)}.values())
 
     def _position(self) -> str:

@@ -205,13 +205,13 @@ class Override:
             changed = [setting for setting in new if self._is_new(setting, key, value)]
             bases = [self._base_of(trainer, setting, optimizers[part]) for setting in changed]
             if any(base != bases[0] for base in bases):
-                each = [
+                described = [
                     f"{base} ({groups[setting.group].get('name', setting.group)})"
                     for setting, base in zip(changed, bases, strict=True)
                 ]
                 raise _refusal(
                     key,
-                    f"its groups have {' and '.join(each)}: name each that is to change, such as "
+                    f"its groups have {' and '.join(described)}: name each that is to change, such as "
                     f"{key.removesuffix(option)}{groups[chosen[0]].get('name', chosen[0])}.{option}.",
                 )
             settings |= {setting: (key, value) for setting in new}

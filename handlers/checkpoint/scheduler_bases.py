@@ -46,7 +46,7 @@ def named_schedulers_of(trainer: Trainer, optimizer: Optimizer) -> Iterator[tupl
         scheduler = obj.scheduler if trainer.registry.kinds[name] == "schedule" and hasattr(obj, "scheduler") else obj
         is_one = scheduler is not obj or isinstance(scheduler, LRScheduler | ParamScheduler | ParamGroupScheduler)
         theirs = getattr(scheduler, "optimizer", None) if is_one or isinstance(scheduler, Schedule) else None
-        if any(each is optimizer for each in (theirs if isinstance(theirs, list) else [theirs])):
+        if any(candidate is optimizer for candidate in (theirs if isinstance(theirs, list) else [theirs])):
             yield scheduler, name
 
 

@@ -329,12 +329,12 @@ class Capture:
         if (why := self._why_not(now)) is not None:
             self._refuse(why)
             return None
-        known = next((each for each in self._trained if each.is_now(now)), None)
+        known = next((trained for trained in self._trained if trained.is_now(now)), None)
         if known is None:
             known = now
-            if any(each.name == now.name and each.graphs for each in self._trained):
+            if any(trained.name == now.name and trained.graphs for trained in self._trained):
                 self._differs = f"has graphs of two things that go by one name ({now.name}), of which one may be left"
-            self._trained = [*(each for each in self._trained if each.graphs), now]
+            self._trained = [*(trained for trained in self._trained if trained.graphs), now]
         known.optimized, self._now, self._looked_up = now.optimized, known, True
         self._last_hook = RemovableHandle.next_id
         return known
@@ -370,7 +370,7 @@ class Capture:
         held = set(map(id, trained.parameters))
         if any(id(parameter) not in held for parameter in trained.optimized):
             return "an optimizer trains parameters that are not the model's"
-        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in trained.optimized):
+        if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained.optimized):
             return "a parameter has hooks of its gradient"
         if self._averaged is not None and _own_hooks(self._forward_backward.model):
             return "DDP has hooks of its forward or backward"

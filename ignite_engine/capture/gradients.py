@@ -48,7 +48,7 @@ class GradientGraph:
             """The loss draws random numbers."""
             gradients = torch.autograd.grad(loss.reshape(()), list(named.values()), allow_unused=True)
             self._replaces_buffers = any(
-                self.buffers.get(name) is not each for name, each in self._loss.named_buffers()
+                self.buffers.get(name) is not buffer for name, buffer in self._loss.named_buffers()
             )
             self._expected_buffers = self._values_of_buffers()
         self._expected = [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
@@ -176,7 +176,7 @@ def _sharing(gradients: Gradients, held: Sequence[Any]) -> list[int]:
 
     To add to such a gradient, or to clip it, would change the other too.
     """
-    taken = {each.untyped_storage().data_ptr() for each in held if isinstance(each, Tensor)}
+    taken = {value.untyped_storage().data_ptr() for value in held if isinstance(value, Tensor)}
     found = []
     for index, gradient in enumerate(gradients):
         storage = gradient.untyped_storage()
@@ -189,28 +189,28 @@ def _sharing(gradients: Gradients, held: Sequence[Any]) -> list[int]:
 @contextmanager
 def _same_values(batch: Any) -> Iterator[None]:
     """Put back the tensors of a batch that the loss writes to."""
-    noted = [(each, each.clone()) for each in tree_leaves(batch) if isinstance(each, Tensor)]
+    noted = [(tensor, tensor.clone()) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor)]
     try:
         yield
     finally:
-        for each, value in noted:
-            if not torch.allclose(each, value, rtol=0.0, atol=0.0, equal_nan=True):
+        for tensor, value in noted:
+            if not torch.allclose(tensor, value, rtol=0.0, atol=0.0, equal_nan=True):
                 with torch.no_grad():
-                    each.copy_(value)
+                    tensor.copy_(value)
 
 
 @contextmanager
 def _same_attributes(module: nn.Module) -> Iterator[None]:
     """Put back numbers and words that modules note of their calls, such as how many there were."""
     noted = [
-        (each, {name: value for name, value in vars(each).items() if isinstance(value, int | float | str | None)})
-        for each in module.modules()
+        (child, {name: value for name, value in vars(child).items() if isinstance(value, int | float | str | None)})
+        for child in module.modules()
     ]
     try:
         yield
     finally:
-        for each, values in noted:
-            vars(each).update(values)
+        for child, values in noted:
+            vars(child).update(values)
 
 
 def signature_of(batch: Any, training: bool) -> Signature:

@@ -72,7 +72,8 @@ class Averaged:
             gradients = [_laid_out_as(parameter) for parameter in same]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(ranks)
             dist.all_reduce(flat, group=self._ddp.process_group)
-            for gradient, average in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            sizes = [gradient.numel() for gradient in gradients]
+            for gradient, average in zip(gradients, flat.split(sizes), strict=True):
                 gradient.copy_(average.view_as(gradient))
 
 

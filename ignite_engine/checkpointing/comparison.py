@@ -83,18 +83,18 @@ def _leaves(state: Any) -> dict[str, Any]:
 def _is_scalars(value: Any) -> bool:
     """A list of numbers or words is compared as one leaf."""
     if isinstance(value, list | tuple):
-        return not any(isinstance(each, Tensor) or children(each) is not None for each in value)
+        return not any(isinstance(item, Tensor) or children(item) is not None for item in value)
     return isinstance(value, set | frozenset)
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
-    dense = (each if each.layout == torch.strided else each.to_dense() for each in (first, second))
-    return torch.equal(*(tensor_bytes(each) for each in dense))
+    dense = (tensor if tensor.layout == torch.strided else tensor.to_dense() for tensor in (first, second))
+    return torch.equal(*(tensor_bytes(tensor) for tensor in dense))
 
 
 def _largest_difference(first: Tensor, second: Tensor) -> float:
     wide = torch.complex128 if first.is_complex() else torch.float64
-    one, other = (each.detach().to_dense().to(wide) for each in (first, second))
+    one, other = (tensor.detach().to_dense().to(wide) for tensor in (first, second))
     apart = (one - other).abs()
     apart[(one == other) | (one.isnan() & other.isnan())] = 0.0  # inf - inf, and NaNs at the same place
     return float(apart.max())

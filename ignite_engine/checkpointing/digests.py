@@ -32,7 +32,7 @@ def digests(state: Any) -> Pieces:
 def _is_piece(value: Any) -> bool:
     if isinstance(value, set | frozenset):
         return True
-    return isinstance(value, list | tuple) and all(isinstance(each, _SCALARS) for each in value)
+    return isinstance(value, list | tuple) and all(isinstance(item, _SCALARS) for item in value)
 
 
 def _digest(value: Any) -> str:

@@ -30,7 +30,7 @@ def weights_of(source: Source, weights: str = "raw") -> dict[str, Any]:
     known = averages(source.parts, source.kinds.get)
     if weights not in known:
         raise CheckpointError(
-            f"{source.path} holds no average {weights!r}; expected raw{''.join(f' or {each}' for each in known)}."
+            f"{source.path} holds no average {weights!r}; expected raw{''.join(f' or {name}' for name in known)}."
         )
     return {name: whole(value) for name, value in {**model, **known[weights]}.items()}
 

@@ -62,7 +62,7 @@ class Ranks:
             if reason is not None
         ]
         if causes:
-            raise CheckpointError(failure("; ".join(each.rstrip(".") for each in causes))) from cause
+            raise CheckpointError(failure("; ".join(reason.rstrip(".") for reason in causes))) from cause
         return [result for result, _ in outcomes]
 
     def rank_zero(self, work: Callable[[], T], failure: Callable[[str], str]) -> T:

@@ -77,7 +77,7 @@ def _address_of(parts: Any, file: IO[bytes]) -> int:
     The memories of its tensors are the members ``data/N`` of the zip file, in the same order.
     """
     memories = [value.untyped_storage() for _, value in walk(parts) if isinstance(value, Tensor) and value.nbytes]
-    addresses = sorted({(each.data_ptr(), each.nbytes()) for each in memories})
+    addresses = sorted({(memory.data_ptr(), memory.nbytes()) for memory in memories})
     offsets = sorted(member for member in members_of(file).values() if member.bytes)
     bases = {address - offset for (address, _), (offset, _) in zip(addresses, offsets, strict=True)}
     if len(bases) > 1 or [size for _, size in addresses] != [size for _, size in offsets]:

@@ -15,6 +15,6 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREAD
     """``work`` of each item, by several threads if there are several items; all have ended when one has failed."""
     todo = list(items)
     if len(todo) < 2 or threads < 2:
-        return [work(each) for each in todo]
+        return [work(item) for item in todo]
     with ThreadPoolExecutor(min(threads, len(todo)), "checkpoint-file") as pool:
         return list(pool.map(work, todo))

@@ -47,8 +47,8 @@ def _held(value: Any, depth: int) -> Iterator[bytes]:
         if value and (depth == 0 or not isinstance(value[0], int | float)):
             yield from _rows(value)
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _held(each, depth + 1)
+        for element in value.values():
+            yield from _held(element, depth + 1)
     elif isinstance(value, Dataset) or depth == 0:
         for _, attribute in sorted(getattr(value, "__dict__", {}).items()):
             yield from _held(attribute, depth + 1)
@@ -78,10 +78,10 @@ def _content(value: Any, depth: int) -> Iterator[bytes]:
     elif value is None or isinstance(value, int | float | complex):
         yield repr(value).encode()
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from (*_content(key, depth + 1), *_content(each, depth + 1))
+        for key, element in value.items():
+            yield from (*_content(key, depth + 1), *_content(element, depth + 1))
     elif isinstance(value, list | tuple):
-        for each in value[:_ELEMENTS]:
-            yield from _content(each, depth + 1)
+        for element in value[:_ELEMENTS]:
+            yield from _content(element, depth + 1)
     elif isinstance(value, Dataset):  # the parts of a ConcatDataset
         yield from _held(value, depth + 1)

@@ -155,9 +155,9 @@ class LookAhead:
         assert self._exchange is not None
         rows, self._exchange = self._exchange(), None  # a forked worker must not be the one that frees what gloo holds
         flags = [int(row[1]) for row in rows]
-        if any(each & _ERROR for each in flags):
+        if any(rank_flags & _ERROR for rank_flags in flags):
             self._raise()
-        if any(each & _STOP for each in flags):
+        if any(rank_flags & _STOP for rank_flags in flags):
             raise StopRequested
         group, length, places = self._group, *(int(max(row[column] for row in rows)) for column in (0, 3))
         assert group is not None
@@ -171,7 +171,7 @@ class LookAhead:
             self._read_errors.take(places, self._unread, found=found, empty=not length)
         if not length:
             return group
-        if not all(each & _CAN_REPEAT for each in flags):
+        if not all(rank_flags & _CAN_REPEAT for rank_flags in flags):
             holder = next(rank for rank, row in enumerate(rows) if row[0])
             shared = batch_of(holder, group[0] if group else None)
             self._last, self._can_repeat = (self._last if self._can_repeat else shared), True

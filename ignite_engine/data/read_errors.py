@@ -98,8 +98,8 @@ class ReadErrors:
 
 def split(places: Sequence[Any]) -> tuple[Group, list[Exception]]:
     """What was read, and the errors in the place of what was not."""
-    group = Group(each for each in places if not isinstance(each, Unread))
-    return group, [each.error for each in places if isinstance(each, Unread)]
+    group = Group(item for item in places if not isinstance(item, Unread))
+    return group, [item.error for item in places if isinstance(item, Unread)]
 
 
 def marked(batches: Iterator[Any], data: Any) -> Iterator[Any]:

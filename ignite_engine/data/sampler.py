@@ -119,8 +119,8 @@ class ResumableSampler(Sampler[Key]):
 
     def __len__(self) -> int:
         if self.dealing is not None:
-            each = self.dealing.batch_size
-            first, end, cycle = (each * at for at in (self.dealing.first, self.dealing.end, self.dealing.cycle))
+            batch_size = self.dealing.batch_size
+            first, end, cycle = (batch_size * at for at in (self.dealing.first, self.dealing.end, self.dealing.cycle))
             cycles, rest = divmod(max(0, self.length - self.skipped), cycle)
             return cycles * (end - first) + len(range(first, min(end, rest)))
         return len(range(self.skipped + self.rank, self.length, self.world_size))

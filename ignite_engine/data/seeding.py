@@ -70,7 +70,7 @@ class SeededCalls:
             renew: makes the argument of a single call that is repeated; None: it is given again.
         """
         if self._to_watch > 0:
-            return [self._watched(function, *each) for each in zip(arguments, seeds, strict=True)]
+            return [self._watched(function, argument, seed) for argument, seed in zip(arguments, seeds, strict=True)]
         python, numpy, at = self._python, self._numpy, rng.numpy_place()
         numpy = numpy or at is None
         before = b"" if numpy else _without_half(at, place)

@@ -174,10 +174,10 @@ def _fingerprint(name: Any) -> str | None:
         return None
     path, found = Path(name), hashlib.sha256()
     try:
-        for each in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
-            with each.open("rb") as file:
+        for file_path in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
+            with file_path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                found.update(f"{each.name} {size} ".encode())
+                found.update(f"{file_path.name} {size} ".encode())
                 for place in (0, max(0, size - _END_BYTES)):
                     file.seek(place)
                     found.update(file.read(_END_BYTES))

@@ -193,7 +193,7 @@ class Intervals:
         """
         if isinstance(interval, Counted):
             self._add_count(trainer, interval)
-        elif isinstance(interval, Clock) and not any(each is interval for each in self._clocks):
+        elif isinstance(interval, Clock) and not any(clock is interval for clock in self._clocks):
             self._clocks.append(interval)
             self._due.append(self._next(interval))
             self._came_at.append(-1)
@@ -208,12 +208,12 @@ class Intervals:
         for unit in TOTALS:
             total = getattr(state, unit)
             setattr(state, unit, None if unit not in self._counts else 0 if fresh or total is None else total)
-        self._due = [self._next(each) for each in self._clocks]
+        self._due = [self._next(clock) for clock in self._clocks]
         self._came_at = [-1] * len(self._clocks)
 
     def came_at(self, clock: Clock) -> int:
         """The iteration at which it came last in this run; -1: at none."""
-        return next(at for each, at in zip(self._clocks, self._came_at, strict=True) if each is clock)
+        return next(at for known, at in zip(self._clocks, self._came_at, strict=True) if known is clock)
 
     def _add_count(self, trainer: Any, interval: Counted) -> None:
         unit, known = interval.unit, self._counts.get(interval.unit)

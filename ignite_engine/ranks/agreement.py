@@ -60,7 +60,7 @@ def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
     # not the group itself: one that outlives the default group aborts the process at its exit
     key = (id(default), purpose)
     if key not in _groups:
-        for stale in [each for each in _groups if each[0] != id(default)]:
+        for stale in [known for known in _groups if known[0] != id(default)]:
             del _groups[stale]
         _groups[key] = dist.new_group(backend="gloo", timeout=timeout())
     return _groups[key]
@@ -72,7 +72,7 @@ def lent_group(purpose: str) -> Iterator[dist.ProcessGroup]:
 
     One that was given back is lent again, as the threads of each gloo group wake up 100 times a second for ever.
     """
-    number = next(each for each in itertools.count() if (purpose, each) not in _lent)
+    number = next(candidate for candidate in itertools.count() if (purpose, candidate) not in _lent)
     _lent.add((purpose, number))
     try:
         yield cpu_group(f"{purpose} {number}")
@@ -146,7 +146,7 @@ def mean_floats(values: Sequence[float]) -> list[float]:
 def mean_of(column: Sequence[float]) -> float:
     """Mean of one value per rank; of equal ones it is exactly that value, which the rounded sum of three may miss."""
     first = column[0]
-    return first if all(each == first for each in column) else sum(column) / len(column)
+    return first if all(value == first for value in column) else sum(column) / len(column)
 
 
 def broadcast_int(value: int) -> int:
@@ -186,16 +186,16 @@ def _gather_bytes(mine: bytes, size: int) -> list[bytes]:
     row = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8)
     everyone = [torch.empty_like(row) for _ in range(world_size())]
     dist.all_gather(everyone, row, group=cpu_group())
-    return [each.numpy().tobytes() for each in everyone]
+    return [received.numpy().tobytes() for received in everyone]
 
 
 def first_difference(values: Mapping[str, Any]) -> str | None:
     """What of ``values`` is not the same on every rank: ``lr is 0.1 on rank 0 and 0.2 on rank 1``; None: all is."""
     everyone = gather_objects(dict(values))
-    for name in dict.fromkeys(name for each in everyone for name in each):
+    for name in dict.fromkeys(name for rank_values in everyone for name in rank_values):
         first = everyone[0].get(name, _NOT_SET)
-        for other, each in enumerate(everyone):
-            if repr(found := each.get(name, _NOT_SET)) != repr(first):  # NaN is NaN
+        for other, rank_values in enumerate(everyone):
+            if repr(found := rank_values.get(name, _NOT_SET)) != repr(first):  # NaN is NaN
                 return f"{name} is {first} on rank 0 and {found} on rank {other}"
     return None
 
@@ -224,7 +224,7 @@ def agreed(work: Callable[[], T]) -> list[T]:
         if failed is not None:
             failed.add_note(f"Raised on rank {peer}.")
             raise failed
-    return [each for each, _ in outcomes]  # type: ignore[misc]  # without an error there is a result
+    return [answer for answer, _ in outcomes]  # type: ignore[misc]  # without an error there is a result
 
 
 def together(work: Callable[[], T]) -> T:

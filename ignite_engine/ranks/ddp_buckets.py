@@ -33,8 +33,8 @@ def settle_buckets(model: object) -> None:
 def _settle(wrapped: DistributedDataParallel) -> None:
     _settled.add(wrapped)
     module = wrapped.module
-    parameters = [each for each in module.parameters() if each.requires_grad]
-    before = [each.grad for each in parameters]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
     wrapped.module = _Zeros(module, parameters)
     try:
         with torch.enable_grad():
@@ -47,7 +47,7 @@ def _settle(wrapped: DistributedDataParallel) -> None:
 
 def unsettled_buckets(model: object) -> str | None:
     """Why a resumed run's first step is summed in another order than in the uninterrupted run; None: it is not."""
-    if not any(each.static_graph and not _keeps_its_buckets(each) for each in data_parallel(model)):
+    if not any(wrapped.static_graph and not _keeps_its_buckets(wrapped) for wrapped in data_parallel(model)):
         return None
     return "DDP with static_graph rebuilds its buckets after the first step: that of a resumed run is summed otherwise"
 
@@ -67,14 +67,16 @@ class _Zeros(nn.Module):
         super().__init__()
         self._parameters_of = parameters
         self._sparse = [
-            each.weight for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+            layer.weight
+            for layer in module.modules()
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
         ]
         self.named_buffers = module.named_buffers  # type: ignore[method-assign]  # which DDP shares before each forward
 
     def forward(self) -> Tensor:
         total = torch.zeros((), device=self._parameters_of[0].device)
         for parameter in self._parameters_of:
-            if any(parameter is each for each in self._sparse):
+            if any(parameter is sparse for sparse in self._sparse):
                 first = torch.zeros(1, dtype=torch.long, device=parameter.device)
                 part = nn.functional.embedding(first, parameter, sparse=True)
             else:

@@ -28,35 +28,36 @@ def share_buffers(model: object) -> None:
 def _share_buffers(wrapped: DistributedDataParallel) -> None:
     group = wrapped.process_group
     ignored = wrapped.parameters_to_ignore
-    buffers = [each for name, each in wrapped.module.named_buffers() if name not in ignored]
-    for kind in dict.fromkeys((each.dtype, each.device) for each in buffers):
-        same = [each for each in buffers if (each.dtype, each.device) == kind]
-        flat = torch.cat([each.detach().reshape(-1) for each in same])
+    buffers = [buffer for name, buffer in wrapped.module.named_buffers() if name not in ignored]
+    for kind in dict.fromkeys((buffer.dtype, buffer.device) for buffer in buffers):
+        same = [buffer for buffer in buffers if (buffer.dtype, buffer.device) == kind]
+        flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
+        sizes = [buffer.numel() for buffer in same]
         dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
         with torch.no_grad():
-            for buffer, values in zip(same, flat.split([each.numel() for each in same]), strict=True):
+            for buffer, values in zip(same, flat.split(sizes), strict=True):
                 buffer.copy_(values.view_as(buffer))
 
 
 @contextmanager
 def own_buffers(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """A context in which no forward broadcasts buffers: ranks may run a different number of them."""
-    before = [each.require_forward_param_sync for each in models]
-    for each in models:
-        each.require_forward_param_sync = False
+    before = [wrapped.require_forward_param_sync for wrapped in models]
+    for wrapped in models:
+        wrapped.require_forward_param_sync = False
     try:
         yield
     finally:
-        for each, value in zip(models, before, strict=True):
-            each.require_forward_param_sync = value
+        for wrapped, value in zip(models, before, strict=True):
+            wrapped.require_forward_param_sync = value
 
 
 def unshared_state(model: object) -> str | None:
     """Why what a checkpoint holds of the model is not what every rank has, but rank 0's; None: it is."""
     if agreement.world_size() == 1 or not isinstance(model, nn.Module):
         return None
-    wrapped = data_parallel(model)
-    broadcast = {id(module) for each in wrapped if each.broadcast_buffers for module in each.modules()}
+    parallel = data_parallel(model)
+    broadcast = {id(module) for wrapped in parallel if wrapped.broadcast_buffers for module in wrapped.modules()}
     for name, module in model.named_modules():
         own = None
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
@@ -66,9 +67,9 @@ def unshared_state(model: object) -> str | None:
             own = None if shared else "keeps statistics of each rank's own"
         if own is not None:
             return f"{str(name).removeprefix('module.')} {own}, and those of rank 0 alone are saved"
-    for each in wrapped:
-        saved = {} if each.broadcast_buffers else each.module.state_dict()
-        for name, buffer in each.module.named_buffers():
+    for wrapped in parallel:
+        saved = {} if wrapped.broadcast_buffers else wrapped.module.state_dict()
+        for name, buffer in wrapped.module.named_buffers():
             if name in saved and buffer.is_floating_point():
                 return (
                     f"the buffer {name} is each rank's own (broadcast_buffers=False), and that of rank 0 alone is saved"
@@ -79,4 +80,4 @@ def unshared_state(model: object) -> str | None:
 def data_parallel(model: object) -> list[DistributedDataParallel]:
     """Each DDP in a model: the model itself, or those that it is made of, also compiled."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [each for each in modules if isinstance(each, DistributedDataParallel)]
+    return [module for module in modules if isinstance(module, DistributedDataParallel)]

@@ -313,20 +313,20 @@ class Hub:
     # -- judging --------------------------------------------------------------------------------------------------
 
     def _hear(self, rank: int, message: Message) -> None:
-        each = self._ranks[rank]
-        each.quiet_s = 0.0
-        if "beat" in message and message["beat"] != each.beat:
-            each.beat, each.still_s = message["beat"], 0.0
+        peer = self._ranks[rank]
+        peer.quiet_s = 0.0
+        if "beat" in message and message["beat"] != peer.beat:
+            peer.beat, peer.still_s = message["beat"], 0.0
             if rank == 0:  # which may be killed, and this hub with it
-                self._tell(hub=each.last_heartbeat())
+                self._tell(hub=peer.last_heartbeat())
         elif "failed" in message:
             failure = Failure.of(message["failed"])
             if self._failure is None or failure.run > self._failure.run:
                 self._announce(failure)
         elif "lost" in message:
-            each.lost = message["lost"]
+            peer.lost = message["lost"]
         elif "left" in message:
-            each.left, each.code = message["left"], message["code"]
+            peer.left, peer.code = message["left"], message["code"]
             self._tell(left=rank)
         elif "run" in message:
             before = self._failure
@@ -334,10 +334,10 @@ class Hub:
 
     def _ended(self, rank: int) -> None:
         """The connection of a rank has ended, and so has its process, or nearly."""
-        each = self._ranks[rank]
-        each.link = None
-        if each.left is None:
-            each.left = "ended"
+        peer = self._ranks[rank]
+        peer.link = None
+        if peer.left is None:
+            peer.left = "ended"
             self._tell(left=rank)
             if self._failure is None and not self._closes.is_set():
                 self._announce(Failure(f"rank {rank} {ENDED}. {self._heartbeats([rank])}", (rank,)))
@@ -349,15 +349,15 @@ class Hub:
         self._tell(failure=asdict(failure))
 
     def _judge(self, elapsed: float) -> None:
-        for each in self._ranks.values():
-            each.quiet_s += elapsed
-            each.still_s += elapsed
+        for peer in self._ranks.values():
+            peer.quiet_s += elapsed
+            peer.still_s += elapsed
         if self._failure is not None:
             return
-        broken = [rank for rank, each in self._ranks.items() if each.lost is not None]
+        broken = [rank for rank, peer in self._ranks.items() if peer.lost is not None]
         self._lost_s = self._lost_s + elapsed if broken else 0.0
         limit = min(SILENT_S, self.timeout_s) if broken else self.timeout_s
-        silent = [rank for rank, each in self._ranks.items() if each.left is None and each.quiet_s >= limit]
+        silent = [rank for rank, peer in self._ranks.items() if peer.left is None and peer.quiet_s >= limit]
         if silent:
             seconds = max(self._ranks[rank].quiet_s for rank in silent)
             self._announce(
@@ -368,7 +368,7 @@ class Hub:
                 )
             )
         elif (
-            gone := [rank for rank, each in self._ranks.items() if each.left is not None]
+            gone := [rank for rank, peer in self._ranks.items() if peer.left is not None]
         ) and self._lost_s >= self._beat_s:
             self._announce(self._left(gone, broken))
         elif self._lost_s >= SILENT_S + self._beat_s:
@@ -377,7 +377,7 @@ class Hub:
 
     def _hang(self, broken: list[int]) -> Failure:
         """All live, but a collective timed out."""
-        others = [rank for rank, each in self._ranks.items() if rank not in broken and each.left is None]
+        others = [rank for rank, peer in self._ranks.items() if rank not in broken and peer.left is None]
         hung = [rank for rank in others if self._ranks[rank].beat.get("waits") is None]
         if hung:
             seconds = min(self._ranks[rank].still_s for rank in hung)

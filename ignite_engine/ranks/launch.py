@@ -264,7 +264,7 @@ class Ranks:
             rank.look()
         if any(rank.failed for rank in self.ranks):
             self._end_peers()
-        for deadline in [each for each in self._deadlines if each[0] <= time.monotonic()]:
+        for deadline in [entry for entry in self._deadlines if entry[0] <= time.monotonic()]:
             self._deadlines.remove(deadline)
             deadline[1]()
 
@@ -314,10 +314,10 @@ class Ranks:
         # its peers, which end with a bare 1, may have noticed it before this process did
         cause, end = min(
             ended,
-            key=lambda each: (
-                each[0].killed_by is None or self.has_aborted_for_a_peer(each[0]),
-                each[1].code == 1,
-                each[1].at,
+            key=lambda rank_and_end: (
+                rank_and_end[0].killed_by is None or self.has_aborted_for_a_peer(rank_and_end[0]),
+                rank_and_end[1].code == 1,
+                rank_and_end[1].at,
             ),
         )
         if end.code is not None:

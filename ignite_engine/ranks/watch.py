@@ -178,8 +178,8 @@ class Watch:
     def _connect(self) -> bool:
         processes = agreement.gather_objects(_Process.this())
         self._processes = processes
-        known = [each for each in processes if each is not None]
-        local = len(known) == len(processes) and len({each.network for each in known}) == 1
+        known = [process for process in processes if process is not None]
+        local = len(known) == len(processes) and len({process.network for process in known}) == 1
         offer: tuple[str, int, str] | None = None
         problem = ""
         if self.rank == 0:
@@ -195,7 +195,7 @@ class Watch:
                 self._link = connect(offer[:2], offer[2], self.rank)
             except OSError as error:
                 problem = f"rank {self.rank} cannot connect to {offer[0]}, port {offer[1]}: {one_line(error)}"
-        problems = [each for each in agreement.gather_objects(problem) if each]
+        problems = [reason for reason in agreement.gather_objects(problem) if reason]
         if problems:
             self._leave(None)
             if self.rank == 0:
@@ -364,12 +364,12 @@ class Watch:
 
 def broken_collective(error: BaseException) -> str | None:
     """What torch says of a collective that broke because of a peer; None: the error has another cause."""
-    each: BaseException | None = error
-    while each is not None:
-        text = str(each)
-        if isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and "gloo/" in text):
-            return text.partition("] ")[2].partition(". ")[0].rstrip(".") if text.startswith("[") else one_line(each)
-        each = each.__cause__ or each.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause)
+        if isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and "gloo/" in text):
+            return text.partition("] ")[2].partition(". ")[0].rstrip(".") if text.startswith("[") else one_line(cause)
+        cause = cause.__cause__ or cause.__context__
     return None
 
 

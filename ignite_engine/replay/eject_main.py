@@ -72,9 +72,9 @@ def _make_optimizers(plain: Plain) -> list[str]:
         for number, optimizing in enumerate(plain.optimizers):
             if optimizing.rate is None:
                 continue
-            name, each = functions[optimizing.rate], f"optimizers[{number}]"
+            name, optimizer = functions[optimizing.rate], f"optimizers[{number}]"
             if plain.has_several:
-                lines += [f'    *((group, group["lr"], {name}) for group in {each}.param_groups),']
+                lines += [f'    *((group, group["lr"], {name}) for group in {optimizer}.param_groups),']
             else:
                 lines += ['base_rates = [group["lr"] for group in optimizer.param_groups]']
         lines += ["]"] if plain.has_several else []

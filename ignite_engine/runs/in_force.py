@@ -26,7 +26,8 @@ def put_in_force(config: dict[str, Any], trainer: Trainer, schedules: Mapping[st
         for obj in trainer.registry.objects.values():
             if section is not None and isinstance(obj, OptimizerState) and obj.optimizer is optimizer:
                 schedule = schedules.get(name)
-                bases = schedule.base_lrs if schedule is not None and any(each is schedule for each in stepped) else ()
+                is_stepped = any(scheduler is schedule for scheduler in stepped)
+                bases = schedule.base_lrs if schedule is not None and is_stepped else ()
                 usual = inspect.signature(type(optimizer)).parameters
                 names_all = set(optimizer.defaults) <= set(section)
                 for option, value in obj.in_force(section, bases).items():

@@ -33,7 +33,10 @@ def undone(registry: Registry) -> Iterator[None]:
     states = {name: _copied(obj.state_dict()) for name, obj in kept.items()}
     optimizers = [getattr(obj, "optimizer", obj) for obj in registry.objects.values()]
     settings = [
-        (group, _settings(group)) for each in optimizers if isinstance(each, Optimizer) for group in each.param_groups
+        (group, _settings(group))
+        for optimizer in optimizers
+        if isinstance(optimizer, Optimizer)
+        for group in optimizer.param_groups
     ]
     yield
     own = [name for name, state in states.items() if not _same(kept[name].state_dict(), state)]

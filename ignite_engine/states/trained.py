@@ -56,7 +56,7 @@ def trained_parameters(objects: Mapping[str, Any]) -> list[Trained]:
             names, parameters = obj.names(), _parameters_of(obj.optimizer)
         elif isinstance(obj, Optimizer):
             parameters = _parameters_of(obj)
-            names = [known.get(id(each), f"{label}.{index}") for index, each in enumerate(parameters)]
+            names = [known.get(id(parameter), f"{label}.{index}") for index, parameter in enumerate(parameters)]
         else:
             continue
         for name, parameter in zip(names, parameters, strict=True):
@@ -232,7 +232,7 @@ def _models_of(objects: Mapping[str, Any]) -> list[nn.Module]:
     for obj in objects.values():
         loss_module = getattr(getattr(obj, "outside", None), "loss_module", None)
         model = getattr(obj, "model", None) if isinstance(obj, ModelState | OptimizerState) else None
-        found |= {id(each): each for each in (obj, model, loss_module) if isinstance(each, nn.Module)}
+        found |= {id(module): module for module in (obj, model, loss_module) if isinstance(module, nn.Module)}
     return list(found.values())
 
 

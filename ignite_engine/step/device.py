@@ -80,7 +80,9 @@ class _Mover:
 
     def _object(self, value: Any) -> Any:
         parameters = inspect.signature(value.to).parameters
-        takes_it = "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        takes_it = "non_blocking" in parameters or any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
         return value.to(self.device, **({"non_blocking": self._non_blocking} if takes_it else {}))
 
 

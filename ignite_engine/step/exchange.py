@@ -39,7 +39,7 @@ class Exchange:
             nodes: of every rank, by rank; together they are the leaves of the iteration from 0 on.
         """
         for number, bucket in enumerate(self._buckets):
-            bucket.send([each.flats[number] for each in own], nodes)
+            bucket.send([subtree.flats[number] for subtree in own], nodes)
         for bucket in self._buckets:
             bucket.finish_chunk(nodes)
         for bucket in self._buckets:
@@ -70,7 +70,7 @@ class _BucketExchange:
             received = self._received[peer]
             received += [self._bucket.flat(1) for _ in range(len(nodes[peer]) - len(received))]
             operations += [dist.P2POp(dist.isend, self._chunk(flat, peer), peer, self._group) for flat in own]
-            operations += [dist.P2POp(dist.irecv, each, peer, self._group) for each in received[: len(nodes[peer])]]
+            operations += [dist.P2POp(dist.irecv, flat, peer, self._group) for flat in received[: len(nodes[peer])]]
         self._pending = dist.batch_isend_irecv(operations) if operations else []
 
     def finish_chunk(self, nodes: Sequence[Sequence[Node]]) -> None:

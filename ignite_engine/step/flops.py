@@ -171,7 +171,7 @@ def obstacle(update: Any, *, calls_compiled: bool = False) -> str | None:
     """
     model = getattr(update, "model", None)
     updates = [update, *getattr(update, "updates", {}).values()]
-    parts = [*updates, *(getattr(each, "loss_fn", None) for each in updates)]
+    parts = [*updates, *(getattr(member, "loss_fn", None) for member in updates)]
     parts += model.modules() if isinstance(model, nn.Module) else ()
     if calls_compiled or any(_is_compiled(part) for part in parts):
         # under the counter torch falls back to the eager code, to other bits

@@ -110,7 +110,7 @@ def _like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
     """A view of ``flat`` with the strides that autograd gives a gradient of ``parameter``."""
     stride, expected = parameter.stride(), 1
     dense = True
-    for size, step in sorted(zip(parameter.shape, stride, strict=True), key=lambda each: each[1]):
+    for size, step in sorted(zip(parameter.shape, stride, strict=True), key=lambda dimension: dimension[1]):
         dense = dense and (size == 1 or step == expected)
         expected *= size
     if not dense:

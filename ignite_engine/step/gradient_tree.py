@@ -42,8 +42,8 @@ class GradientTree:
     def collecting(self) -> Iterator[None]:
         """For the forwards and backwards of all micro-batches."""
         hooks = [
-            each.register_post_accumulate_grad_hook(partial(self._arrive, place))
-            for place, each in enumerate(self.parameters)
+            parameter.register_post_accumulate_grad_hook(partial(self._arrive, place))
+            for place, parameter in enumerate(self.parameters)
         ]
         try:
             yield
@@ -106,7 +106,7 @@ class GradientTree:
     def total(self) -> list[Tensor | None]:
         """The sum over all leaves, where all are this rank's."""
         if self._total_in_grad:
-            return [each.grad for each in self.parameters]
+            return [parameter.grad for parameter in self.parameters]
         total = self._tree.total()
         assert total is not None
         return [view if present else None for view, present in zip(total.views, total.present, strict=True)]
@@ -114,8 +114,8 @@ class GradientTree:
     def sums(self) -> list[Sum]:
         """Of the subtrees whose sibling is not this rank's, from the left; what is absent adds nothing."""
         found = [self._buffers.take() if kept is None else kept for _, kept in self._tree.nodes]
-        for each in found:
-            each.fill_absent()
+        for subtree in found:
+            subtree.fill_absent()
         return found
 
     def _arrive(self, place: int, parameter: Tensor) -> None:

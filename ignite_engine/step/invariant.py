@@ -198,7 +198,7 @@ class RankInvariance:
     def _agree_names(self, losses: Sequence[Tensor], extras: Sequence[Mapping[str, Tensor]]) -> None:
         own = ["loss", *names_of(extras, len(losses))] if losses else None
         if self._names is None:  # later differences concern this rank's loss function alone
-            all_names = [each for each in agreement.gather_objects(own) if each is not None]
+            all_names = [names for names in agreement.gather_objects(own) if names is not None]
             if any(names != all_names[0] for names in all_names):
                 raise ValueError(f"loss_fn must return the same names on every rank, got {all_names} by rank.")
             self._names = all_names[0]

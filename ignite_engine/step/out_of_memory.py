@@ -54,17 +54,17 @@ def split(
         bounds = [count * part // parts for part in range(parts + 1)]
         own = [_part(batch, start, end, count) for start, end in pairwise(bounds)]
         sizes = [end - start for start, end in pairwise(bounds)]
-        weights = [float(size) for size in sizes] if weight_fn is None else [float(weight_fn(each)) for each in own]
+        weights = [float(size) for size in sizes] if weight_fn is None else [float(weight_fn(piece)) for piece in own]
         total = sum(weights)
-        kept = [(each, scale * weight / total) for each, weight in zip(own, weights, strict=True) if weight]
-        pieces += [each for each, _ in kept]
+        kept = [(piece, scale * weight / total) for piece, weight in zip(own, weights, strict=True) if weight]
+        pieces += [piece for piece, _ in kept]
         shares += [share for _, share in kept]
     return pieces, shares
 
 
 def samples_of(batch: Any) -> int | None:
     """The size of dimension 0, where all tensors of a batch have the same; None: it cannot be split."""
-    sizes = {each.shape[0] for each in _tensors(batch) if each.dim()}
+    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -82,7 +82,7 @@ def free() -> None:
 
 def report(batch: Any, limit: int, iteration: int, model: nn.Module) -> str:
     """The line that says what is done about it."""
-    norms = any(isinstance(each, _BatchNorm) and each.training for each in model.modules())
+    norms = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
     return (
         f"Out of memory in iteration {iteration} with a micro-batch of shapes {shapes_of(batch)}: the step is done "
         f"again, and micro-batches of more than {limit} samples are split from now on"

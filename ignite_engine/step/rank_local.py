@@ -43,7 +43,7 @@ def _reason(model: Any, parameters: Sequence[Tensor]) -> str | None:
     kind = type(model).__name__
     if mesh.data_size() != agreement.world_size():
         return "ranks that share their data (tensor parallel) sum within one micro-batch; declare no such mesh"
-    if any(hasattr(each, "device_mesh") for each in (*model.parameters(), *parameters)):
+    if any(hasattr(parameter, "device_mesh") for parameter in (*model.parameters(), *parameters)):
         return "parameters are sharded (DTensor: FSDP2 or tensor parallel); give Update the plain model"
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         return "the compiled model is a DistributedDataParallel; compile the plain model"
