@@ -66,7 +66,7 @@ class MetricLogger:
         self.sinks: list[Sink | MediaFiles] = [*sinks]
         self.directory = None if directory is None else Path(directory)
         self.history = None if directory is None else History(directory)
-        """Of the run's starts and ends, in its folder."""
+        """Records the run's starts and ends in its folder."""
         if directory is not None:
             self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))
             self.sinks.append(MediaFiles(directory, name=f"{name}/media"))

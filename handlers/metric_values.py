@@ -17,9 +17,9 @@ from ignite_engine.state import TrainingState
 from ignite_engine.text import in_columns, short
 
 ROWS, COLUMNS = 200, 20
-"""Of a table; what is larger is a histogram or a picture alone."""
+"""Most rows and columns of a table; a larger value is shown only as a histogram or a picture."""
 SIDE = 240
-"""Of a picture, in pixels."""
+"""The side of a picture, in pixels."""
 
 Array = np.ndarray[Any, Any]
 

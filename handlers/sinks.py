@@ -396,7 +396,7 @@ class CSVSink:
             self._drop_from(0)
 
     def flush_to_disk(self) -> None:
-        """As that of :class:`JSONLSink`."""
+        """Make the lines written so far durable, as in :class:`JSONLSink`."""
         self._file.sync()
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class _Shard(NamedTuple):
 
     name: str
     part: str
-    """Which part: it is compared between the ranks of which this is the same."""
+    """Names the part; ranks on which the name is the same hold the same part, and are compared."""
     tensor: Tensor
 
 

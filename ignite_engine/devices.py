@@ -89,7 +89,7 @@ def name_of(device: torch.device) -> str:
 
 
 def names() -> list[str]:
-    """Of all accelerators."""
+    """The names of all accelerators."""
     if not torch.accelerator.is_available():
         return []
     kind = current().type
@@ -290,7 +290,7 @@ def autocast(kind: str, dtype: torch.dtype) -> torch.autocast | None:
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Of float32 products and convolutions: ``highest``, or ``high`` and ``medium``, where TF32 may be used."""
+    """Set the precision of float32 products and convolutions: ``highest``, or ``high`` and ``medium``, with TF32."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision != "highest"
 
@@ -348,7 +348,7 @@ def free_cached_memory() -> None:
 
 
 def wait_for_device() -> None:
-    """Until what was started on the current device is done, for whoever measures it."""
+    """Wait until all work on the current device is done, so that it can be timed."""
     if _used() is not None:
         torch.accelerator.synchronize()
 

@@ -47,7 +47,7 @@ class FollowedLog:
 
     @classmethod
     def beside(cls, checkpoints: Path) -> FollowedLog:
-        """That of the run whose checkpoints are in a folder."""
+        """The log of the run whose checkpoints are in a folder."""
         run = checkpoints.parent if checkpoints.name == RunDirectory(checkpoints).checkpoints.name else checkpoints
         return cls(RunDirectory(run).followed)
 
@@ -56,7 +56,7 @@ class FollowedLog:
         return [line for line in lines_of(self.path) if _is_usable(line)]
 
     def text(self) -> bytes:
-        """As the file has it; empty if there is none."""
+        """The text of the file; empty if there is none."""
         return _text_of(self.lines())
 
     def add(

@@ -133,7 +133,7 @@ def _bit_generator() -> Any:
 
 
 def _numpy_state() -> Any:
-    """Of NumPy's global generator, as its ``set_state`` takes it: a tuple of MT19937, a dict of the others."""
+    """The state of NumPy's global generator for its ``set_state``: a tuple for MT19937, a dict for the others."""
     return np.random.get_state() if type(_bit_generator()) is np.random.MT19937 else np.random.get_state(legacy=False)
 
 

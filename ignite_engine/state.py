@@ -81,7 +81,7 @@ class OngoingEvaluation:
     """What handlers of ``EVALUATION_STARTED`` may know and arrange."""
 
     name: str
-    """Of the set that is evaluated."""
+    """The name of the set that is evaluated."""
     undo: ExitStack
     """Takes callbacks; they run when this evaluation is over, however it ends, the last one first."""
     evaluator: Engine

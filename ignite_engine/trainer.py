@@ -188,7 +188,7 @@ class Trainer(Engine):
     def _length(
         self, data: Iterable[Any] | None, max_epochs: int | None, max_iters: int | None, epoch_length: int | None
     ) -> Length:
-        """That of a run with these arguments; what is not given is as in the last run."""
+        """The length of a run with these arguments; what is not given is as in the last run."""
         state = self.state
         if max_epochs is None and max_iters is None:
             max_epochs, max_iters = state.max_epochs, state.max_iters

@@ -71,7 +71,7 @@ class Saver:
         self.parent: str | None = None
         """Name of the checkpoint that the run was resumed from, or saved last."""
         self.run_id: str | None = None
-        """Of the run that is under way; None: none was."""
+        """The id of the run that is under way; None: there was no run."""
         self.has_run = False
         """A run was resumed or started: :attr:`run_id` is its own."""
         self._saving: BackgroundSave[Path] | None = None

@@ -20,7 +20,7 @@ class Transfer:
 
     @classmethod
     def of(cls, manifest: Manifest, seconds: float) -> Transfer:
-        """Of a checkpoint that was read, with the files of others that it needs."""
+        """The transfer of a checkpoint that was read, with the files that it needs of other checkpoints."""
         return cls(sum(file.bytes for file in (*manifest.files.values(), *manifest.needs.values())), seconds)
 
     def __str__(self) -> str:
@@ -29,7 +29,7 @@ class Transfer:
 
 @dataclass
 class Times:
-    """Of one process. A transfer is the last one of its kind; None: there was none."""
+    """What one process spent on checkpoints. A transfer is the last one of its kind; None: there was none."""
 
     saves: int = 0
     """How many were committed."""
@@ -38,7 +38,7 @@ class Times:
     loaded: Transfer | None = None
     """From the choice of the checkpoint, with its verification, to the states that are loaded."""
     waited_s: float = 0.0
-    """That training waited for saves, all together."""
+    """Seconds for which training waited for saves, all together."""
     _waiting: int = field(default=0, repr=False)
 
     @contextlib.contextmanager

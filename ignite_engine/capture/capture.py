@@ -57,9 +57,9 @@ class _Trained:
     buffers: list[Tensor]
     trainable: list[bool]
     hooks: list[Any]
-    """Of the modules."""
+    """The hooks of the modules."""
     optimized: list[Tensor]
-    """Of the optimizers."""
+    """The parameters that the optimizers hold."""
     graphs: dict[Signature, GradientGraph] = field(default_factory=dict)
 
     def is_now(self, other: _Trained) -> bool:
@@ -119,17 +119,17 @@ class Capture:
         self._now: _Trained | None = None
         self._looked_up = False
         self._last_hook = 0
-        """As many hooks, of whatever, torch had made when what is trained was looked up."""
+        """The id of torch's next hook when the trained parameters were looked up: a hook added later changes it."""
         self._step = StepGraph(clip_norm, log_grad_norm, self._compilations)
         self._group_is_captured = False
         self._averaged: over_ranks.Averaged | None = None
-        """Of a model in DDP, where ranks decide together, and each may go on the plain way by itself."""
+        """Averages the gradients of a model in DDP; ranks decide together, each may give up by itself."""
         self._gave_up = False
         """This rank alone, of a model in DDP."""
         self._trial = Trial()
         self._differs: str | None = None
         self._errors: list[Exception] = []
-        """Of the loss, when it was called for an example in this group; one at most."""
+        """The error that the loss raised when it was called for an example in this group; one at most."""
         self.decision: bool | None = True if required else None
         """Captured for good, or not; None: not decided."""
         if callable(precision):

@@ -29,11 +29,11 @@ Graph = Callable[..., Any]
 Result = TypeVar("Result")
 
 MAX_GRAPHS = 4
-"""Of one update in a run: shapes of batches, sets of trained parameters and settings of optimizers together."""
+"""Most graphs of one update in a run: shapes of batches, sets of trained parameters and optimizer settings together."""
 LONGEST_S = 300.0
 """What ``auto`` spends on compiling in one process at most."""
 _AGAIN_S = 30.0
-"""After the time a compilation is interrupted; once more where the first time was in code that drops exceptions."""
+"""Seconds until a compilation is interrupted again, if the first interrupt came in code that drops exceptions."""
 
 
 class NotCompiled(Exception):

@@ -26,7 +26,7 @@ class Trial:
 
     @property
     def ratio(self) -> float | None:
-        """Of the medians, captured to plain; None: not known yet."""
+        """The ratio of the median durations, captured to plain; None: not known yet."""
         plain, captured = self._durations
         return None if len(captured) < MEASURED else median(captured) / median(plain)
 

@@ -230,7 +230,7 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _bytes_of(numbers: Mapping[_Key, Tensor], tables: Mapping[_Key, Tensor]) -> int:
-    """Of these rows and their numbers."""
+    """The bytes of these rows and of their numbers."""
     of_numbers = {id(tensor): tensor.nbytes for tensor in numbers.values()}
     of_rows = (len(numbers[key]) * (values.nbytes // len(values)) for key, values in tables.items())
     return sum(of_numbers.values()) + sum(of_rows)

@@ -28,7 +28,7 @@ Problem = Callable[[str], str | None]
 """Verifies a file of a checkpoint, or one that it needs: what is wrong with it, as the rest of a sentence, or None."""
 Parts = Mapping[str, Any]
 TakeTables = Callable[[Parts, Sequence[TensorLeaf]], tuple[Mapping[tuple[str, nested.Path], Tensor], Tables]]
-"""Of the shared parts and all tensors in them: a placeholder for each table, by part and path; and their rows."""
+"""From the shared parts and all their tensors: a placeholder for each table, by part and path; and the tables' rows."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Contents:
     environment: Mapping[str, Any] = field(default_factory=dict)
     """Added to the manifest's."""
     missing: Mapping[str, int] = field(default_factory=dict)
-    """By part a count that is zero over all ranks if they hold the whole of it together."""
+    """A count for each part, whose sum over all ranks is zero if they hold the whole part together."""
     healthy: bool = True
     """The weights are finite."""
     writers: int = 1

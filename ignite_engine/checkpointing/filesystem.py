@@ -24,7 +24,7 @@ from typing import IO, Any, cast
 from blake3 import blake3
 
 PIECE_BYTES = 1 << 20
-"""At a time, where a file is read, and of what is collected before it is written."""
+"""Bytes that are read from a file at a time, and that are collected before they are written."""
 HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
 """What a manifest may name. New files have the first, which is faster than a disk on one core."""
 DEFAULT_HASH = "blake3"

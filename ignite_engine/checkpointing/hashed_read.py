@@ -18,7 +18,7 @@ from torch import Tensor
 from ignite_engine.checkpointing.filesystem import PIECE_BYTES, FileRecord, hash_file, new_hash
 
 _LOCAL_HEADER_BYTES = 30
-"""Of a member of a zip file, up to its name; the last four are the lengths of the name and of what follows it."""
+"""Bytes of the header of a zip file's member before its name; the last four are the lengths of name and extra field."""
 
 
 class Member(NamedTuple):

@@ -57,7 +57,7 @@ class Manifest:
     config: dict[str, Any] | None
     """The run's configuration, as JSON can hold it."""
     versions: dict[str, str]
-    """Of Python, torch, Ignite and this package."""
+    """The versions of Python, torch, Ignite and this package."""
     files: dict[str, FileRecord]
     parts: dict[str, list[str]]
     """File name to the names of the parts in it."""
@@ -95,7 +95,7 @@ class Manifest:
         return list(dict.fromkeys(name.partition("/")[0] for name in self.needs))
 
     def weights_of(self, metric: str) -> str:
-        """Of which weights a metric was measured: ``raw``, or the part of an average."""
+        """The weights with which a metric was measured: ``raw``, or the part of an average."""
         return self.evaluated_with.get(metric.rpartition("/")[0], "raw")
 
     @property

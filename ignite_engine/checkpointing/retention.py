@@ -116,12 +116,12 @@ def ranked(checkpoints: Iterable[CheckpointInfo], metric: str, mode: str) -> lis
 
 
 def of_one_run(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Those of the run that saved the last of ``checkpoints``, without those that an earlier one left in the folder."""
+    """The checkpoints of the run that saved the last one, without those that an earlier run left in the folder."""
     return [checkpoint for checkpoint in checkpoints if checkpoint.manifest.run_id == checkpoints[-1].manifest.run_id]
 
 
 def superseded(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Those that were saved again later at the same iteration; a broken state does not supersede a healthy one."""
+    """Checkpoints that were saved again later at the same iteration; a broken one does not supersede a healthy one."""
     newest: dict[tuple[int, bool], int] = {}
     for checkpoint in checkpoints:
         manifest = checkpoint.manifest

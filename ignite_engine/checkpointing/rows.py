@@ -38,7 +38,7 @@ ROWS_FILE = re.compile(r"rows_\d+\.pt")
 SMALLEST_BYTES = 1 << 20
 """Smaller tensors stay in the file that the ranks share: a file of their own gains nothing."""
 _SPAN_BYTES = 1 << 22
-"""Of a tensor that is read at once: fewer than a processor's cache has."""
+"""Bytes of a tensor that are read at once: fewer than a processor's cache has."""
 _Piece = tuple[int | Tensor, Tensor]
 """The number of the first row, or those of all; and the rows."""
 _Span = Callable[[], None]

@@ -59,7 +59,7 @@ class Shards:
     """How many numbers the sharded tensors of each part have, over all ranks."""
 
     def missing(self, rank: int) -> dict[str, int]:
-        """By part a count that is zero over all ranks if their pieces are each tensor, once and whole."""
+        """A count for each part, whose sum over all ranks is zero if their pieces cover each tensor exactly once."""
         count = Counter(self.numbers if rank == 0 else ())
         for part, pieces in self.of_parts.items():
             count[part] -= sum(values.numel() for _, values in pieces.values())

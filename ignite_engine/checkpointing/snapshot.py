@@ -13,7 +13,7 @@ from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.checkpointing.threads import in_threads
 
 _PIECE_BYTES = 1 << 22
-"""Of what a thread copies at a time."""
+"""Bytes that a thread copies at a time."""
 _THREADS = 4
 """One does not use the memory's whole bandwidth; torch has one where training has."""
 _Key = tuple[Any, ...]

@@ -74,7 +74,7 @@ class CheckpointStore:
         self._ranks = Ranks(group)
         self._verification = Verification()
         self.last_saved: Manifest | None = None
-        """Of what this store saved last."""
+        """The manifest of what this store saved last."""
 
     def save(
         self,

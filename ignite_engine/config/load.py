@@ -265,7 +265,7 @@ _FORMS = re.compile(r"<.*|constrained-\w+|(literal|list|dict|tuple|function-\w+)
 
 
 def _parts(fault: ErrorDetails) -> list[str]:
-    """Of the key."""
+    """The parts of the key that a fault is about."""
     section, *rest = map(str, fault["loc"]) if fault["loc"] else ("",)
     parts = [part for part in (section, *rest) if part and not _FORMS.fullmatch(part)]
     key = fault.get("ctx", {}).get("key")  # a section's own validator names the key in it

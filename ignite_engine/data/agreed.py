@@ -94,7 +94,7 @@ class AgreedSource(DataSource):
 
     @property
     def weights(self) -> GroupWeights | None:  # type: ignore[override]  # a source that does not agree has none
-        """Of the group that was taken last."""
+        """The weights of the group that was taken last."""
         return None if self._ahead is None else self._ahead.weights
 
     def consumed(self, batches: int) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset
 
 _DEPTH = 6
 _ELEMENTS = 1024
-"""Of one row."""
+"""Elements of one row that are hashed at most."""
 
 
 def fingerprint(dataset: Any) -> str | None:

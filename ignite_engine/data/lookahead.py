@@ -79,9 +79,9 @@ class LookAhead:
         self._last: Any = None
         self._can_repeat = self._over = False
         self.padding = self.total = 0
-        """Of the group that was taken last: batches that weigh nothing here, and that do not over all data ranks."""
+        """In the group that was taken last: zero-weight batches on this rank, and real batches over all data ranks."""
         self.weights: GroupWeights | None = None
-        """Of the group that was taken last."""
+        """The weights of the group that was taken last."""
 
     @property
     def before(self) -> Held | None:

@@ -37,7 +37,7 @@ class Replayed:
     def __init__(self, data: Any) -> None:
         self.data = data
         self.fetched: Sequence[Any] | None = None
-        """Of an iterator that can be read only once and goes on: what was fetched of it and is not consumed."""
+        """What was fetched and is not consumed, of an iterator that can be read only once and goes on."""
         self._measured: int | None = None
         """The pass that was measured and is not open yet."""
 

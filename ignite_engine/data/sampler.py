@@ -26,7 +26,7 @@ _BLOCK = 8192
 
 @dataclass(frozen=True)
 class Dealing:
-    """Of each ``cycle`` consecutive batches of the global order, this rank's are those from ``first`` to ``end - 1``.
+    """Deals out the global order: of each ``cycle`` consecutive batches this rank gets ``first`` to ``end - 1``.
 
     So which samples make up a batch does not depend on the number of ranks.
     """

@@ -121,7 +121,7 @@ class SharedSource(DataSource):
         return len(range(self._first, min(self._end, batches)))
 
     def padded(self, count: int) -> tuple[int, int]:
-        """Of ``count`` micro-batches over all ranks: how many of this rank's weigh nothing, and how many do not."""
+        """How many zero-weight micro-batches this rank adds to ``count`` over all ranks, and ``count`` itself."""
         return int(count <= self._first and not self._may_be_empty), count
 
     def __iter__(self) -> Iterator[Any]:

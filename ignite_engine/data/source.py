@@ -50,7 +50,7 @@ class DataSource:
     pads = False
     """A rank may have to repeat a batch, or groups are weighed ahead."""
     weights: GroupWeights | None = None
-    """Of the group that was taken last, where the ranks have agreed on them."""
+    """The weights of the group that was taken last, where the ranks have agreed on them."""
 
     def __init__(self, data: Any, accumulation_steps: int | None, *, read_errors: ReadErrors | None = None) -> None:
         self.data, self.reader, self.read_errors = data, reader_of(data), read_errors
@@ -66,7 +66,7 @@ class DataSource:
 
     @property
     def sampler(self) -> ResumableSampler | None:
-        """That of a ``loader()``, whose order is a function of seed and pass."""
+        """The sampler of a ``loader()``, whose order is a function of seed and pass; None for other data."""
         return self.reader.sampler if isinstance(self.reader, ByIndex) else None
 
     @property
@@ -140,11 +140,11 @@ class DataSource:
         return batches
 
     def padded(self, count: int) -> tuple[int, int]:
-        """Of the next ``count`` batches: how many repeat the last, and how many do not, over all data ranks."""
+        """How many of the next ``count`` batches repeat the last one, and how many do not, over all data ranks."""
         return 0, count
 
     def consumed(self, batches: int) -> None:
-        """So many are trained on."""
+        """``batches`` more batches are trained on."""
         self.place = self.place._replace(batch=self.place.batch + batches)
         if self.read_errors is not None:
             self.read_errors.clear()

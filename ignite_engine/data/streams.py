@@ -1,4 +1,4 @@
-"""Where windows come from, one after the other: files, a list, an iterable, or a stream of one's own."""
+"""Streams of windows, which come one after the other: files, a list, an iterable, or a custom stream."""
 
 from __future__ import annotations
 

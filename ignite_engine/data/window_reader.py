@@ -35,7 +35,7 @@ class WindowReader:
         self._before = self._stream.state_dict()
         self.name: Any = None
         self.fingerprint: str | None = None
-        """Of the file of that name, where this rank takes it."""
+        """The fingerprint of the file of that name, if this rank takes it."""
         self.over = False
         """The stream had no more when it was asked last."""
 
@@ -103,7 +103,7 @@ class WindowReader:
         self.name = None
 
     def next_loader(self) -> Any:
-        """That of the next window that has a batch on some rank, None if there is none; a collective."""
+        """The loader of the next window that has a batch on some rank, None if there is none; a collective."""
         begun_again = False
         while True:
             if not self.take():
@@ -166,7 +166,7 @@ class WindowReader:
 
 
 def _fingerprint(name: Any) -> str | None:
-    """Of the size and the ends of a file, or of those of a folder; None: it is neither.
+    """A hash of the size and the ends of a file, or of each file in a folder; None: it is neither.
 
     The ends of ``.npz`` and Parquet files have checksums or statistics of what is between them.
     """

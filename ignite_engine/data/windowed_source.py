@@ -25,7 +25,7 @@ class WindowPlace:
     of_epoch: int = 0
     """Windows begun in this epoch."""
     updates: int = 0
-    """Of the open window."""
+    """Updates in the open window."""
     announced: bool = False
     """The open window has had its WINDOW_STARTED."""
     opened_with: Any = None
@@ -41,7 +41,7 @@ class WindowedSource:
     """
 
     batches = iterations = None
-    """Of a pass: not known."""
+    """Neither is known for a pass."""
 
     def __init__(self, windows: Windows, source_of: Callable[[Any], DataSource], stops: Callable[[], bool]) -> None:
         self.data = windows
@@ -144,7 +144,7 @@ class WindowedSource:
         self.at = replace(self.at, announced=True, of_epoch=self.at.of_epoch + 1)
 
     def consumed(self, batches: int) -> None:
-        """So many of the open window are trained on."""
+        """``batches`` more batches of the open window are trained on."""
         assert self.window is not None, "a group was fetched from it"
         self.window.consumed(batches)
         self.at = replace(self.at, opened_with=None, updates=self.at.updates + 1)

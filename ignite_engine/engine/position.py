@@ -48,7 +48,7 @@ class Position:
     epoch_ends: bool | str = False
     """``terminate_epoch()`` was called, and a stop came before the epoch's end; the string is Ignite's option of it."""
     windows_completed: int = 0
-    """Of a saved one not known: ``start.begin`` derives it from the windows begun and whether one is open."""
+    """Not known of a saved position: ``start.begin`` derives it from the windows begun and whether one is open."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """The place in the data, as its source saves it; empty without data."""
 

@@ -55,7 +55,7 @@ class _Fetched:
     """The group that is being trained on."""
 
     source: DataSource | None
-    """From which it is; None: there is no data."""
+    """The source that it comes from; None: there is no data."""
     batches: int
     """How far it moves the place in the data."""
     optimizer_steps: int

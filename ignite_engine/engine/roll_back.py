@@ -51,7 +51,7 @@ class RollBacks:
 
 
 def arguments_again(arguments: RunArguments, state: TrainingState, progress: Progress) -> RunArguments:
-    """Those with which a run that went back begins again: its data, its limits, and its epochs."""
+    """The arguments with which a run begins again that went back: its data, its limits, and its epochs."""
     data = state.dataloader if arguments.data is None else arguments.data
     length = state.epoch_length if progress.epoch_is is EpochIs.A_LENGTH else None
     return RunArguments(data, state.max_epochs, state.max_iters, length)

@@ -68,12 +68,12 @@ class StopRequests:
         self._background_done = self.pending = True
 
     def request_ticks(self, due: list[int]) -> None:
-        """Clocks of rank 0, by their places, have reached their time."""
+        """Note the places of rank 0's clocks that have reached their time, for the next vote."""
         self._due += due
         self.pending = True
 
     def take_ticks(self) -> list[int]:
-        """Those on which all ranks have agreed since it was asked last."""
+        """The ticks on which all ranks have agreed since the last call."""
         ticks, self._ticks = self._ticks, []
         return ticks
 

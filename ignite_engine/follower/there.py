@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class There:
-    """As :class:`ignite_engine.follower.here.Here`, by the mirror of the run.
+    """Reaches a run by its mirror, with the methods of :class:`ignite_engine.follower.here.Here`.
 
     Checkpoints are fetched into ``follow/checkpoints`` of a folder on this machine. What the run and its follower tell
     each other is in :mod:`ignite_engine.mirror.followed`. While the run lives it alone writes manifests in the mirror;
@@ -111,7 +111,7 @@ class There:
         return path
 
     def _discard_others(self, name: str) -> None:
-        """Of what was fetched before: what is another one there by now, or is fetched again."""
+        """Discard fetched checkpoints that are fetched again, or that the mirror no longer has with the same files."""
         there = {saved.path.name: saved.manifest.files for saved in self.saved()} | {name: {}}
         fetched = scan(self._fetched)[0]
         discard([found.path for found in fetched if there.get(found.path.name) != found.manifest.files])

@@ -19,7 +19,7 @@ from ignite_engine.text import in_units
 
 logger = logging.getLogger(__name__)
 ANSWERS_WITHIN_S = 60.0
-"""Of a store that is asked, and moves no files."""
+"""Seconds within which a store answers a question that moves no files."""
 
 
 def bring(remote: Remote, directory: Path, parallel: int = 4, retention: Retention | None = None) -> None:

@@ -32,7 +32,7 @@ RUN, FOLLOWER, MEASURED = "follow/run.json", "follow/follower.json", "follow/met
 BEAT_S = 5.0
 """Seconds between two counts of a follower, and between two looks of a run for them."""
 _BEATS_OF_A_RUN = 4
-"""Between two counts of a run that nobody follows."""
+"""Beats of ``BEAT_S`` between two counts of a run without a follower."""
 _ALIVE_S = 60.0
 """Without a new count for so long, its writer is taken for dead."""
 
@@ -91,7 +91,7 @@ class RunNotes:
     def __init__(self, remote: Remote, directory: Path) -> None:
         self.remote = remote
         self.status: str | None = None
-        """Of the run, written at the next look; None: it has not begun."""
+        """The status of the run, written at the next look; None: the run has not begun."""
         self.lines: list[Line] = []
         """What was measured."""
         self.held: list[str] = []

@@ -24,7 +24,7 @@ from ignite_engine.mirror.options import check_protocol, check_url, is_url, with
 
 PIECE_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 23
-"""Of an upload in parts; a store takes at most 10,000 parts of a file."""
+"""Bytes of one part of an upload; a store takes at most 10,000 parts of a file."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 Moved = Callable[[int], None]
 """Called with the number of bytes that were just sent or received; it may wait, or raise."""
@@ -275,7 +275,7 @@ class Remote:
 
 
 def order(checkpoint: CheckpointInfo) -> tuple[int, int, str]:
-    """In which checkpoints of one run were saved."""
+    """A sort key: the order in which the checkpoints of one run were saved."""
     return checkpoint.manifest.sequence, checkpoint.iteration, checkpoint.path.name
 
 

@@ -25,7 +25,7 @@ from ignite_engine.mirror.waiting import STALLED_S, Throttle
 logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 300.0
 _LAST_TRIES = 3
-"""Of an upload when the run has ended."""
+"""Tries of an upload after the run has ended."""
 
 
 class Contents:
@@ -41,7 +41,7 @@ class Contents:
         readable, unreadable = remote.checkpoints()
         self.complete = {checkpoint.path.name: checkpoint.manifest for checkpoint in readable}
         self._names = {*remote.names(), *(name for name, _ in unreadable)}
-        """Of all that may be deleted: what another process puts there later is not in it."""
+        """The names of all that may be deleted; what another process uploads later is not among them."""
 
     def upload(self, held: Held, moved: Callable[[int], None]) -> None:
         """Put a checkpoint and those that it needs there; nothing, if they are.
@@ -191,7 +191,7 @@ class Uploader:
 
     @property
     def missing_bytes(self) -> int:
-        """Of what is missing, about."""
+        """The bytes that are still to be uploaded, roughly."""
         with self._lock:
             waiting = [held for held in (self._current, self._waiting) if held is not None]
         return sum(

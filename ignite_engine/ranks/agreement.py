@@ -81,9 +81,9 @@ def lent_group(purpose: str) -> Iterator[dist.ProcessGroup]:
 
 
 def subgroup(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Of a group for each of ``parts`` (ranks in none or one of them) this rank's; a collective of all ranks at first.
+    """This rank's group, one of those for ``parts`` (a rank is in at most one); a collective of all ranks at first.
 
-    Its backend is that of the default group.
+    It has the backend of the default group.
     """
     key = (id(dist.group.WORLD), str(parts))
     if key not in _groups:

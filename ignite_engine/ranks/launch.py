@@ -338,7 +338,9 @@ class Ranks:
 
 
 def _sentinel(process: Any, start_method: str) -> int:
-    """That of multiprocessing is a pipe that loader workers hold, too, which may outlive their rank."""
+    """A file descriptor that is ready when a process has ended; a pidfd, where there is one.
+
+    The sentinel of multiprocessing is a pipe that loader workers hold, too, which may outlive their rank."""
     if start_method != "forkserver" and hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):  # an older kernel
             return os.pidfd_open(process.pid)

@@ -110,7 +110,7 @@ def data_size() -> int:
 
 
 def by_data_rank(values: Sequence[T]) -> list[T]:
-    """Of one value per rank, as a gather gives them, that of the first rank of each data rank."""
+    """One value per data rank, from one value per rank: its first rank's."""
     layout = _layout()
     return list(values) if layout is None else [values[ranks[0]] for ranks in layout.sharing]
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SHARE = 0.01
-"""Of the time, that copies may take."""
+"""The share of the time that copies may take."""
 _MEASURED = 5
 """Iterations after which it is known what a copy costs; the first makes the slots and does not count."""
 

@@ -89,7 +89,7 @@ class NewestState:
         return self._store.checkpoints()
 
     def latest(self, *, healthy_only: bool = False, keep: bool = False) -> Newest:
-        """As the store's; what is on disk is verified only where it may be newer."""
+        """The newest state, in memory or on disk, as the store's; a checkpoint is verified only if it may be newer."""
         copy, on_disk = self._copy, self._store.checkpoints()
         if copy is None or healthy_only:
             return self._store.latest(healthy_only=healthy_only, keep=keep)
@@ -108,7 +108,7 @@ class NewestState:
     def load(
         self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True, shared: bool = True
     ) -> Loaded:
-        """As the store's."""
+        """Load a state, as the store's ``load``."""
         if self._copy is not None and path == self._copy.info.path:
             return self._copy.load(rank, shared=shared)
         return self._store.load(path, rank, mmap=mmap, whole=whole, shared=shared)

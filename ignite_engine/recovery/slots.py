@@ -51,7 +51,7 @@ class Header:
     """What a slot holds."""
 
     number: int
-    """Of the copy: counts the copies of a run."""
+    """The number of the copy, which counts the copies of a run."""
     iteration: int
     epochs_completed: int
     world_size: int
@@ -66,7 +66,7 @@ class Header:
     size: int = 0
     """Of the content, in bytes."""
     checksum: str = ""
-    """Of the content; it finds what is torn or overwritten by mistake, and is not a cryptographic one."""
+    """A checksum of the content, not a cryptographic one: it finds what is torn or overwritten by mistake."""
 
     def to_bytes(self) -> bytes:
         """One line, and the digest of it."""
@@ -239,7 +239,7 @@ class Folder:
         return self.slots[rank]
 
     def ranks(self) -> list[int]:
-        """Those that have slots here."""
+        """The ranks that have slots here."""
         return sorted({int(match.group(1)) for name in os.listdir(self.path) if (match := _SLOT.fullmatch(name))})
 
     def note_owner(self, directory: Path) -> None:

@@ -65,7 +65,7 @@ class RankStatus:
 
     @property
     def samples(self) -> str:
-        """Of the suspect's batch."""
+        """The samples of the suspect's batch."""
         (length,) = _LENGTH.unpack_from(self._text)
         return bytes(self._text[_LENGTH.size :][:length]).decode(errors="replace")
 

@@ -131,7 +131,7 @@ class _Live:
     run: Run
     parts: Mapping[str, Any]
     weights: str
-    """Before training."""
+    """A digest of the weights before training."""
     batches: DataLoader[Any]
     """Of the training set, or of its first window."""
     result: Any

@@ -23,7 +23,7 @@ PARTS = (
 )
 """What a task, or a call of ``fit``, has of code that changes what is trained."""
 COPIED = (hash_ids, RowwiseAdagrad)
-"""Of the engine, plain torch that needs nothing else of it."""
+"""Code of the engine that is copied: plain torch, which needs nothing else of the engine."""
 WINDOWS = '''class Windows:
     """A sequence of names, and what opens the data of one."""
 

@@ -71,7 +71,7 @@ class Plain:
     scheduler_steps: Literal["step", "epoch"] | None
     clip_norm: float | None
     trains_all: bool
-    """Of the model's parameters the optimizers hold each that has a gradient."""
+    """The optimizers hold every parameter of the model that has a gradient."""
     precision: Literal["fp32", "bf16", "fp16"]
     scaler: Mapping[str, Any]
     device: str

@@ -48,7 +48,7 @@ class Forgetting:
     run: Path
     directory: Path
     config: dict[str, Any]
-    """Of the new run."""
+    """The config of the new run."""
     excluded: frozenset[int]
     first_use: Use | None
     checkpoint: Path | None

@@ -28,7 +28,7 @@ class Segment:
     first: int
     last: int
     checkpoint: Path
-    """That of its end."""
+    """The checkpoint at its end."""
 
     def __str__(self) -> str:
         return f"iterations {self.first + 1} to {self.last}"

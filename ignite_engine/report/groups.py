@@ -19,7 +19,7 @@ from ignite_engine.text import short
 SEED = "run.seed"
 _OF_EACH_RUN = (SEED, "run.name", "run.directory")
 POINTS = 500
-"""Of a mean curve."""
+"""Points of a mean curve."""
 
 
 class NoSuchKey(ValueError):

@@ -39,7 +39,7 @@ class Tile:
 
 _NOT_SET = object()
 NOTE_LETTERS = 80
-"""Of a run's notes in the table."""
+"""Most letters of a run's notes in the table."""
 
 
 def write_report(

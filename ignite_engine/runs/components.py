@@ -84,7 +84,7 @@ def agreed_task(config: Config) -> Task:
 
 @cache
 def engine_digest() -> str:
-    """Of the engine's source; a rank that is forked has it from its parent."""
+    """The digest of the engine's source; a forked rank has it from its parent."""
     digest = hashlib.sha256()
     for file in sorted(Path(ignite_engine.__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())

@@ -41,7 +41,7 @@ class Kept(NamedTuple):
     batch: Any
     """Where none is kept: a batch of other samples, for the peers of a wrapped model; it weighs nothing."""
     share: float
-    """Of its samples, from 0 to 1."""
+    """The share of its samples that is kept, from 0 to 1."""
 
 
 def without_excluded(config: Config, task: Task) -> Task:

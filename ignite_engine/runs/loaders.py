@@ -187,7 +187,8 @@ def epochs_of(config: Config, train_loader: Any) -> int | None:
 
 
 def _updates_of(config: Config, batches: int) -> int:
-    """Of so many micro-batches in an epoch, on this rank or with ``update.global_micro_batches`` in all."""
+    """The updates of a run with ``batches`` micro-batches per epoch: of this rank, or with
+    ``update.global_micro_batches`` of all ranks."""
     epochs = config.run.max_epochs
     limits = (config.run.max_iterations, None if epochs is None else epochs * _per_epoch(config, batches))
     return min(limit for limit in limits if limit is not None)

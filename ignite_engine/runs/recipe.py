@@ -254,7 +254,7 @@ def _evaluator(config: Config, task: Task, model: nn.Module) -> Engine:
 
 
 def _sanity_check(config: Config, task: Task, model: nn.Module, logger: handlers.MetricLogger) -> SanityCheck:
-    """Of each validation set that is no stream of windows."""
+    """The sanity check of each validation set that is not a stream of windows."""
     section, batches = config.evaluation, config.evaluation.sanity_batches
     # of the run's workers one is enough; what a dataset opens, it opens there
     data = config.data.model_copy(

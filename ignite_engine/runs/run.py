@@ -464,7 +464,7 @@ class Run:
             logger.error("%s could not be written: %s.", self.directory.summary, error)
 
     def _so_far(self) -> dict[str, Any]:
-        """Of ``summary.json`` what changes while the run trains, and is the same on every rank."""
+        """The part of ``summary.json`` that changes while the run trains, and is the same on every rank."""
         state = self.trainer.state
         before = self._metrics_before if state.iteration == self.first_iteration else {}
         return {

@@ -34,7 +34,7 @@ class Source(Protocol):
 
     @property
     def changed(self) -> str | None:
-        """That it is other data than was saved with."""
+        """What in the data is other than where the run was saved, as a sentence; None: nothing."""
 
 
 def reasons_of(

@@ -127,7 +127,7 @@ class TrainedApart:
             self._weights = weights
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the models that are registered and not in DDP, what a checkpoint holds of rank 0 alone."""
+        """The buffers of registered models without DDP: a checkpoint holds those of rank 0 alone."""
         if mesh.data_size() == 1:
             return
         for model in _models_of(self._objects):
@@ -252,7 +252,7 @@ _reduced: WeakKeyDictionary[DistributedDataParallel, set[int]] = WeakKeyDictiona
 
 
 def _reduced_by_ddp(wrapped: DistributedDataParallel) -> set[int]:
-    """Those that needed a gradient when it was made; only its buckets know them."""
+    """The ids of parameters that needed a gradient when the DDP was made; only its buckets know them."""
     if wrapped not in _reduced:
         try:
             buckets = wrapped.reducer._get_zeros_like_grad_buckets()

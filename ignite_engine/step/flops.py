@@ -47,7 +47,7 @@ class FlopCount:
         self.executed = 0
         """All of it."""
         self.recomputed = 0
-        """Of it, what a backward pass computes again: activation checkpointing, and the scores of attention. The
+        """The part that a backward pass computes again: activation checkpointing, and the scores of attention. The
         derivative of a derivative (``create_graph``) is counted here, too."""
         self.unknown: set[str] = set()
         """Operators of which the FLOPs are not known, and not in the count."""
@@ -108,7 +108,7 @@ class _Formulas(dict[Any, Any]):
 
 
 def _product(first: Tensor, second: Tensor, **options: Any) -> int:
-    """Of two matrices, or vectors; of a sparse one the elements that it has."""
+    """FLOPs of a product of two matrices or vectors; a sparse one counts the elements that it has."""
     if second.layout is not torch.strided:
         return 2 * first.shape[0] * int(second._nnz())
     elements = first.numel() if first.layout is torch.strided else int(first._nnz())

@@ -27,7 +27,7 @@ class GradientTree:
         buffers.reset()
         self._tree: TreeSum[Sum | None] = TreeSum(self._add)
         self._node: Node | None = None
-        """Of the gradients that are in ``grad``."""
+        """The node of the gradients that are in ``grad``."""
         self._merged: list[Node] = []
         """The subtrees that those are added to, the last one first."""
         self._targets: list[Sum] = []
@@ -112,7 +112,7 @@ class GradientTree:
         return [view if present else None for view, present in zip(total.views, total.present, strict=True)]
 
     def sums(self) -> list[Sum]:
-        """Of the subtrees whose sibling is not this rank's, from the left; what is absent adds nothing."""
+        """The sums of the subtrees whose sibling is not this rank's, from the left; what is absent adds nothing."""
         found = [self._buffers.take() if kept is None else kept for _, kept in self._tree.nodes]
         for subtree in found:
             subtree.fill_absent()

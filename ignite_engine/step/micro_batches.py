@@ -34,7 +34,7 @@ class GroupWeights:
     batch: Any
     """What they are the weights of: ``state.batch``, as it was fetched."""
     weights: list[float]
-    """Of each micro-batch of this rank."""
+    """The weight of each micro-batch of this rank."""
     total: float
     """Over the group and all data-parallel ranks."""
 
@@ -169,7 +169,9 @@ def micro_batch_scales(
 
 
 def first_dimension(batch: Any) -> int | None:
-    """Of the first tensor or array in ``batch``, which may nest mappings, lists, tuples and data classes, or None."""
+    """Size of dimension 0 of the first tensor or array in ``batch``, or None.
+
+    A batch may nest mappings, lists, tuples and data classes."""
     shape = getattr(batch, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else None

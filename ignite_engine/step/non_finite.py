@@ -119,7 +119,7 @@ class FirstNonFinite:
         self._losses.append(loss)
 
     def read(self) -> int | None:
-        """That iteration; None: all losses so far are finite."""
+        """The iteration of the first non-finite loss; None: all losses so far are finite."""
         self._fold()
         first = -1 if self._first is None else int(self._first.item())
         return None if first < 0 else first

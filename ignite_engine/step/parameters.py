@@ -29,9 +29,9 @@ class Parameters:
         return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
     def in_order_of(self, model: nn.Module) -> list[Tensor]:
-        """As :meth:`all`, in the order of ``model.parameters()``, in which a loop written by hand sums up their norm.
+        """The parameters of :meth:`all` in the order of ``model.parameters()``, in which a loop sums up their norm.
 
-        In the optimizers' order where one of them is none of the model's.
+        They are in the optimizers' order if one of them is not the model's.
         """
         parameters = self.all()
         if len(parameters) != len(self._known) or not all(map(is_, parameters, self._known)):

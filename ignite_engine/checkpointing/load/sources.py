@@ -42,7 +42,7 @@ class Found:
     digest: str
     """A hash of what is in it; labels and metrics do not count."""
     iteration: int | None = None
-    """Of the run that saved it; None of a file of weights, as all that follows."""
+    """The iteration of the run that saved it; a file of weights has None here and in the fields below."""
     sequence: int | None = None
     created_at: str | None = None
     score: float | None = None
@@ -84,7 +84,7 @@ class Found:
 
 @dataclass(frozen=True)
 class LoadSource:
-    """One of the sources of a list, of which the last that has a name brings it.
+    """One of a list of sources; if several contain a name, the last one wins.
 
     Args:
         path: a checkpoint, a folder of checkpoints or of a run, or a file of weights (safetensors, or a state_dict of
@@ -255,7 +255,7 @@ class SourceWatch:
 
 
 def _is_later(found: Found, than: Found | None) -> bool:
-    """By the order in which one run saves, or by the clock, where the folder is now that of another run."""
+    """Whether it is later: by the order of one run's saves, or by the clock if another run has the folder now."""
     if than is None or than.sequence is None or than.created_at is None:
         return True
     assert found.sequence is not None and found.created_at is not None

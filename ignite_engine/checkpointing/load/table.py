@@ -36,10 +36,10 @@ class PartRow:
     unexpected: list[str] = field(default_factory=list)
     """Only in the checkpoint."""
     reshaped: list[str] = field(default_factory=list)
-    """Of another shape, with both shapes."""
+    """Names whose shapes differ, with both shapes."""
     origins: dict[str, int] = field(default_factory=dict)
-    """Of several sources, the place (from 0) of the one that each loaded name came from; of a part without names, which
-    is taken as a whole, under ``""``."""
+    """The place (from 0) of the source that each loaded name came from, if there are several. A part without names
+    is taken as a whole; its source is under ``""``."""
 
     def origin(self, name: str) -> int:
         """The place of the source that a loaded name came from, or a part that has no names."""
@@ -87,7 +87,7 @@ class LoadTable:
     source: str
     rows: list[PartRow] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
-    """Of several, all of them; :attr:`PartRow.origins` are places in it."""
+    """All sources, if there are several; :attr:`PartRow.origins` are places in this list."""
 
     @property
     def complete(self) -> bool:
@@ -104,7 +104,7 @@ class LoadTable:
 
     @classmethod
     def joined(cls, tables: Sequence[LoadTable]) -> LoadTable:
-        """The one table of several sources, of which the last that has a name brings it."""
+        """The joined table of several sources; if several contain a name, the last one wins."""
         if len(tables) == 1:
             return tables[0]
         found: dict[str, list[tuple[int, PartRow]]] = {}
