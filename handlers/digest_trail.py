@@ -84,8 +84,8 @@ def digests_of(trainer: Trainer) -> Digests | None:
         rows = agreement.gather_objects(numbers)
         numbers = [sum((2 * rank + 1) * number for rank, number in enumerate(column)) for column in zip(*rows)]
     total = sum((2 * place + 1) * number for place, number in enumerate(numbers))
-    weights = {name: _text(number) for name, number in zip(tensors, numbers)}
-    return {"hash": HASH, "all": _text(total), "weights": weights}
+    weights = {name: _hex(number) for name, number in zip(tensors, numbers)}
+    return {"hash": HASH, "all": _hex(total), "weights": weights}
 
 
 def _local(tensor: Any) -> Tensor:
@@ -93,5 +93,5 @@ def _local(tensor: Any) -> Tensor:
     return value
 
 
-def _text(number: int) -> str:
+def _hex(number: int) -> str:
     return f"{number % 2**64:016x}"

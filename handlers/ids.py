@@ -180,7 +180,7 @@ class IdAdmission:
             for group in optimizer.param_groups:
                 for table in group["params"]:
                     if any(table is known for known in self.tables):
-                        _forget(optimizer.state.get(table, {}), len(table), rows.to(table.device), group)
+                        _reset_rows(optimizer.state.get(table, {}), len(table), rows.to(table.device), group)
 
 
 class Sightings:
@@ -233,7 +233,7 @@ def _joined(waiting: Tensor, seen: Tensor) -> Tensor:
     return torch.stack([ids, counts, torch.zeros_like(ids).scatter_reduce_(0, place, both[2], "amax")])
 
 
-def _forget(state: dict[str, Any], count: int, rows: Tensor, group: dict[str, Any]) -> None:
+def _reset_rows(state: dict[str, Any], count: int, rows: Tensor, group: dict[str, Any]) -> None:
     """Set what an optimizer keeps of some of a table's ``count`` rows to what it begins with."""
     accumulator = group.get("initial_accumulator", group.get("initial_accumulator_value", 0.0))
     for key, value in state.items():

@@ -198,7 +198,7 @@ class LRSchedule:
             logger.warning(
                 "%s restores the base LR %s and not %s, with which the optimizer was built. To go on from there with "
                 "another, give %s.",
-                *(self.name, _text(bases), _text(built), change_on_resume(self._part, {("", "lr"): built[0]}, 1)),
+                *(self.name, _rates(bases), _rates(built), change_on_resume(self._part, {("", "lr"): built[0]}, 1)),
             )
         self._primed, self._used = True, list(state["used"])
         for group, lr in zip(groups, state["lrs"]):
@@ -226,7 +226,7 @@ class LRSchedule:
                 set_lr(group, lr)
         if agreement.rank() == 0:
             lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
-            logger.warning("%s begins at its first step, with the LR %s.", self.name, _text(lrs))
+            logger.warning("%s begins at its first step, with the LR %s.", self.name, _rates(lrs))
 
     def _span_the_run(self, trainer: Engine, schedule: Schedule) -> None:
         """Give a schedule without a length that of the run that starts."""
@@ -252,7 +252,7 @@ class LRSchedule:
             logger.warning(
                 "The run now ends after %s %d, not %d, and its schedule with it: from here on the LR follows the new "
                 "curve, %s in place of %s. A total given to the schedule keeps the old one.",
-                *(unit, end, before, _text(now), _text(was)),
+                *(unit, end, before, _rates(now), _rates(was)),
             )
 
     def _prepare(self, trainer: Engine) -> None:
@@ -304,5 +304,5 @@ def _bases(scheduler: Any) -> list[float]:
     return [float(base) for base in getattr(scheduler, "base_lrs", ())]
 
 
-def _text(lrs: list[float]) -> str:
+def _rates(lrs: list[float]) -> str:
     return ", ".join(f"{lr:g}" for lr in dict.fromkeys(lrs))

@@ -117,7 +117,7 @@ class ModelBank:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with what was loaded; sources that were added or moved since are taken as they are now."""
-        place = _places(state["sources"], [str(source.path) for source in self.sources])
+        place = _places_by_path(state["sources"], [str(source.path) for source in self.sources])
         self.loaded = {place[int(at)]: dict(entry) for at, entry in state["loaded"].items() if int(at) in place}
         self._origins = {
             part: {name: place[at] for name, at in names.items() if at in place}
@@ -190,7 +190,7 @@ def _read(registry: Registry, found: Found) -> Source | str:
         return one_line(error)
 
 
-def _places(before: Sequence[str], now: Sequence[str]) -> dict[int, int]:
+def _places_by_path(before: Sequence[str], now: Sequence[str]) -> dict[int, int]:
     """Where each source of a list is in another one; of several with one path in their order."""
     places: dict[int, int] = {}
     for at, path in enumerate(before):

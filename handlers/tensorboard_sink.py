@@ -81,7 +81,7 @@ class TensorBoardSink:
 
     def text(self, name: str, iteration: int, text: str) -> None:
         if iteration > self._written.get(name, -1):
-            self._report(iteration, {name: _text(name, text)})
+            self._report(iteration, {name: _text_fields(name, text)})
 
     def histogram(self, name: str, iteration: int, counts: list[float], edges: list[float]) -> None:
         if iteration > self._written.get(name, -1):
@@ -154,7 +154,7 @@ class TensorBoardSink:
 
             text = yaml.safe_dump(dict(self.config), sort_keys=False, allow_unicode=True)
             shown = Summary.Value(
-                tag="config", **_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
+                tag="config", **_text_fields("config", "".join(f"    {line}\n" for line in text.splitlines()))
             )
             self._add(step=step, summary=Summary(value=[shown]))
             self._add(summary=hparams_pb(settings_of(self.config)))
@@ -165,7 +165,7 @@ class TensorBoardSink:
         self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
-def _text(name: str, text: str) -> dict[str, Any]:
+def _text_fields(name: str, text: str) -> dict[str, Any]:
     """The fields of a value that the text plugin shows, as Markdown."""
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto

@@ -58,7 +58,7 @@ class WandBSink:
 
     def attach(self, trainer: Trainer) -> None:
         """Log what is new at each METRICS_READY, from STARTED until the run ends for any reason."""
-        _attach(self, trainer, "wandb", self._start, self._end)
+        _attach_guarded(self, trainer, "wandb", self._start, self._end)
 
     def write(self, iteration: int, values: Values) -> None:
         new = new_numbers(iteration, values, self._written)
@@ -150,7 +150,7 @@ class MLflowSink:
 
     def attach(self, trainer: Trainer) -> None:
         """Log what is new at each METRICS_READY, from STARTED until the run ends for any reason."""
-        _attach(self, trainer, "mlflow", self._start, self._end)
+        _attach_guarded(self, trainer, "mlflow", self._start, self._end)
 
     def write(self, iteration: int, values: Values) -> None:
         if self._logger is not None and (new := new_numbers(iteration, values, self._written)):
@@ -217,7 +217,7 @@ class MLflowSink:
             logger.end_run(_MLFLOW_STATUS.get(trainer.state.status, "FAILED"))
 
 
-def _attach(
+def _attach_guarded(
     sink: Any, trainer: Trainer, package: str, start: Callable[[Trainer], None], end: Callable[[Trainer], None]
 ) -> None:
     guarded = GuardedSink(sink)

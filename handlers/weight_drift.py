@@ -62,7 +62,7 @@ class WeightDrift:
         found = hashes([shard.tensor for shard in shards])
         if not _differ(agreement.gather_objects(_totals(shards, found))):
             return
-        message = _described(trainer.state.iteration, shards, found)
+        message = _difference_message(trainer.state.iteration, shards, found)
         if self.on_drift == "raise":
             raise RanksDiffer(message)
         if not self._warned and agreement.rank() == 0:
@@ -86,20 +86,20 @@ def _shards(trainer: Trainer, optimizers: bool) -> Iterator[_Shard]:
         if isinstance(model, nn.Module):
             for name, parameter in unwrap(model).named_parameters():
                 names[id(parameter)] = clean_name(name)
-                yield _shard(clean_name(name), parameter)
+                yield _shard_of(clean_name(name), parameter)
     for trained in trained_parameters(trainer.registry.objects):  # those outside of the models, of a loss function say
         if id(trained.parameter) not in names:
             names[id(trained.parameter)] = trained.name
-            yield _shard(trained.name, trained.parameter)
+            yield _shard_of(trained.name, trained.parameter)
     for label, obj in trainer.registry.objects.items():
         if optimizers and isinstance(obj, OptimizerState):
             for number, (owner, state) in enumerate(obj.optimizer.state.items()):
                 for key, value in state.items():
                     if isinstance(value, Tensor):
-                        yield _shard(f"{label}/{names.get(id(owner), number)}/{key}", value)
+                        yield _shard_of(f"{label}/{names.get(id(owner), number)}/{key}", value)
 
 
-def _shard(name: str, tensor: Any) -> _Shard:
+def _shard_of(name: str, tensor: Any) -> _Shard:
     tensor = tensor.detach()
     if not hasattr(tensor, "to_local"):
         return _Shard(name, "", tensor)
@@ -127,7 +127,7 @@ def _differ(rows: list[dict[str, int]]) -> bool:
     return any(len({row[part] for row in rows if part in row}) > 1 for part in parts)
 
 
-def _described(iteration: int, shards: list[_Shard], hashes: Tensor) -> str:
+def _difference_message(iteration: int, shards: list[_Shard], hashes: Tensor) -> str:
     """The first tensor that differs, on which ranks, and by how much; a collective."""
     found = {(shard.name, shard.part): (int(value), shard.tensor) for shard, value in zip(shards, hashes, strict=True)}
     rows = agreement.gather_objects({place: value for place, (value, _) in found.items()})

@@ -59,7 +59,7 @@ class Override:
         expected = "a mapping such as {'optimizer.lr': 0.001}, or None"
         is_right = isinstance(values, Mapping) and all(isinstance(key, str) for key in values)
         check_type("override", values, values is None or is_right, expected)
-        self.values = {key: _plain(value) for key, value in (values or {}).items()}
+        self.values = {key: _with_plain_floats(value) for key, value in (values or {}).items()}
         self.given_before: dict[str, Any] = {}
         """What the start gave that saved the checkpoint, by part, group and option, and as the user wrote it."""
         self._has_begun = False
@@ -305,10 +305,10 @@ def _refusal(key: str, reason: str) -> StateMismatch:
     return StateMismatch(f"override {key!r}: {reason}")
 
 
-def _plain(value: Any) -> Any:
+def _with_plain_floats(value: Any) -> Any:
     """Without NumPy's float64, a float that a checkpoint cannot hold."""
     if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
+        return tuple(map(_with_plain_floats, value))
     return float(value) if isinstance(value, float) else value
 
 

@@ -104,7 +104,7 @@ class GradientGraph:
     def _without_trace(self, batch: Any) -> Iterator[None]:
         """A context after which generators, buffers, attributes and the batch are what they were."""
         error = None
-        with _same_values(batch), without_trace(self._loss), _same_attributes(self._loss):
+        with _restoring_tensors(batch), without_trace(self._loss), _restoring_attributes(self._loss):
             try:
                 yield
             except BaseException as raised:  # buffers are put back only where the body ends
@@ -187,7 +187,7 @@ def _sharing(gradients: Gradients, held: Sequence[Any]) -> list[int]:
 
 
 @contextmanager
-def _same_values(batch: Any) -> Iterator[None]:
+def _restoring_tensors(batch: Any) -> Iterator[None]:
     """Put back the tensors of a batch that the loss writes to."""
     noted = [(tensor, tensor.clone()) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor)]
     try:
@@ -200,7 +200,7 @@ def _same_values(batch: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _same_attributes(module: nn.Module) -> Iterator[None]:
+def _restoring_attributes(module: nn.Module) -> Iterator[None]:
     """Put back numbers and words that modules note of their calls, such as how many there were."""
     noted = [
         (child, {name: value for name, value in vars(child).items() if isinstance(value, int | float | str | None)})

@@ -100,7 +100,7 @@ class ChangedRows:
         numbers = self._changed(tables) if self._continues(chain, tables, iteration) else None
         base, after = _bytes_on_disk(chain)
         if numbers is None or after + _bytes_of(numbers, tables) > base:
-            self._kept = {key: _copied(values, self._kept.get(key)) for key, values in tables.items()}
+            self._kept = {key: _host_copy(values, self._kept.get(key)) for key, values in tables.items()}
             pending = Tables(_by_part({key: (0, kept) for key, kept in self._kept.items()}))
         else:
             changed = {key: (numbers[key], self._update(key, tables[key], numbers[key])) for key in tables}
@@ -151,8 +151,8 @@ class ChangedRows:
             0 < len(names) < LONGEST
             and iteration not in [named_iteration(FilePath(name)) for name in names]
             and self._is_sound(chain)
-            and {key: _form(kept) for key, kept in self._kept.items()}
-            == {key: _form(values) for key, values in tables.items()}
+            and {key: _shape_and_type(kept) for key, kept in self._kept.items()}
+            == {key: _shape_and_type(values) for key, values in tables.items()}
         )
 
     def _is_sound(self, chain: Mapping[str, FileRecord]) -> bool:
@@ -211,9 +211,9 @@ def _words(rows: Tensor) -> Tensor:
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def _copied(values: Tensor, kept: Tensor | None) -> Tensor:
+def _host_copy(values: Tensor, kept: Tensor | None) -> Tensor:
     """A copy in host memory, in that of an earlier one if it fits."""
-    if kept is None or _form(kept) != _form(values):
+    if kept is None or _shape_and_type(kept) != _shape_and_type(values):
         kept = torch.empty_like(values, device="cpu")
     return kept.copy_(values.detach())
 
@@ -225,7 +225,7 @@ def _by_part(found: Mapping[_Key, tuple[int | Tensor, Tensor]]) -> RowsOfParts:
     return parts
 
 
-def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+def _shape_and_type(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 

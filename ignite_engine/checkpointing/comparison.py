@@ -64,7 +64,7 @@ def _compare_part(part: str, first: Any, second: Any) -> PartDifference:
         one, other = whole(before[name]), whole(after[name])
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             if (one.shape, one.dtype) != (other.shape, other.dtype):
-                found.kinds[name] = f"{_form(one)} -> {_form(other)}"
+                found.kinds[name] = f"{_type_and_shape_text(one)} -> {_type_and_shape_text(other)}"
             elif _same_bits(one, other):
                 found.equal += 1
             else:
@@ -72,7 +72,7 @@ def _compare_part(part: str, first: Any, second: Any) -> PartDifference:
         elif _same_values(one, other):
             found.equal += 1
         else:
-            found.kinds[name] = f"{_text(one)} -> {_text(other)}"
+            found.kinds[name] = f"{_short_text(one)} -> {_short_text(other)}"
     return found
 
 
@@ -104,10 +104,10 @@ def _same_values(first: Any, second: Any) -> bool:
     return type(first) is type(second) and (first == second or (first != first and second != second))
 
 
-def _form(tensor: Tensor) -> str:
+def _type_and_shape_text(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _text(value: Any) -> str:
-    text = _form(value) if isinstance(value, Tensor) else repr(value)
+def _short_text(value: Any) -> str:
+    text = _type_and_shape_text(value) if isinstance(value, Tensor) else repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

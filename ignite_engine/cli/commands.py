@@ -92,10 +92,10 @@ def forget(options: argparse.Namespace) -> None:
     print(forgetting, flush=True)
     if forgetting.first_use is not None:
         options.config, options.nproc_per_node = begin_to_forget(forgetting), forgetting.ranks
-        _on_ranks(options, _forget)
+        _on_ranks(options, _train_without)
 
 
-def _forget(config: Config, options: argparse.Namespace) -> None:
+def _train_without(config: Config, options: argparse.Namespace) -> None:
     from ignite_engine.replay.forget import train_without
 
     train_without(config, _function(options.build))

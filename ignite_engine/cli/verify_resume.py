@@ -129,14 +129,14 @@ def run_script(options: argparse.Namespace) -> None:
     script = str(options.config)
     sys.argv = [script]
     sys.path.insert(0, str(options.config.resolve().parent))
-    settings = _settings(options.directory, options.every)
+    settings = _settings_by_section(options.directory, options.every)
     if options.backend is not None:
         settings["distributed"] = {"backend": options.backend}
     with changed(settings, train):
         runpy.run_path(script, run_name="__main__")
 
 
-def _settings(directory: Path, every: int) -> dict[str, dict[str, Any]]:
+def _settings_by_section(directory: Path, every: int) -> dict[str, dict[str, Any]]:
     """What each of the three runs has instead of its own settings, by section."""
     run = {**QUIET["run"], "directory": str(directory)}
     return {**QUIET, "run": run, "checkpoint": {"every": every}}
@@ -204,7 +204,7 @@ class _ThreeRuns:
             command += ["--directory", str(directory), "--every", str(every)]
         else:
             command += self.options.overrides
-            for section, settings in _settings(directory, every).items():
+            for section, settings in _settings_by_section(directory, every).items():
                 command += [f"{section}.{key}={json.dumps(value)}" for key, value in settings.items()]
             command += ["--nproc-per-node", str(processes)] if processes is not None else []
         command += ["--backend", self.options.backend] if self.options.backend is not None else []

@@ -246,10 +246,10 @@ def validated(source: ConfigSource) -> Config:
         config = Config.model_validate(source.values)
     except ValidationError as error:
         faults = error.errors(include_url=False)
-        misspelt = {tuple(_parts(fault)[:-1]) for fault in faults if fault["type"] == "extra_forbidden"}
+        misspelt = {tuple(_key_parts(fault)[:-1]) for fault in faults if fault["type"] == "extra_forbidden"}
         of_keys: dict[tuple[str, ...], list[ErrorDetails]] = {}
         for fault in faults:
-            parts = tuple(_parts(fault))
+            parts = tuple(_key_parts(fault))
             if fault["type"] != "missing" or parts[:-1] not in misspelt:  # a misspelt key is why another is missing
                 of_keys.setdefault(parts, []).append(fault)
         keys = sorted(of_keys, key=lambda parts: source.lines.get(".".join(parts), 0))
@@ -264,7 +264,7 @@ _FORMS = re.compile(r"<.*|constrained-\w+|(literal|list|dict|tuple|function-\w+)
 """Parts of pydantic's locations that say which form of a value was tried."""
 
 
-def _parts(fault: ErrorDetails) -> list[str]:
+def _key_parts(fault: ErrorDetails) -> list[str]:
     """The parts of the key that a fault is about."""
     section, *rest = map(str, fault["loc"]) if fault["loc"] else ("",)
     parts = [part for part in (section, *rest) if part and not _FORMS.fullmatch(part)]
@@ -278,7 +278,7 @@ def _one_line(faults: Sequence[ErrorDetails], source: ConfigSource) -> str:
     Args:
         faults: of one key, one for each form that it may have.
     """
-    parts, complaint = _parts(faults[0]), _complaint(faults[0], _parts(faults[0]))
+    parts, complaint = _key_parts(faults[0]), _complaint(faults[0], _key_parts(faults[0]))
     if len(faults) > 1 and all(_is_of_a_value(fault) for fault in faults):
         forms = [_expectation(fault["type"], fault.get("ctx", {})) for fault in faults]
         complaint = f"got {display(faults[0]['input'])}, expected {' or '.join(dict.fromkeys(forms))}."

@@ -137,7 +137,7 @@ def read_config_source(path: Path, overrides: Sequence[str] = ()) -> ConfigSourc
         raise ConfigError(f"{path}: got {display(values)}, expected a mapping of sections such as 'run:' and 'task:'.")
     source.values = values
     for override in overrides:
-        _merge(source, override)
+        _apply_override(source, override)
     return source
 
 
@@ -238,7 +238,7 @@ def _check_keys(node: yaml.Node, name: str, prefix: str, lines: dict[str, int], 
         _check_keys(value_node, name, f"{dotted}.", lines, entered)
 
 
-def _merge(source: ConfigSource, override: str) -> None:
+def _apply_override(source: ConfigSource, override: str) -> None:
     """Put one ``section.key=value`` into the source's values."""
     key, equals, text = override.partition("=")
     parts = key.split(".")

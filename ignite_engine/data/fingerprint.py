@@ -39,13 +39,13 @@ def _held(value: Any, depth: int) -> Iterator[bytes]:
     if depth > _DEPTH:
         return
     if isinstance(value, Subset):
-        yield from (*_held(value.dataset, depth + 1), *_rows(value.indices))
+        yield from (*_held(value.dataset, depth + 1), *_some_rows(value.indices))
     elif isinstance(value, Tensor | np.ndarray):
-        yield from _rows(value) if value.ndim else ()
+        yield from _some_rows(value) if value.ndim else ()
     elif isinstance(value, list | tuple):
         # numbers in a list of an attribute may count what was read
         if value and (depth == 0 or not isinstance(value[0], int | float)):
-            yield from _rows(value)
+            yield from _some_rows(value)
     elif isinstance(value, Mapping):
         for element in value.values():
             yield from _held(element, depth + 1)
@@ -54,7 +54,7 @@ def _held(value: Any, depth: int) -> Iterator[bytes]:
             yield from _held(attribute, depth + 1)
 
 
-def _rows(rows: Sequence[Any] | Tensor | np.ndarray[Any, Any]) -> Iterator[bytes]:
+def _some_rows(rows: Sequence[Any] | Tensor | np.ndarray[Any, Any]) -> Iterator[bytes]:
     """The length, and the first, the middle and the last row."""
     yield str(len(rows)).encode()
     for at in sorted({0, len(rows) // 2, len(rows) - 1} if len(rows) else ()):

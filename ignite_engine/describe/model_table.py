@@ -21,7 +21,7 @@ def model_table(model: nn.Module) -> list[str]:
     model = unwrap(model)
     seen: set[nn.Parameter] = set()
     rows: list[tuple[str, ...]] = []
-    for name, part in _parts(model):
+    for name, part in _children(model):
         own = [parameter for parameter in part.parameters() if parameter not in seen]
         if own:
             rows.append((clean_name(name), type(part).__name__, *_numbers(own)))
@@ -35,7 +35,7 @@ def model_table(model: nn.Module) -> list[str]:
     return in_columns([_HEAD, *rows, whole] if len(rows) > 1 else [_HEAD, whole])
 
 
-def _parts(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+def _children(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """The children; of a model that only wraps one, that one's."""
     prefix, part = "", model
     while len(children := [*part.named_children()]) == 1 and not [*part.parameters(recurse=False)]:

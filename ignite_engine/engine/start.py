@@ -105,7 +105,7 @@ def begin(
             source.agree_lengths()  # a pass may have another length than the first
         plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
         if source is not None:
-            _place(source, start, arguments.data, progress, position)
+            _move_to(source, start, arguments.data, progress, position)
     except BaseException:
         if source is not None:
             source.close()  # the loader is the user's again
@@ -275,7 +275,7 @@ def _pass_number(start: Start, progress: Progress, position: Position) -> int:
     return 0 if before is None else before.pass_number + int(start is Start.RESET and before.batch > 0)
 
 
-def _place(source: Source, start: Start, data: Any, progress: Progress, position: Position) -> None:
+def _move_to(source: Source, start: Start, data: Any, progress: Progress, position: Position) -> None:
     """Move a new source to the place at which the run begins; a fresh one is at the beginning of pass 0."""
     before = progress.source
     if start is Start.RESUMED:

@@ -109,7 +109,7 @@ def follow_with(
     run = RunDirectory(directory)
     with contextlib.ExitStack() as stack:
         agreement.on_rank_0(lambda: _take(run, stack))
-        place = _place(run, trainer, wait_s)
+        place = _place_of_run(run, trainer, wait_s)
         stack.callback(place.release)
         follower = Follower(place, trainer, evaluations, every_checkpoint=every_checkpoint, announce=announce)
         count = follower.follow()
@@ -118,7 +118,7 @@ def follow_with(
         return count
 
 
-def _place(run: RunDirectory, trainer: Trainer, wait_s: float) -> Here | There:
+def _place_of_run(run: RunDirectory, trainer: Trainer, wait_s: float) -> Here | There:
     """Where the run is: in its folder, or else in the mirror of the trainer's Checkpoint."""
     options = [getattr(obj, "options", None) for obj in trainer.registry.objects.values()]
     mirrors = [MirrorOptions.of(saves.mirror) for saves in options if isinstance(saves, SaveOptions) and saves.mirror]

@@ -84,12 +84,12 @@ def _candidates(
         lambda _: remote.checkpoints() if agreement.rank() == 0 else ([], []), ANSWERS_WITHIN_S
     )[0]
     # by rank 0, which may have to read what is here: that is no wait for the store
-    names, best = agreement.on_rank_0(lambda: _wanted(readable, directory, retention))
+    names, best = agreement.on_rank_0(lambda: _names_to_fetch(readable, directory, retention))
     holds_any = agreement.on_rank_0(lambda: any(scan(directory)))
     return names, best, [] if holds_any and not names else unreadable
 
 
-def _wanted(
+def _names_to_fetch(
     there: Sequence[CheckpointInfo], directory: Path, retention: Retention | None
 ) -> tuple[list[str], list[str]]:
     """Names of those that are newer than what is here, the newest first, and of the best that are not here."""

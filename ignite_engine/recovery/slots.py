@@ -101,7 +101,7 @@ class Slot:
         Raises:
             OSError: there is no room; the slot is then invalid.
         """
-        size = _HEADER_BYTES + _rows(packed.bytes)
+        size = _HEADER_BYTES + _up_to_whole_rows(packed.bytes)
         if self._room is None or len(self._room) < size:
             self.reserve(packed.bytes)
         assert self._room is not None
@@ -119,7 +119,7 @@ class Slot:
             OSError: there is none.
         """
         self.close()
-        self._room = _mapped(self.path, _HEADER_BYTES + _rows(size))
+        self._room = _mapped(self.path, _HEADER_BYTES + _up_to_whole_rows(size))
 
     @property
     def header(self) -> Header | None:
@@ -175,12 +175,12 @@ def _opened(path: Path) -> Iterator[memoryview | None]:
         os.close(descriptor)
 
 
-def _rows(size: int) -> int:
+def _up_to_whole_rows(size: int) -> int:
     return -(-size // _ROW_BYTES) * _ROW_BYTES
 
 
 def _is_sound(content: memoryview, header: Header) -> bool:
-    return 0 < len(content) == header.size == _rows(header.size) and _checksum(content) == header.checksum
+    return 0 < len(content) == header.size == _up_to_whole_rows(header.size) and _checksum(content) == header.checksum
 
 
 def _checksum(content: memoryview) -> str:

@@ -152,12 +152,12 @@ def _files(first: Path, second: Path) -> tuple[RunComparison, list[int]]:
     equal, sign = _checkpoints(one.checkpoints, other.checkpoints)
     compared["checkpoints"] = len(equal)
     signs += [sign] if sign is not None else []
-    result = RunComparison(_settings(first, second, common), compared, common)
+    result = RunComparison(_setting_differences(first, second, common), compared, common)
     result.sign = min(signs, key=lambda sign: sign.iteration, default=None)
     return result, equal
 
 
-def _settings(first: Path, second: Path, common: int) -> list[str]:
+def _setting_differences(first: Path, second: Path, common: int) -> list[str]:
     configs = [config_at(folder, common) for folder in (first, second)]
     changes = [f"config: {line}" for line in config_differences(*configs) if not line.startswith(_NOT_COMPARED)]
     environments = [

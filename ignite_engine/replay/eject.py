@@ -67,7 +67,7 @@ def eject(path: str | Path, overrides: Sequence[str] = (), build: Build | None =
         function = _function(config, build)
         code = code_of_task(function)
         live = _live(config, path, code, function)
-        plain = _plain(live, code, function.__name__, iterations, path.name)
+        plain = _plain_program(live, code, function.__name__, iterations, path.name)
         _check_names(code)
         text = text_of(plain)
         _check(text, live, plain)
@@ -186,13 +186,13 @@ def _live(config: Config, path: Path, code: Code, function: Callable[..., Any]) 
         keys = list(islice(iter(batches.sampler), batches.batch_size))
         result = _loss(config, model, loss_fn, batches.dataset.__getitems__(keys))  # type: ignore[attr-defined]  # our dataset
         with _executed(definitions_of(code), code) as module:
-            parts = _parts(module, function.__name__, config, path)
+            parts = _parts_from(module, function.__name__, config, path)
     live = _Live(config, path, run, parts, weights, batches, result)
     _check_optimizers(live)
     return live
 
 
-def _parts(module: Any, function: str, config: Config, path: Path) -> Mapping[str, Any]:
+def _parts_from(module: Any, function: str, config: Config, path: Path) -> Mapping[str, Any]:
     is_fit = config.task == IN_PYTHON
     # a function of the user's own seeds torch itself
     rng.seed_everything(config.run.seed + int(is_fit))
@@ -249,7 +249,7 @@ def _loss(config: Config, model: nn.Module, loss_fn: Callable[..., Any], batch: 
     return loss_fn(model.train(), next(iter(to_device([batch], device, 0))) if device.type != "cpu" else batch)
 
 
-def _plain(live: _Live, code: Code, function: str, iterations: int | None, source: str) -> Plain:
+def _plain_program(live: _Live, code: Code, function: str, iterations: int | None, source: str) -> Plain:
     config, parts, batches, update = live.config, live.parts, live.batches, live.update
     is_pair = isinstance(live.result, tuple) and not hasattr(live.result, "_fields")
     loss = live.result[0] if is_pair else live.result
@@ -361,7 +361,7 @@ def _check(text: str, live: _Live, plain: Plain) -> None:
         TaskError: the code that was taken out of the task's file does not do the same.
     """
     with rng.isolated(), _executed(text, plain.task) as module:
-        parts = _parts(module, plain.parts.partition("(")[0], live.config, live.path)
+        parts = _parts_from(module, plain.parts.partition("(")[0], live.config, live.path)
         model = parts["model"].to(plain.device)
         weights = module.weights_sha256(model)
         names: dict[str, Any] = {**vars(module), "parts": parts}

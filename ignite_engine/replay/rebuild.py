@@ -109,7 +109,7 @@ def rebuild(directory: Path, build: Build | None, stored: Mapping[str, Any], bef
     """
     run: Any
     if build is None:
-        run = recipe.build_run(_config(directory, stored))
+        run = recipe.build_run(_quiet_config(directory, stored))
     else:
         with only_building():
             run = build(directory)
@@ -174,7 +174,7 @@ def environment_of(directory: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _config(directory: Path, stored: Mapping[str, Any]) -> Config:
+def _quiet_config(directory: Path, stored: Mapping[str, Any]) -> Config:
     """The stored config with everything off that writes."""
     if not stored:
         raise ReplayError(f"{directory} holds no config.yaml: give the function that builds the run (build, --build).")

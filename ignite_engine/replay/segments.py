@@ -86,7 +86,7 @@ def audit(run_directory: str | Path, build: Build | None = None, *, segments: in
     drawn = random.Random(chosen).sample(known, min(segments, len(known)))
     result = Audit(sorted(drawn, key=lambda segment: segment.first), known, chosen)
     for segment in result.drawn:
-        if problem := _problem(Path(run_directory), build, segment):
+        if problem := _first_difference(Path(run_directory), build, segment):
             result.found[segment] = problem
     return result
 
@@ -112,13 +112,13 @@ def segments_of(directory: Path) -> list[Segment]:
     ]
 
 
-def _problem(directory: Path, build: Build | None, segment: Segment) -> str | None:
+def _first_difference(directory: Path, build: Build | None, segment: Segment) -> str | None:
     """What differs first, as the same sentence on all ranks; None: nothing."""
     try:
         saved = agreement.together(lambda: _saved(segment.checkpoint))
     except CheckpointError as error:
         return str(error)
-    end = _End(segment.last)
+    end = _DigestsAtEnd(segment.last)
     options: dict[str, Any] = {"before": segment.first + 1, "on_save": end.save, "attach": [end.attach]}
     with bring_to(directory, build, at=segment.last, **options) as moment:
         began = 0 if moment.began_at is None else int(moment.began_at.name.split("_")[1].split(".")[0])
@@ -139,7 +139,7 @@ def _problem(directory: Path, build: Build | None, segment: Segment) -> str | No
     return f"the replayed state is not that of {segment.checkpoint.name}: {shortened(weights or names)}"
 
 
-class _End:
+class _DigestsAtEnd:
     """Digests of each part at the end of a segment, as a save there holds them."""
 
     def __init__(self, iteration: int) -> None:

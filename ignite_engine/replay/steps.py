@@ -116,12 +116,12 @@ def first_piece(first: Mapping[int, Pieces], second: Mapping[int, Pieces], rank:
         one, other = first[iteration], second[iteration]
         different = [what for what in {**one, **other} if one.get(what) != other.get(what)]
         if different:
-            what = min(different, key=_place)
+            what = min(different, key=_place_in_step)
             return FirstPiece(iteration, rank, what, one.get(what, "missing"), other.get(what, "missing"))
     return None
 
 
-def _place(what: str) -> int:
+def _place_in_step(what: str) -> int:
     for place, beginning in enumerate(_ORDER):
         is_weight = beginning.startswith("weights") and what.endswith(f"{beginning.removeprefix('weights ')} the step")
         if what.startswith(beginning) or is_weight:

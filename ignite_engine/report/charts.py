@@ -77,8 +77,8 @@ def chart(panel: Panel, number: int) -> tuple[str, dict[str, Any]]:
                 "mark": line.mark % COLOURS,
                 "dashed": line.dashed,
                 "run": line.run,
-                "band": [[_plain(number) for number in place] for place in line.band],
-                "points": [[_plain(x), _plain(y)] for x, y in _thinned(line, panel.stacked)],
+                "band": [[_short_number(number) for number in place] for place in line.band],
+                "points": [[_short_number(x), _short_number(y)] for x, y in _thinned(line, panel.stacked)],
             }
             for line in panel.lines
         ],
@@ -135,5 +135,5 @@ def _tick(value: float, all_ticks: Sequence[float]) -> str:
     return "0" if abs(value) < 1e-9 * max(abs(tick) for tick in all_ticks) else short(value)
 
 
-def _plain(value: float) -> float | int:
+def _short_number(value: float) -> float | int:
     return int(value) if abs(value) < 1e15 and value == int(value) else float(f"{value:.5g}")

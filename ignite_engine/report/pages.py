@@ -149,7 +149,7 @@ def _head(run: Record) -> list[str]:
 
 def _rest(run: Record, defaults: Mapping[str, Any]) -> list[str]:
     """What is below the curves."""
-    parts = [*_config(run.config, defaults), *_code(run), *_last_values(run), *_environment(run.environment)]
+    parts = [*_config_section(run.config, defaults), *_code(run), *_last_values(run), *_environment(run.environment)]
     if run.log:
         is_open = " open" if run.status == "failed" else ""
         parts.append(f"<details{is_open}><summary>End of the log</summary><pre>{escape(run.log)}</pre></details>")
@@ -332,7 +332,7 @@ def _controls(titles: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+def _config_section(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """What differs from the defaults; the rest is folded. A config of other sections is shown as it is."""
     if not config:
         return []

@@ -182,8 +182,8 @@ def read_run(directory: str | Path) -> Record:
         _last_lines(run.logs / "rank_0.log"),
         read_ledger(run.goodput),
         run.read_code(),
-        _text(run.code_diff, DIFF_SHOWN),
-        _text(run.path / NOTES, NOTES_SHOWN).strip(),
+        _beginning_of(run.code_diff, DIFF_SHOWN),
+        _beginning_of(run.path / NOTES, NOTES_SHOWN).strip(),
     )
 
 
@@ -282,7 +282,7 @@ def _is_larger(values: Any, count: int) -> bool:
     return count < 0
 
 
-def _text(path: Path, limit: int) -> str:
+def _beginning_of(path: Path, limit: int) -> str:
     try:
         with path.open("rb") as file:
             return file.read(limit).decode("utf-8", errors="replace")

@@ -220,15 +220,15 @@ def fit(
     task = Task(
         model,
         loss_fn,
-        _data("train_set", train_set),
-        _sets("val", "val_set", val_set),
+        _checked_data("train_set", train_set),
+        _named_sets("val", "val_set", val_set),
         predict=predict or (_predict_pair if metrics else None),
         metrics=metrics or {},
         weight_fn=weight_fn,
         collate_fn=collate_fn,
         tokens_fn=tokens_fn,
         sampler=sampler,
-        test_sets=_sets("test", "test_set", test_set),
+        test_sets=_named_sets("test", "test_set", test_set),
         handlers=handlers,
     )
     if is_loader(train_set):
@@ -239,7 +239,7 @@ def fit(
         _check_pairs(task)
     are_names = resume is None or (isinstance(resume, Mapping) and all(isinstance(key, str) for key in resume))
     check_type("resume", resume, are_names, "a mapping such as {'lr': 0.0001}")
-    override = None if resume is None else {_setting(key): value for key, value in _plain(resume).items()}
+    override = None if resume is None else {_setting(key): value for key, value in _as_in_config(resume).items()}
     values = _values(sections)
     given: dict[str, dict[str, Any]] = {
         "run": {
@@ -256,14 +256,14 @@ def fit(
         "checkpoint": {"best": best, "mode": _mode(best, mode, task), "override": override},
     }
     if isinstance(optimizer, str | Mapping):
-        options = {"name": optimizer} if isinstance(optimizer, str) else _plain(optimizer)
-        _merge("optimizer", given["optimizer"], options)
+        options = {"name": optimizer} if isinstance(optimizer, str) else _as_in_config(optimizer)
+        _add_arguments("optimizer", given["optimizer"], options)
     elif optimizer is not None:
         if lr is not None:
             raise ConfigError("fit(): lr: got a value with an optimizer that has its own; give it to the optimizer.")
         task.optimizer = _made_of_model(optimizer)
     if isinstance(schedule, str | Mapping):
-        given["schedule"] |= {"name": schedule} if isinstance(schedule, str) else _plain(schedule)
+        given["schedule"] |= {"name": schedule} if isinstance(schedule, str) else _as_in_config(schedule)
     elif schedule is not None:
         check_type("schedule", schedule, callable(schedule), "a name, options, or a function of the optimizer")
         task.schedule, task.schedule_per = schedule, schedule_per or "usual"
@@ -272,7 +272,7 @@ def fit(
             f"fit() got schedule_per={schedule_per!r} without a scheduler made by a function: leave it out."
         )
     for section, arguments in given.items():
-        _merge(section, values.setdefault(section, {}), arguments)
+        _add_arguments(section, values.setdefault(section, {}), arguments)
     # an offline session is for who asks for one
     values.setdefault("logging", {}).setdefault("clearml", server_is_configured())
     values["run"].setdefault("name", Path(directory).name or "run")
@@ -359,7 +359,7 @@ def _of_loader(loader: Any, batch_size: int | None, num_workers: int | None) -> 
     return size if is_whole(size) else None, workers if is_whole(workers) else None
 
 
-def _data(name: str, given: Any) -> Any:
+def _checked_data(name: str, given: Any) -> Any:
     if isinstance(given, Mapping):  # of Hugging Face's load_dataset, without a split
         first = next(iter(given), "train")
         raise TypeError(f"{name} is a {type(given).__name__} of {', '.join(map(str, given))}: give one, [{first!r}].")
@@ -372,12 +372,12 @@ def _data(name: str, given: Any) -> Any:
     return given
 
 
-def _sets(default: str, name: str, given: Any) -> dict[str, Any]:
+def _named_sets(default: str, name: str, given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     named = given if isinstance(given, Mapping) else {default: given}
     return {
-        key: _data(f"{name}[{key!r}]" if isinstance(given, Mapping) else name, dataset)
+        key: _checked_data(f"{name}[{key!r}]" if isinstance(given, Mapping) else name, dataset)
         for key, dataset in named.items()
     }
 
@@ -424,11 +424,11 @@ def _values(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if name not in Sections.__annotations__:
             raise TypeError(f"fit() got {name}, which it does not take{_instead_of(name)}")
         check_type(name, section, isinstance(section, Mapping), "a mapping of settings")
-    values: dict[str, Any] = {name: _plain(section) for name, section in sections.items()}
+    values: dict[str, Any] = {name: _as_in_config(section) for name, section in sections.items()}
     return values | {"task": IN_PYTHON}
 
 
-def _merge(section: str, values: dict[str, Any], arguments: Mapping[str, Any]) -> None:
+def _add_arguments(section: str, values: dict[str, Any], arguments: Mapping[str, Any]) -> None:
     for key, value in arguments.items():
         if value is None:
             continue
@@ -438,10 +438,10 @@ def _merge(section: str, values: dict[str, Any], arguments: Mapping[str, Any]) -
         values[key] = value
 
 
-def _plain(value: Any) -> Any:
+def _as_in_config(value: Any) -> Any:
     """Nested values as a config has them: dicts, lists and text."""
     if isinstance(value, Mapping):
-        return {key: _plain(element) for key, element in value.items()}
+        return {key: _as_in_config(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(element) for element in value]
+        return [_as_in_config(element) for element in value]
     return str(value) if isinstance(value, os.PathLike) else value

@@ -31,7 +31,7 @@ def put_in_force(config: dict[str, Any], trainer: Trainer, schedules: Mapping[st
                 usual = inspect.signature(type(optimizer)).parameters
                 names_all = set(optimizer.defaults) <= set(section)
                 for option, value in obj.in_force(section, bases).items():
-                    if names_all or option == "lr" or option not in usual or value != _plain(usual[option].default):
+                    if names_all or option == "lr" or option not in usual or value != _as_list(usual[option].default):
                         section[option] = value
                     else:
                         section.pop(option, None)
@@ -44,5 +44,5 @@ def put_in_force(config: dict[str, Any], trainer: Trainer, schedules: Mapping[st
             config["update"]["grad_scaler"] = {**given, **growth}
 
 
-def _plain(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value

@@ -62,7 +62,7 @@ def unsaved_generators(objects: Mapping[str, Any], loss_fn: Any) -> Iterator[str
     Args:
         objects: those of the registry, by name.
     """
-    saved = {id(generator) for part in _parts(objects) for generator in part.held().values()}
+    saved = {id(generator) for part in _own_generators(objects) for generator in part.held().values()}
     models = {name: obj.model if isinstance(obj, ModelState) else obj for name, obj in objects.items()}
     owners = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
     registered = [*objects.values()]
@@ -85,12 +85,12 @@ def unsaved_generators(objects: Mapping[str, Any], loss_fn: Any) -> Iterator[str
 def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
     """Restore the generators of a registry after the body, which may draw from them."""
     with ExitStack() as stack:
-        for part in _parts(objects):
+        for part in _own_generators(objects):
             stack.enter_context(part.undrawn())
         yield
 
 
-def _parts(objects: Mapping[str, Any]) -> list[OwnGenerators]:
+def _own_generators(objects: Mapping[str, Any]) -> list[OwnGenerators]:
     return [obj for obj in objects.values() if isinstance(obj, OwnGenerators)]
 
 

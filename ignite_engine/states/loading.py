@@ -149,7 +149,7 @@ def begin_from(registry: Registry, sources: Sequence[LoadSource]) -> tuple[LoadT
 
     def prepared() -> tuple[dict[str, Any], LoadTable]:
         wanted = [
-            _wanted(registry, source.plan, read(registry, found))
+            _wanted_of(registry, source.plan, read(registry, found))
             if found is not None
             else Wanted(nothing, f"{source.path} (optional, not there)", {})
             for source, found in zip(sources, chosen, strict=True)
@@ -191,7 +191,7 @@ def load_again(
 
     def prepared() -> tuple[dict[str, Any], LoadTable] | str:
         try:
-            wanted = [_wanted(registry, plan, source)]
+            wanted = [_wanted_of(registry, plan, source)]
             states, table = prepare_all(wanted, registry.objects, held=held, elsewhere=elsewhere)
             # pieces of sharded tensors are read now, while nothing has changed
             adapt = _adapter_of(registry, states)
@@ -221,7 +221,7 @@ def _replace(registry: Registry, states: Mapping[str, Any], table: LoadTable, re
             obj.reset(set(table["model"].loaded) - set(kept))
 
 
-def _wanted(registry: Registry, plan: LoadPlan, source: Source) -> Wanted:
+def _wanted_of(registry: Registry, plan: LoadPlan, source: Source) -> Wanted:
     return Wanted(plan, str(source.path), source.parts, source.left_out, {**registry.kinds, **source.kinds})
 
 

@@ -27,7 +27,7 @@ def metrics_of(engine: Engine) -> dict[str, Metric]:
     unnamed: dict[int, Metric] = {}
     for handlers in engine._event_handlers.values():
         for handler, arguments, _ in handlers:
-            metric = _owner(handler)
+            metric = _metric_of(handler)
             if metric is not None:
                 words = [argument for argument in arguments if isinstance(argument, str)]
                 if words:
@@ -83,7 +83,7 @@ class MetricState:
         restore(self.metric, state)
 
 
-def _owner(handler: Any) -> Metric | None:
+def _metric_of(handler: Any) -> Metric | None:
     """The metric that a handler is a method of, also inside the wrapper of a filter."""
     while handler is not None:
         owner = getattr(handler, "__self__", None)

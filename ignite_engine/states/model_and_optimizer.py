@@ -259,7 +259,7 @@ class OptimizerState:
         self.optimizer.defaults = defaults  # torch adds one, which groups that are added later would get
         for name, values in state["state"].items():
             if name not in index_of and name in parameters:
-                self.optimizer.state[parameters[name]] = _copied(values, parameters[name].device)
+                self.optimizer.state[parameters[name]] = _copied_to(values, parameters[name].device)
             elif name in parameters:
                 loaded = self.optimizer.state[parameters[name]]
                 for key, value in values.items():  # torch casts them to the parameter's type
@@ -372,7 +372,7 @@ def _names_of(groups: Iterable[Mapping[str, Any]]) -> list[set[str]]:
     return [set(group["params"]) for group in groups]
 
 
-def _copied(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _copied_to(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """A parameter's state on its device; a step count stays where it was, as in torch's own loading."""
     return {
         name: value.to(device if value.dim() else value.device, copy=True) if isinstance(value, Tensor) else value

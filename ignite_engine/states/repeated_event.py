@@ -30,16 +30,16 @@ def undone(registry: Registry) -> Iterator[None]:
     schedule sets; not weights, averages and the optimizers' own states.
     """
     kept = {name: obj for name, obj in registry.objects.items() if registry.kinds[name] not in _NOT_KEPT}
-    states = {name: _copied(obj.state_dict()) for name, obj in kept.items()}
+    states = {name: _deep_copy(obj.state_dict()) for name, obj in kept.items()}
     optimizers = [getattr(obj, "optimizer", obj) for obj in registry.objects.values()]
     settings = [
-        (group, _settings(group))
+        (group, _group_settings(group))
         for optimizer in optimizers
         if isinstance(optimizer, Optimizer)
         for group in optimizer.param_groups
     ]
     yield
-    own = [name for name, state in states.items() if not _same(kept[name].state_dict(), state)]
+    own = [name for name, state in states.items() if not _are_same_states(kept[name].state_dict(), state)]
     changed = {name for names in agreement.gather_objects(own) for name in names}  # loading may be a collective
     for name in [name for name in kept if name in changed]:
         kept[name].load_state_dict(states[name])
@@ -51,15 +51,15 @@ def undone(registry: Registry) -> Iterator[None]:
                 group[key].copy_(value)
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) for key, value in group.items() if key != "params"}
+def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _deep_copy(value) for key, value in group.items() if key != "params"}
 
 
-def _copied(state: Any) -> Any:
+def _deep_copy(state: Any) -> Any:
     return rebuilt(state, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else deepcopy(leaf))
 
 
-def _same(first: Any, second: Any) -> bool:
+def _are_same_states(first: Any, second: Any) -> bool:
     before, after = walk(first), walk(second)
     return len(before) == len(after) and all(
         path == other_path and _same_leaf(value, other)

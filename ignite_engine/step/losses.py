@@ -100,7 +100,7 @@ def unusable_result(result: Any) -> str | None:
             )
         for name, value in named.items():
             if not isinstance(value, Tensor) or value.numel() != 1:
-                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as {_described(value)}"
+                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as {_named_value(value)}"
                 return f"loss_fn returned the loss {name!r} {what}: return a tensor of one element, such as its mean()."
         if isinstance(extra, Mapping) and (twice := [name for name in named if f"loss/{name}" in extra]):
             return (
@@ -111,7 +111,7 @@ def unusable_result(result: Any) -> str | None:
         loss = next(value for value in named.values() if value.requires_grad)
     if not isinstance(loss, Tensor):
         return (
-            f"loss_fn returned {_described(loss)}: return the mean loss over the micro-batch as a tensor of one "
+            f"loss_fn returned {_named_value(loss)}: return the mean loss over the micro-batch as a tensor of one "
             "element, without item() or float(), or (loss, {name: detached scalar})."
         )
     if loss.numel() != 1:
@@ -124,7 +124,7 @@ def unusable_result(result: Any) -> str | None:
         return f"loss_fn returned (loss, {type(extra).__name__}): return (loss, {{name: detached scalar}})."
     for name, value in extra.items():
         if not isinstance(value, Tensor):
-            return f"loss_fn returned {name!r} as {_described(value)}: return a tensor, such as torch.tensor(value)."
+            return f"loss_fn returned {name!r} as {_named_value(value)}: return a tensor, such as torch.tensor(value)."
         if value.numel() != 1:
             return f"loss_fn returned {name!r} of shape {tuple(value.shape)}: return one element, such as its mean()."
     return None
@@ -176,7 +176,7 @@ def names_of(extras: Sequence[Mapping[str, Tensor]], micro_batches: int) -> list
     return names[0]
 
 
-def _described(value: Any) -> str:
+def _named_value(value: Any) -> str:
     if isinstance(value, int | float):
         return f"the number {value!r}"
     return "None" if value is None else f"a {type(value).__name__}"

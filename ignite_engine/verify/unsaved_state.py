@@ -36,17 +36,17 @@ def unsaved_state(trainer: Trainer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     parts = [obj for obj in trainer.registry.objects.values() if isinstance(obj, OwnGenerators)]
     saved = {id(generator) for part in parts for generator in part.held().values()}
-    for label, obj in _places(trainer):
+    for label, obj in _objects_of_user(trainer):
         if trainer.registry.holds(obj):
             continue
         for name, value in _attributes(obj):
-            plain = None if id(value) in saved else _plain(value)
+            plain = None if id(value) in saved else _plain_copy(value)
             if plain is not None:
                 found.setdefault(f"{label}.{name}", plain)
     return found
 
 
-def _places(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+def _objects_of_user(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     """The user's own objects, each with its name."""
     update = trainer.update
     for name in ("loss_fn", "weight_fn"):
@@ -87,7 +87,7 @@ def _is_users(obj: Any) -> bool:
     return module.split(".")[0] not in _LIBRARIES and "site-packages" not in file
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _plain_copy(value: Any, depth: int = 0) -> Any:
     """A copy made of scalars, tensors and containers, or None for anything else (and for None)."""
     if isinstance(value, _SCALARS):
         return value
@@ -115,6 +115,6 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 def _items(items: Iterable[tuple[Any, Any]], depth: int) -> Iterator[tuple[Any, Any]]:
     for key, value in items:
-        plain = _plain(value, depth + 1)
+        plain = _plain_copy(value, depth + 1)
         if plain is not None:
             yield key, plain
