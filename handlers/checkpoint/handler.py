@@ -415,7 +415,7 @@ class Checkpoint:
         self._named = set(trainer.registry.resumed_otherwise)  # which were logged
         self._require_exact(trainer)
         if trainer.progress.windows is not None and not trainer.has_event_handler(self._require_exact):
-            # of which kind their data is, is known when they are opened
+            # the kind of their data is known when they are opened
             trainer.add_event_handler(TrainingEvents.WINDOW_STARTED, self._require_exact)
         apart, completed = trainer.registry.trained_apart, Events.ITERATION_COMPLETED
         if apart is not None and apart.compares and not trainer.has_event_handler(self._require_exact, completed):

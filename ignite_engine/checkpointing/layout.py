@@ -38,7 +38,7 @@ RANK_FILE = re.compile(r"rank_\d+\.pt")
 
 def file_of(checkpoint: Path, name: str) -> Path:
     """Where a file is: its name in the checkpoint, or checkpoint and name of one that the checkpoint needs."""
-    # not its parent: that of "." is "."
+    # not its parent: the parent of "." is "."
     return Path(os.path.normpath(checkpoint / ".." / name)) if "/" in name else checkpoint / name
 
 

@@ -155,4 +155,4 @@ class StepBoundary:
 
 def terminate(engine: Any) -> None:
     """End the run as ``terminate()`` does; what a handler has asked for by ``terminate(skip_completed=True)`` stays."""
-    engine.should_terminate = engine.should_terminate or True
+    engine.should_terminate = engine.should_terminate or True  # a string stays: Ignite keeps the option in it

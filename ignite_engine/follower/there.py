@@ -145,7 +145,7 @@ class There:
     def _other(self) -> str | None:
         """Another follower that lives: its count goes on."""
         first = read_note(self._remote, FOLLOWER)
-        if not first or first.get("where") == self._me["where"]:  # that of this folder is dead, as its lock is ours
+        if not first or first.get("where") == self._me["where"]:  # this folder's follower is dead, as its lock is ours
             return None
         deadline = time.monotonic() + 3 * BEAT_S
         while time.monotonic() < deadline:

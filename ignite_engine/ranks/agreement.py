@@ -107,7 +107,7 @@ def forget_groups() -> None:
     _groups.clear()
 
 
-atexit.register(forget_groups)  # whoever launched this process: a group that outlives the interpreter aborts it
+atexit.register(forget_groups)  # however this process was launched: a group that outlives the interpreter aborts it
 
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:

@@ -322,7 +322,7 @@ class Ranks:
         )
         if end.code is not None:
             own = [end.code for rank, end in ended if end.code is not None and not rank.ended_here]
-            sys.exit(max(own, default=end.code))  # that of a peer which was ended here is of no interest
+            sys.exit(max(own, default=end.code))  # the code of a peer that was ended here is of no interest
         pid = cause.process.pid
         if (number := cause.killed_by) is None:
             text = f"\n\n-- Rank {cause.number} ended with the following error:\n{end.traceback}"

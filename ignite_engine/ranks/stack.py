@@ -60,7 +60,7 @@ class Stack:
         while frame.f_back is not None:
             frame = frame.f_back
         self.first = tuple(map(_as_written, (frame.f_code.co_filename, frame.f_code.co_name)))
-        # of a thread that Python has not started nobody knows when it has ended
+        # a thread that Python has not started does not tell when it has ended
         self._file = None if isinstance(self.thread, threading._DummyThread) else _file_of_this_process()
         if self._file is not None:
             self._file.stacks.add(self)

@@ -213,4 +213,4 @@ def _is_lost(error: BaseException | None) -> bool:
         return True
     from ignite_engine.ranks.watch import broken_collective
 
-    return error is not None and broken_collective(error) is not None  # of which peer, was not learned in time
+    return error is not None and broken_collective(error) is not None  # the peer was not learned in time

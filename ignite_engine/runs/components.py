@@ -283,7 +283,7 @@ def steps_per_epoch(task: Task, scheduler: Any, updates: int | None = None, epoc
     """
     if task.schedule_per != "usual" or not isinstance(scheduler, LRScheduler):
         return task.schedule_per == "epoch"
-    # those of transformers are LambdaLR with functions of its own, of updates
+    # transformers has LambdaLR schedules with functions of its own, which count updates
     functions = [getattr(rate, "func", rate) for rate in getattr(scheduler, "lr_lambdas", ())]
     of_updates = any(getattr(function, "__module__", "").startswith("transformers.") for function in functions)
     per_epoch = not (of_updates or isinstance(scheduler, OneCycleLR | CyclicLR))
