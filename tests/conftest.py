@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -28,6 +29,10 @@ if KIND:  # before torch is imported
 
 import pytest  # noqa: E402  # after a fake device, as torch
 import torch  # noqa: E402
+
+# A process that a test forks has none of this one's threads: were it to collect a process group that an earlier test
+# has left in a cycle, the group's destructor would wait for them, or crash.
+os.register_at_fork(after_in_child=gc.freeze)
 
 SKIPPED = pytest.StashKey[list[dict[str, str]]]()
 
