@@ -268,23 +268,20 @@ def test_value_that_is_not_finite_is_a_line_and_not_a_point(tmp_path: Path) -> N
     assert "iteration 2: loss is nan" in reported.log and "iteration 3: loss is inf" in reported.log
 
 
-def test_a_report_takes_less_than_100_us_and_close_less_than_a_second(tmp_path: Path) -> None:
+def test_reports_wait_for_nothing_and_all_arrive_at_the_end(tmp_path: Path) -> None:
     sink, trainer = ClearMLLogger(tmp_path), Trainer(lambda engine, batch: batch)
     sink._start(trainer)
     assert sink._session is not None and sink._session.task_id(60)
     values = {f"group/name{index}": index * 1.2345 for index in range(12)}
-    took_s = []
+    process = sink._session.process
+    process.send_signal(signal.SIGSTOP)  # it reads nothing, and the pipe is full before the last of them
     for iteration in range(1, 301):
-        began = time.thread_time()
         sink.write(iteration, values)
-        took_s.append(time.thread_time() - began)
-    began = time.perf_counter()
+    assert sink._session._unsent
+    process.send_signal(signal.SIGCONT)
     trainer.state.status = "completed"
     sink._end(trainer)
-    closing_s = time.perf_counter() - began
 
-    assert sorted(took_s)[150] < 100e-6  # in the middle: a first one warms up
-    assert closing_s < 3  # 0.2 to 0.4 s; with ClearML's reporting process it would be 5 to 119 s
     assert len(Reported(tmp_path).points) == 300 * len(values)
 
 
