@@ -71,18 +71,18 @@ class StepBoundary:
         stopping = bool(agreed & STOP)
         if stopping:
             terminate(engine)
-        last = last or bool(agreed & END)
-        save, collect = bool(agreed & SAVE), bool(agreed & BACKGROUND_DONE)
-        state.boundary = Boundary(last or stopping, stopping, save, collect)
+        last = last or stopping or bool(agreed & END)
+        boundary = state.boundary = Boundary(last, stopping, bool(agreed & SAVE), bool(agreed & BACKGROUND_DONE))
         self.publish()
         self._progress.epoch_ends = self._progress.epoch_iteration > 0 and engine.should_terminate_single_epoch
-        last = state.boundary.last or bool(engine.should_terminate)  # what was measured may have ended the run
-        state.boundary = Boundary(last, stopping, save, collect)
-        if within_epoch and engine.should_terminate_single_epoch and not last:
+        if engine.should_terminate and not last:  # what was measured has ended the run
+            boundary = state.boundary = boundary._replace(last=True)
+        if within_epoch and engine.should_terminate_single_epoch and not boundary.last:
             self._requests.request_again(agreed)
         elif bus.handlers_of(engine, _RESUME_POINT):  # else `last_event_name` stays Ignite's
             self._fire(_RESUME_POINT)
-        state.boundary = Boundary(last, stopping)
+        if boundary.save or boundary.collect:
+            state.boundary = boundary._replace(save=False, collect=False)
 
     def before_the_end(self) -> None:
         """``terminate()`` outside an iteration: the boundary before it was not known to be the last."""

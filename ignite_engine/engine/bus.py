@@ -49,6 +49,7 @@ _IN_ORDER = (
     Events.COMPLETED,
 )
 """Those of one iteration, epoch and run as they occur; the rest only where something happens."""
+_EVERY = f"{CallableEventWithFilter.every_event_filter.__qualname__}.<locals>."
 
 
 class Filtered:
@@ -59,7 +60,7 @@ class Filtered:
 
     def __init__(self, engine: Engine, event: Any, event_filter: Filter, handler: Callable[..., Any]) -> None:
         functools.update_wrapper(self, handler)  # first: it copies the handler's own attributes
-        self.handler, self.filter = handler, event_filter
+        self.handler, self.filter, self.period = handler, event_filter, _period_of(event_filter)
         self._engine, self._event = weakref.ref(engine), event
         self._parent = weakref.ref(handler)  # Ignite finds a handler behind its filter by this
 
@@ -70,6 +71,15 @@ class Filtered:
 
     def __repr__(self) -> str:
         return repr(self.handler)  # Ignite's profilers know their own handlers by it
+
+
+def _period_of(event_filter: Filter) -> int:
+    """n of Ignite's filter of ``every=n``, which :func:`fire` applies without a call; 0: a filter that it calls."""
+    if getattr(event_filter, "__qualname__", "").startswith(_EVERY):
+        period = inspect.getclosurevars(event_filter).nonlocals.get("every")
+        if isinstance(period, int):
+            return period
+    return 0
 
 
 def handlers_of(engine: Engine, event: Any) -> list[Registered]:
@@ -108,7 +118,7 @@ def fire(engine: Engine, event: Any, *args: Any, **kwargs: Any) -> bool:
         if type(function) is Filtered:
             if count is None:
                 count = count_of(engine, event)
-            if not function.filter(engine, count):
+            if count % function.period if function.period else not function.filter(engine, count):
                 continue
             handler = function.handler
         try:

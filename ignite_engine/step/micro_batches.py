@@ -171,12 +171,14 @@ def micro_batch_scales(
 def first_dimension(batch: Any) -> int | None:
     """Size of dimension 0 of the first tensor or array in ``batch``, or None.
 
-    A batch may nest mappings, lists, tuples and data classes."""
-    shape = getattr(batch, "shape", None)
-    if shape is not None:
-        return int(shape[0]) if len(shape) else None
+    A batch may nest mappings, lists, tuples and data classes.
+    """
     children: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
+    if type(batch) in (tuple, list):  # the commonest first: it is asked in each iteration
+        children = batch
+    elif (shape := getattr(batch, "shape", None)) is not None:
+        return int(shape[0]) if len(shape) else None
+    elif isinstance(batch, Mapping):
         children = batch.values()
     elif isinstance(batch, list | tuple):
         children = batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from typing import Any
 
@@ -257,6 +258,25 @@ def test_users_filter_is_asked_each_time() -> None:
     trainer.run(range(6))
 
     assert asked == [1, 2, 3, 4, 5, 6]
+
+
+def test_handlers_that_rarely_fire_cost_no_call() -> None:
+    trainer, heard, called = Trainer(constant), list[int](), list[str]()
+    for _ in range(10):
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=7), lambda: heard.append(trainer.state.iteration))
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "event_filter" in frame.f_code.co_qualname:
+            called.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        trainer.run(range(20))
+    finally:
+        sys.setprofile(None)
+
+    assert heard == [7] * 10 + [14] * 10
+    assert called == [], "Ignite's filter of every=n is not known by its name: see bus.py::_period_of"
 
 
 def test_event_without_handlers_has_no_listeners() -> None:
