@@ -11,7 +11,7 @@ from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.errors import check_type
 from ignite_engine.handlers.media import Histogram
 from ignite_engine.ranks import agreement
-from ignite_engine.states.model_and_optimizer import clean_name, unwrap
+from ignite_engine.states.model_and_optimizer import named_parameters
 
 EVERY_100 = TrainingEvents.OPTIMIZER_STEP_STARTED(every=100)
 
@@ -41,8 +41,8 @@ class GradientHistograms:
 
     def __call__(self, trainer: Trainer) -> None:
         model: Any = trainer.update.model  # type: ignore[attr-defined]  # attach() has seen it
-        for wrapped_name, parameter in unwrap(model).named_parameters():
-            name, gradient = clean_name(wrapped_name), parameter.grad
+        for name, parameter in named_parameters(model):
+            gradient = parameter.grad
             if gradient is None or not self._is_chosen(name):
                 continue
             if hasattr(gradient, "full_tensor"):  # a collective

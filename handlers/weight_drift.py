@@ -14,7 +14,7 @@ from ignite_engine import Phase, Trainer
 from ignite_engine.checkpointing.digests import hashes
 from ignite_engine.errors import RanksDiffer
 from ignite_engine.ranks import agreement
-from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, clean_name, unwrap
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, named_parameters
 from ignite_engine.states.trained import trained_parameters
 
 logger = logging.getLogger(__name__)
@@ -84,9 +84,9 @@ def _shards(trainer: Trainer, optimizers: bool) -> Iterator[_Shard]:
     for obj in trainer.registry.objects.values():
         model = obj.model if isinstance(obj, ModelState) else obj
         if isinstance(model, nn.Module):
-            for name, parameter in unwrap(model).named_parameters():
-                names[id(parameter)] = clean_name(name)
-                yield _shard_of(clean_name(name), parameter)
+            for name, parameter in named_parameters(model):
+                names[id(parameter)] = name
+                yield _shard_of(name, parameter)
     for trained in trained_parameters(trainer.registry.objects):  # those outside of the models, of a loss function say
         if id(trained.parameter) not in names:
             names[id(trained.parameter)] = trained.name

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -39,6 +39,19 @@ def attributes_of(owner: Any) -> list[tuple[str, Any]]:
         places = ((str(place), value) for place, value in enumerate(owner.args))
         return [*attributes_of(owner.func), *places, *owner.keywords.items()]
     return [*vars(owner).items()] if not inspect.isbuiltin(owner) and hasattr(owner, "__dict__") else []
+
+
+def held_by(owner: Any) -> list[tuple[str, Any]]:
+    """As :func:`attributes_of`, with the elements of mappings, lists and tuples, by names such as ``optimizers[0]``."""
+    found = []
+    for name, value in attributes_of(owner):
+        if isinstance(value, Mapping):
+            found += [(f"{name}[{key!r}]", element) for key, element in value.items()]
+        elif isinstance(value, list | tuple):
+            found += [(f"{name}[{place}]", element) for place, element in enumerate(value)]
+        else:
+            found.append((name, value))
+    return found
 
 
 def capture() -> dict[str, Any]:

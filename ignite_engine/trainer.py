@@ -387,9 +387,10 @@ class Trainer(Engine):
         settings["what a checkpoint holds"] = sorted(self.registry.objects)
         start.check_ranks_agree(arguments, settings, getattr(self.update, "optimizers", {}))
         if (apart := self.registry.trained_apart) is not None:
-            apart.watch(self, self.update)
             apart.check()
         start.begin(arguments, state, self.progress, self.registry, self.resume_state)
+        if apart is not None:
+            apart.watch(self, self.update, boundary=TrainingEvents.RESUME_POINT)
         limits = {"max_epochs": state.max_epochs, "max_iters": state.max_iters}
         limit = ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
         if state.start is Start.FRESH:

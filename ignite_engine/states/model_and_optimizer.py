@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,21 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def reshard(model: nn.Module) -> None:
     """Let FSDP2 put its sharded parameters back: after a forward without a backward the model has whole copies."""
-    for module in model.modules():
-        if hasattr(module, "set_requires_gradient_sync"):  # FSDP2's
-            module.reshard()  # type: ignore[operator]
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules of ``model`` that FSDP2 shards."""
+    return [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the unwrapped model by the names that a checkpoint has; FSDP2's as it shards them."""
+    model = unwrap(model)
+    reshard(model)
+    for name, parameter in model.named_parameters():
+        yield clean_name(name), parameter
 
 
 class ModelState:

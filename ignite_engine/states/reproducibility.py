@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import shortened
 from ignite_engine.ranks.ddp_buckets import unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import unshared_state
-from ignite_engine.rng import attributes_of
+from ignite_engine.rng import held_by
 from ignite_engine.states.generators import unsaved_generators
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import OptimizerState
@@ -103,7 +103,6 @@ def _unsaved_of(update: Callable[..., Any], registry: Registry) -> list[str]:
 
 
 def _used_by(update: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in attributes_of(update):
-        for key, element in value.items() if isinstance(value, Mapping) else (("", value),):
-            if isinstance(element, Optimizer) or (isinstance(element, GradScaler) and element.is_enabled()):
-                yield f"{name}[{key!r}]" if key else name, element
+    for name, value in held_by(update):
+        if isinstance(value, Optimizer) or (isinstance(value, GradScaler) and value.is_enabled()):
+            yield name, value

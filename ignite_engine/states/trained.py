@@ -13,12 +13,18 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_engine.checkpointing.digests import digests, tensor_sha256
+from ignite_engine.checkpointing.digests import digests, hashes, tensor_sha256
 from ignite_engine.errors import shortened
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.ranks.ddp_buffers import data_parallel
-from ignite_engine.rng import attributes_of
-from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, clean_name, unwrap
+from ignite_engine.rng import held_by
+from ignite_engine.states.model_and_optimizer import (
+    ModelState,
+    OptimizerState,
+    clean_name,
+    named_parameters,
+    unwrap,
+)
 from ignite_engine.step.micro_batches import reducing_modules
 
 logger = logging.getLogger(__name__)
@@ -48,8 +54,8 @@ def trained_parameters(objects: Mapping[str, Any]) -> list[Trained]:
         objects: those of the registry, by name.
     """
     reducers = _Reducers(objects)
-    models = [unwrap(obj) for obj in objects.values() if isinstance(obj, nn.Module)]
-    known = {id(parameter): clean_name(name) for model in models for name, parameter in model.named_parameters()}
+    models = [obj for obj in objects.values() if isinstance(obj, nn.Module)]
+    known = {id(parameter): name for model in models for name, parameter in named_parameters(model)}
     rows: dict[int, Trained] = {}
     for label, obj in objects.items():
         if isinstance(obj, OptimizerState):
@@ -68,11 +74,13 @@ def trained_parameters(objects: Mapping[str, Any]) -> list[Trained]:
 class TrainedApart:
     """Notices parameters that each rank trains by itself, so that the ranks' weights drift apart.
 
-    Known to be reduced are DTensors, what DDP or another wrapper with ``no_sync`` holds, everything with
-    ``rank_invariant``, and a parameter with a gradient hook, which may reduce it. An update function of the user's own
-    may reduce gradients itself: what it trains is compared between the ranks, with the optimizers' state of it and the
-    loss scaler, as a step may leave weights alone (a rate of 0, an overflow), after iterations 1, 2, 4, 8, ... of the
-    process, not counted those before the first that changes anything.
+    Known to be reduced are DTensors whose mesh has all data-parallel ranks, what DDP or another wrapper with
+    ``no_sync`` holds, everything with ``rank_invariant``, and a parameter with a gradient hook, which may reduce it.
+    Anything else that an Update trains is named at the start. Whether the ranks agree is seen within the run, whose
+    iterations 1, 2, 4, 8, ... and last one are followed by a comparison of the weights of all ranks. A custom update
+    function may reduce gradients itself, and is judged by these comparisons alone: they include its optimizers' states,
+    its loss scaler and buffers, as a step may leave weights alone (a rate of 0, an overflow), and iterations before the
+    first that changes anything are not counted.
 
     Args:
         objects: those of the registry, by name.
@@ -81,117 +89,176 @@ class TrainedApart:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = objects
         self._told: set[str] = set()
-        self._update: Any = None
+        self._custom_update: Any = None
         self._begun = 0
-        self._weights: list[dict[str, str]] = []
+        self._before: dict[str, Any] = {}
+        """What a custom update trains, before the first iteration that changes it."""
         self._uncounted_left = _UNCOUNTED
         self._differ: set[str] = set()
+        self.compares = False
+        """Parameters are compared within the run."""
 
-    def watch(self, engine: Engine, update: Any) -> None:
-        """A run starts: compare within it what ``update`` trains, if it is a function of the user's own."""
-        self._begun = engine.state.iteration
-        if self._update is None and agreement.world_size() > 1 and not hasattr(update, "stateful"):
-            self._update = update
-            engine.add_event_handler(Events.ITERATION_COMPLETED(event_filter=self.is_compared), self._compare)
+    def watch(self, engine: Engine, update: Any, *, boundary: Any) -> None:
+        """A run has its position: compare within it what all ranks should have alike.
 
-    @property
-    def compares(self) -> bool:
-        """Whether parameters are compared within the run."""
-        return self._update is not None
+        Args:
+            boundary: the event of step boundaries, whose last one is that of the run.
+        """
+        self._begun, self._before, self._uncounted_left = engine.state.iteration, {}, _UNCOUNTED
+        if self.compares or mesh.data_size() == 1 or "rank_invariant" in self._objects:
+            return
+        self.compares = True
+        self._custom_update = None if hasattr(update, "stateful") else update
+        engine.add_event_handler(Events.ITERATION_COMPLETED(event_filter=self.is_compared), self._compare)
+        engine.add_event_handler(boundary, self._compare_at_end)
 
     def is_compared(self, engine: Engine, iteration: int) -> bool:
         """Whether that is done at an iteration."""
         done = iteration - self._begun
         return done & (done - 1) == 0
 
-    def _compare(self, engine: Engine) -> None:
-        objects = self._used()
-        mine = {row.name: repr(digests([row.parameter, _state_of(row, objects)])) for row in self._unjudged()}
-        scalers = repr(digests([obj.state_dict() for obj in objects.values() if isinstance(obj, GradScaler)]))
-        buffers = {name: tensor_sha256(buffer) for name, buffer in self._buffers()}
-        rows = agreement.gather_objects((mine, scalers, buffers))
-        if len({scalers for _, scalers, _ in rows}) > 1:
-            self._differ |= mine.keys()
-        compared = [weights | buffers for weights, _, buffers in rows]
-        self._differ |= {name for name in mine | buffers if len({row.get(name) for row in compared}) > 1}
-        self._count(engine.state.iteration, [weights for weights, _, _ in rows])
-        self.check()
-
-    def _count(self, iteration: int, weights: list[dict[str, str]]) -> None:
-        """Before the first change each iteration is compared."""
-        if self._uncounted_left:
-            if weights == self._weights and any(weights):
-                self._begun, self._uncounted_left = iteration, self._uncounted_left - 1
-            elif self._weights:
-                self._uncounted_left = 0
-            self._weights = weights
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of registered models without DDP: a checkpoint holds those of rank 0 alone."""
-        if mesh.data_size() == 1:
-            return
-        for model in _models_of(self._objects):
-            if not data_parallel(model):
-                saved = model.state_dict(keep_vars=True)
-                for name, buffer in model.named_buffers():
-                    if name in saved and not hasattr(buffer, "device_mesh"):
-                        yield f"buffer {name}", buffer
-
-    def _unjudged(self) -> list[Trained]:
-        """What an update function of the user's own trains, and nothing that is known reduces."""
-        return [row for row in trained_parameters(self._used()) if row.reduced_by is None]
-
-    def _used(self) -> dict[str, Any]:
-        """What is registered, and what an update function of the user's own holds beside it."""
-        held = {name: value for name, value in attributes_of(self._update) if name not in self._objects}
-        kinds = nn.Module | Optimizer | GradScaler
-        return {**self._objects, **{name: value for name, value in held.items() if isinstance(value, kinds)}}
-
-    def check(self) -> None:
+    def check(self, *, refuse: bool = True) -> None:
         """Warn once of what trains apart.
 
         Raises:
-            ValueError: a parameter inside of DDP needs a gradient now and did not when DDP was made.
+            ValueError: a parameter inside of DDP needs a gradient now and did not when DDP was made; not with
+                ``refuse=False``, at the end of a run.
         """
         if not (rows := self._rows()):
             return
-        if forgotten := [row.name for row in rows if row.forgotten_by_ddp]:
+        forgotten = [row.name for row in rows if row.forgotten_by_ddp]
+        if forgotten and refuse:
             raise ValueError(
                 f"DistributedDataParallel was made while {shortened(forgotten)} needed no gradient, so it does not "
                 "reduce it, and each rank would train its own: wrap the model while everything that is ever trained "
                 "needs a gradient, with find_unused_parameters=True, and freeze after that; or wrap it again."
             )
-        names = [row.name for row in rows]
-        if not self._told.issuperset(names) and agreement.rank() == 0:
-            logger.warning("%s: %s.", _reason(names), self._remedy(names))
-        self._told.update(names)
+        new = [row for row in rows if row.name not in self._told]
+        for reason, names in _reasons(rows if new else []):
+            if agreement.rank() == 0:
+                logger.warning("%s: %s.", reason, _remedy(names, is_held=reason.startswith("the ranks")))
+        self._told.update(row.name for row in rows)
 
     def reasons(self) -> list[str]:
         """Why a resumed run would have other bits: rank 0's weights are saved for all."""
-        names = [row.name for row in self._rows()]
-        buffers = sorted(name for name in self._differ if name.startswith("buffer "))
-        found = [_reason(names)] if names else []
-        found += [f"each rank has its own {shortened(buffers)}"] if buffers else []
+        beside = sorted(name for name in self._differ if name.startswith(_BESIDE))
+        found = [reason for reason, _ in _reasons(self._rows())]
+        found += [f"each rank has its own {shortened(beside)}"] if beside else []
         return [f"{reason}, and rank 0's are saved" for reason in found]
 
-    def _rows(self) -> list[Trained]:
-        if agreement.world_size() == 1 or mesh.data_size() == 1:
-            return []
-        if self._update is not None:
-            return [row for row in self._unjudged() if row.name in self._differ]
-        judged = {name for name, obj in self._objects.items() if isinstance(obj, OptimizerState)}
-        return [row for row in trained_parameters(self._objects) if row.reduced_by is None and row.optimizer in judged]
+    # -- comparing ------------------------------------------------------------------------------------------------
 
-    def _remedy(self, names: Iterable[str]) -> str:
-        if all(name.startswith("parameters/") for name in names):
-            return (
-                "make parameters of a loss function part of the model before it is wrapped, unless each rank is to "
-                "have its own"
-            )
-        return (
-            "wrap the whole model (ignite.distributed.auto_model, DistributedDataParallel or fully_shard), unless "
-            "each rank is to train its own"
+    def _compare(self, engine: Engine) -> None:
+        self._look(engine)
+        self.check()
+
+    def _compare_at_end(self, engine: Engine) -> None:
+        if engine.state.boundary.last:  # type: ignore[attr-defined]  # the Trainer's
+            self._look(engine)
+            self.check(refuse=False)
+
+    _compare_at_end.phase = -1  # type: ignore[attr-defined]  # before a save, whose report has what is found
+
+    def _look(self, engine: Engine) -> None:
+        rows = self._compared()
+        hashed = hashes([row.parameter.detach() for row in rows]).tolist()
+        weights: dict[str, Any] = {row.name: value for row, value in zip(rows, hashed, strict=True)}
+        beside: dict[str, str] = {}
+        if self._custom_update is not None:
+            objects = self._used()
+            weights = {row.name: (weights[row.name], repr(digests(_state_of(row, objects)))) for row in rows}
+            beside = {name: tensor_sha256(buffer) for name, buffer in self._buffers()}
+            scalers = [obj.state_dict() for obj in objects.values() if isinstance(obj, GradScaler)]
+            beside |= {"loss scaler": repr(digests(scalers))} if scalers else {}
+        everyone = agreement.gather_objects({**weights, **beside})
+        names = set[str]().union(*everyone)
+        found = {name for name in names if len({of_rank.get(name) for of_rank in everyone}) > 1}
+        if "loss scaler" in found:
+            self._differ |= {row.name for row in rows if row.reduced_by is None}
+        self._differ |= found
+        if self._custom_update is not None and self._uncounted_left and any(everyone):
+            if everyone == self._before.get("everyone"):
+                self._begun, self._uncounted_left = engine.state.iteration, self._uncounted_left - 1
+            elif self._before:
+                self._uncounted_left = 0
+            self._before = {"everyone": everyone}
+
+    def _compared(self) -> list[Trained]:
+        """What all ranks hold whole and train: by optimizers, and, where an update is a custom one, by itself."""
+        used = self._used()
+        rows = trained_parameters(used)
+        if self._custom_update is not None:
+            known, reducers = {id(row.parameter) for row in rows}, _Reducers(used)
+            for model in _models_of(used):
+                for name, parameter in named_parameters(model):
+                    if parameter.requires_grad and id(parameter) not in known:
+                        rows.append(reducers.row(name, parameter, ""))
+        return [row for row in rows if not hasattr(row.parameter, "device_mesh")]
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint holds of rank 0 alone: buffers of the registered models whose DDP does not share them."""
+        for model in _models_of(self._objects):
+            if not any(wrapped.broadcast_buffers for wrapped in data_parallel(model)):
+                inner = unwrap(model)
+                saved = inner.state_dict(keep_vars=True)
+                for name, buffer in inner.named_buffers():
+                    if name in saved and not hasattr(buffer, "device_mesh"):
+                        yield f"buffer {clean_name(name)}", buffer
+
+    def _used(self) -> dict[str, Any]:
+        """What is registered, and what a custom update holds beside it."""
+        if self._custom_update is None:
+            return dict(self._objects)
+        kinds = nn.Module | Optimizer | GradScaler
+        held = {name: value for name, value in held_by(self._custom_update) if isinstance(value, kinds)}
+        return {**self._objects, **{name: value for name, value in held.items() if name not in self._objects}}
+
+    def _rows(self) -> list[Trained]:
+        """What trains apart: seen to, or, of an Update, without anything that reduces it."""
+        if mesh.data_size() == 1:
+            return []
+        judged = set[str]()
+        if self._custom_update is None:
+            judged = {name for name, obj in self._objects.items() if isinstance(obj, OptimizerState)}
+        rows = self._compared() if self._custom_update is not None else trained_parameters(self._objects)
+        return [row for row in rows if row.name in self._differ or (row.reduced_by is None and row.optimizer in judged)]
+
+
+_BESIDE = ("buffer ", "loss scaler")
+
+
+def _reasons(rows: Iterable[Trained]) -> Iterator[tuple[str, list[str]]]:
+    """Why the ranks' weights drift apart, each with the names of the parameters."""
+    unreduced, held = list[str](), dict[str, list[str]]()
+    for row in rows:
+        (unreduced if row.reduced_by is None else held.setdefault(row.reduced_by, [])).append(row.name)
+    if unreduced:
+        yield (
+            (
+                f"each rank trains {shortened(unreduced)} by itself ({len(unreduced)} of the parameters), as nothing "
+                "reduces it"
+            ),
+            unreduced,
         )
+    for holder, names in held.items():
+        yield f"the ranks have trained {shortened(names)} apart, though {holder} is to reduce it", names
+
+
+def _remedy(names: Iterable[str], *, is_held: bool) -> str:
+    if is_held:
+        return (
+            "call the wrapped model itself and not the module inside, leave no_sync to the engine, give hooks that "
+            "average over all ranks, and let each rank begin with the same weights"
+        )
+    if all(name.startswith("parameters/") for name in names):
+        return (
+            "make parameters of a loss function part of the model before it is wrapped, unless each rank is to "
+            "have its own"
+        )
+    return (
+        "wrap the whole model (ignite.distributed.auto_model, DistributedDataParallel or fully_shard), unless "
+        "each rank is to train its own"
+    )
 
 
 class _Reducers:
@@ -219,7 +286,7 @@ class _Reducers:
     def row(self, name: str, parameter: Any, optimizer: str) -> Trained:
         key = id(parameter)
         by = self._everything or self._reducer_of.get(key)
-        if by is None and hasattr(parameter, "device_mesh"):
+        if by is None and hasattr(parameter, "device_mesh") and mesh.has_all_data(parameter.device_mesh):
             by = "DTensor"
         if by is None and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
             by = "a gradient hook"
@@ -238,7 +305,8 @@ def _models_of(objects: Mapping[str, Any]) -> list[nn.Module]:
 
 def _state_of(row: Trained, objects: Mapping[str, Any]) -> dict[str, Any]:
     """What its optimizer holds of it."""
-    holder = objects[row.optimizer]
+    if (holder := objects.get(row.optimizer)) is None:
+        return {}
     optimizer: Optimizer = holder.optimizer if isinstance(holder, OptimizerState) else holder
     state: dict[str, Any] = optimizer.state.get(row.parameter, {})
     return state
@@ -264,7 +332,3 @@ def _reduced_by_ddp(wrapped: DistributedDataParallel) -> set[int]:
         else:
             _reduced[wrapped] = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
     return _reduced[wrapped]
-
-
-def _reason(names: list[str]) -> str:
-    return f"each rank trains {shortened(names)} by itself ({len(names)} of the parameters), as nothing reduces it"

@@ -15,7 +15,13 @@ from torch.optim import Optimizer
 from ignite_engine.errors import check_type, is_number, names_arguments
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.states.generators import OwnGenerators
-from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
+from ignite_engine.states.model_and_optimizer import (
+    ModelState,
+    OptimizerState,
+    ParametersState,
+    sharded_modules,
+    unwrap,
+)
 from ignite_engine.step import out_of_memory
 from ignite_engine.step.accumulate import (
     Accumulate,
@@ -136,7 +142,7 @@ class Update:
         self._has_gradients = False
         self._scales: dict[tuple[int, int, int], list[float]] = {}
         self._invariance = RankInvariance(model, self._parameters, self.device) if rank_invariant else None
-        self._reduces = bool(reducing_modules(model))
+        self._reduces, self._sharded = bool(reducing_modules(model)), sharded_modules(model)
         # one context for good: making one costs more than entering it
         context = None if precision == "fp32" else autocast(precision, self.device.type)
         self._forward_backward = held = ForwardBackward(model, loss_fn, context, self.scaler)
@@ -355,6 +361,9 @@ class Update:
             return self._skip(engine, output)
         self._losses.add(engine.state.iteration, output["loss"])
         if finite:
+            # a forward of a handler's leaves whole copies of the weights, which the next one would take for the new
+            for module in self._sharded:
+                module.reshard()
             self.stepping = True
             if clip_and_step is None:
                 for optimizer in self.optimizers.values():

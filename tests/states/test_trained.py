@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, Update, loader
@@ -62,7 +64,7 @@ def _said(trainer: Trainer, caplog: Any, rank: int) -> str:
     with pytest.raises(RanksDiffer) as drift:
         _run(trainer)
     assert "at iteration 1" in str(drift.value)
-    lines = [each.getMessage() for each in caplog.records if "by itself" in each.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "by itself" in record.getMessage()]
     assert len(lines) == (rank == 0), lines
     (reason,) = trainer.reproducibility()
     assert "and rank 0's are saved" in reason
@@ -249,8 +251,119 @@ def _own_functions(rank: int, folder: str) -> None:
     assert trained(DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(3), _linear())))[1] == []
 
 
+def _held_and_not_reduced(rank: int, folder: str) -> None:
+    """What DDP or a mesh holds is seen to train apart where nothing reduces it all the same."""
+    said = _records()
+
+    def inside(model: Any, batch: Any) -> Tensor:
+        return mse(model.module, batch)
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in said.records if "apart" in record.getMessage()]
+
+    trainer = _trainer(DistributedDataParallel(_linear()), inside)
+    _run(trainer)
+    (reason,) = trainer.reproducibility()
+    assert reason.startswith("the ranks have trained weight, bias apart, though DistributedDataParallel is to reduce")
+    assert len(lines()) == (rank == 0) and (rank or "call the wrapped model itself" in lines()[0])
+
+    strict = _trainer(DistributedDataParallel(_linear()), inside)
+    Checkpoint(f"{folder}/held", strict=True).attach(strict)
+    with pytest.raises(NotExact, match="trained weight, bias apart"):
+        _run(strict)
+    assert strict.state.iteration == 1
+
+    beside = _trainer(DistributedDataParallel(_linear()))
+    head = nn.Linear(1, 1)
+    head.weight.data.fill_(rank)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    beside.register("head", head, shared=True)
+    beside.register("head_optimizer", optimizer, shared=True)
+    _run(beside)
+    assert "trains weight by itself" in beside.reproducibility()[0], "a handler's own optimizer was not looked at"
+
+    late = _two_layers()
+    late[0].requires_grad_(False)
+    trainer = _trainer(DistributedDataParallel(late))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: late[0].requires_grad_(True))
+    _run(trainer, iterations=6)
+    assert "trains 0.weight, 0.bias by itself" in trainer.reproducibility()[0]
+
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "shard"))["shard"]
+    sharded = _trainer(fully_shard(_linear(), mesh=alone))
+    assert [row.reduced_by for row in trained_parameters(sharded.registry.objects)] == [None, None]
+
+
+def _own_functions_late(rank: int, folder: str) -> None:
+    """What a custom update holds in containers, begins late, or trains in a second run."""
+
+    def reasons(update: Any, model: nn.Module, runs: int = 1, **length: Any) -> list[str]:
+        trainer = Trainer(update)
+        trainer.register("model", model, shared=True)
+        for _ in range(runs):
+            _run(trainer, **length)
+        return [reason for reason in trainer.reproducibility() if "rank" in reason]
+
+    first = _linear()
+    optimizers = {"all": torch.optim.SGD(first.parameters(), lr=0.1)}
+
+    def of_a_dict(engine: Any, batch: Any) -> None:
+        _own_update(first, optimizers["all"])(engine, batch)
+
+    assert "weight, bias by itself" in reasons(of_a_dict, first)[0]
+
+    second = _linear()
+
+    def by_hand(engine: Any, batch: Any) -> None:
+        gradients = torch.autograd.grad(mse(second, batch), [*second.parameters()])
+        with torch.no_grad():
+            for parameter, gradient in zip(second.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+
+    assert "weight, bias by itself" in reasons(by_hand, second)[0]
+
+    third = _linear()
+    sgd = torch.optim.SGD(third.parameters(), lr=0.1)
+
+    def from_the_sixth_on(engine: Any, batch: Any) -> None:
+        _own_update(third, sgd, reduces=engine.state.iteration < 6)(engine, batch)
+
+    assert "weight, bias by itself" in reasons(from_the_sixth_on, third, iterations=7)[0]
+
+    fourth, starts = _linear(), itertools.count()
+    adam = torch.optim.Adam(fourth.parameters())
+
+    def in_the_second_run(engine: Any, batch: Any) -> None:
+        if engine.state.iteration == 1:
+            next(starts)
+        _own_update(fourth, adam, reduces=f"{starts}" == "count(1)")(engine, batch)
+
+    assert "weight, bias by itself" in reasons(in_the_second_run, fourth, runs=2)[0]
+
+    fifth = DistributedDataParallel(_linear())
+    scaler, sgd_of_fifth = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**rank),
+        torch.optim.SGD(fifth.parameters(), lr=0.0),
+    )
+
+    def scaled(engine: Any, batch: Any) -> None:
+        sgd_of_fifth.zero_grad()
+        scaler.scale(mse(fifth, batch)).backward()  # type: ignore[no-untyped-call]
+        scaler.step(sgd_of_fifth)
+        scaler.update()
+
+    assert "loss scaler" in reasons(scaled, fifth)[0]
+
+    sixth = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(3), _linear()), broadcast_buffers=False)
+    sgd_of_sixth = torch.optim.SGD(sixth.parameters(), lr=0.1)
+    found = reasons(lambda engine, batch: _own_update(sixth, sgd_of_sixth)(engine, batch), sixth)
+    assert any("buffer 0.running_mean" in reason for reason in found), found
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("work", [_trains_apart, _is_reduced, _unfrozen_late, _own_functions])
+@pytest.mark.parametrize(
+    "work", [_trains_apart, _is_reduced, _unfrozen_late, _own_functions, _held_and_not_reduced, _own_functions_late]
+)
 def test_ranks(work: Any, tmp_path: Path) -> None:
     on_ranks(2, work, tmp_path)
 
@@ -268,6 +381,6 @@ def test_an_own_update_is_compared_at_iterations_that_come_twice_as_far_from_whe
     engine, compared = Engine(lambda engine, batch: None), TrainedApart({})
     for began in (0, 10):
         engine.state.iteration = began
-        compared.watch(engine, lambda engine, batch: None)
+        compared.watch(engine, lambda engine, batch: None, boundary=Events.COMPLETED)
         at = [done for done in range(1, 20) if compared.is_compared(engine, began + done)]
         assert at == [1, 2, 4, 8, 16]
