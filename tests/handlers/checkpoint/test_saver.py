@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from ignite.engine import Events
 
+from ignite_engine import TrainingEvents
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.handlers import Checkpoint
 from tests.builders import numbers_loader, trainer_of
@@ -217,3 +218,23 @@ def test_a_loader_without_samplers_is_saved(tmp_path: Path) -> None:
     trainer.run(Batches(), max_epochs=2)
     assert iterations(tmp_path) == [5, 6]
     assert "Batches keeps no state" in CheckpointStore(tmp_path).checkpoints()[-1].manifest.reproducibility[0]
+
+
+def test_a_pause_waits_for_the_save_beside_training(tmp_path: Path) -> None:
+    trainer, saved = trainer_of(), list[int]()
+    Checkpoint(tmp_path, background=True).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, lambda: saved.append(trainer.state.iteration))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.interrupt)
+    rename = os.rename
+
+    def late(*paths: Any) -> None:
+        time.sleep(0.3)
+        rename(*paths)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", late)
+        trainer.run(numbers_loader(), max_epochs=1)
+    assert (trainer.state.iteration, saved, iterations(tmp_path)) == (2, [2], [2])
+
+    trainer.run(max_epochs=1)
+    assert trainer.state.status == "completed" and saved == [2, trainer.state.iteration]

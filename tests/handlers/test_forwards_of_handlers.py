@@ -1,0 +1,55 @@
+"""With FSDP2 a handler may call the model at any event: no weight changes by it, and none is read that was freed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ignite.engine import Events
+
+from ignite_engine import TrainingEvents
+from ignite_engine.handlers import GradientHistograms, WeightDrift
+from tests.sharded import look_at, run_phases, train, trainer_in
+
+pytestmark = pytest.mark.distributed
+
+
+def test_a_forward_of_a_handler_changes_nothing(tmp_path: Path) -> None:
+    def trained(event: Any = None, **saves: Any) -> Any:
+        folder = tmp_path / f"{event} {saves}"
+        trainer, checkpoint, data = trainer_in("fsdp", folder)
+        if saves:
+            checkpoint.attach(trainer, Events.ITERATION_COMPLETED(**saves))
+        if event is not None:
+            trainer.add_event_handler(event, look_at, trainer.update.model)  # type: ignore[attr-defined]
+        return train(trainer, data)["state"]
+
+    def work() -> Any:
+        plain = trained()
+        looked = {
+            f"{event} {saves}": trained(event, **saves)
+            for event in (TrainingEvents.OPTIMIZER_STEP_STARTED, TrainingEvents.OPTIMIZER_STEP_COMPLETED)
+            for saves in ({}, {"every": 1})
+        }
+        return {name: state == plain for name, state in looked.items()}
+
+    for answers in run_phases(tmp_path, {"fsdp": (2, work)})["fsdp"]:
+        assert all(answers.values()), answers
+
+
+def test_handlers_see_the_sharded_parameters_after_a_forward(tmp_path: Path) -> None:
+    def work() -> Any:
+        trainer, _, data = trainer_in("fsdp", tmp_path / "run")
+        model, names = trainer.update.model, list[str]()  # type: ignore[attr-defined]
+        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, look_at, model)
+        GradientHistograms().attach(trainer, TrainingEvents.OPTIMIZER_STEP_STARTED(once=1))
+        trainer.add_event_handler(
+            TrainingEvents.OPTIMIZER_STEP_STARTED(once=1), lambda: names.extend(trainer.state.media)
+        )
+        WeightDrift().attach(trainer, Events.EPOCH_COMPLETED)
+        train(trainer, data)
+        return names
+
+    first, _ = run_phases(tmp_path, {"fsdp": (2, work)})["fsdp"]
+    assert len(first) == 8, first
