@@ -235,8 +235,14 @@ def shortened(names: Iterable[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + more
 
 
+_LONGEST = 2000
+"""Characters of a line: an error may quote a whole batch."""
+
+
 def one_line(error: BaseException) -> str:
-    """The error's first line; a bare type name where it has none. Where there was no room: how much is free.
+    """The error's first line, cut where it is very long; a bare type name where it has none, or cannot be printed.
+
+    Where there was no room it says how much is free.
 
     Of an error that a loader's worker met it is the line of that error: torch puts its traceback into the message.
     """
@@ -245,9 +251,13 @@ def one_line(error: BaseException) -> str:
         if where and error.errno in _NO_ROOM:
             where.append(free_space(Path(where[0])))
         return f"{error.strerror} ({', '.join(where)})" if where else error.strerror
-    lines = str(error).strip().splitlines()
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # the error's own
+        lines = []
     if not lines:
         return type(error).__name__
+    lines = [line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..." for line in lines]
     if "in DataLoader worker process" in lines[0]:
         kind = type(error).__name__
         lines = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == kind] or lines

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_engine.errors import change_on_resume, did_you_mean, leave_out, shapes_of, shortened
+from ignite_engine.errors import change_on_resume, did_you_mean, leave_out, one_line, shapes_of, shortened
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,22 @@ def test_remedy_of_fit_is_for_programs_that_use_it(monkeypatch: pytest.MonkeyPat
         "Checkpoint(..., override={'optimizer.lr': 0.1}), or checkpoint.override in a config"
     )
     assert leave_out("ema") == "resume(ignore=['ema']), or checkpoint.ignore in a config"
+
+
+class _Unprintable(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("one\ntwo"), "ValueError: one"),
+        (ValueError(), "ValueError"),
+        (_Unprintable(), "_Unprintable"),
+        (ValueError("x" * 10_000), f"ValueError: {'x' * 2000} ..."),
+    ],
+    ids=["several lines", "no text", "unprintable", "very long"],
+)
+def test_any_error_is_one_line(error: Exception, line: str) -> None:
+    assert one_line(error) == line

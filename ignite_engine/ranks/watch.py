@@ -35,6 +35,7 @@ from ignite_engine.ranks.watching import HEARTBEAT_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_NOTE = 1000
 _MAY_RAISE_S = 2.0
 _MAY_LEAVE_S = 30.0
 _VERDICT_S = 6.0
@@ -165,7 +166,8 @@ class Watch:
         self._position = outer
 
     def _failure_of(self, error: BaseException) -> Failure:
-        notes = "".join(f" ({note.rstrip('.')})" for note in getattr(error, "__notes__", ()) if "\n" not in note)
+        texts = (str(note) for note in getattr(error, "__notes__", ()))
+        notes = "".join(f" ({text.rstrip('.')})" for text in texts if "\n" not in text and len(text) < _LONGEST_NOTE)
         trace = "".join(traceback.format_exception(error))[-20_000:]
         line = f"rank {self.rank} failed{self._at()}: {one_line(error)}{notes}"
         return Failure(line, (self.rank,), self._run, trace, kind="raised")

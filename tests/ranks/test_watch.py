@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 import logging
 import multiprocessing
@@ -11,13 +12,14 @@ import resource
 import signal
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ignite_engine import Trainer
-from ignite_engine.ranks import agreement, stack, watch, watching
+from ignite_engine.ranks import agreement, heartbeats, stack, watch, watching
 from ignite_engine.ranks.heartbeats import Failure
 from tests.faults.fork_server import ForkServer, shared
 from tests.faults.processes import CONFIG, group_is_gone, summary, write_config_like
@@ -123,6 +125,16 @@ def test_error_while_one_rank_builds_is_named_by_the_others(tmp_path: Path, serv
 def test_an_interrupt_is_named_with_and_without_a_reason() -> None:
     assert watch._called(KeyboardInterrupt()) == "was interrupted"
     assert watch._called(KeyboardInterrupt("forced to end")) == "was forced to end"
+
+
+def test_an_error_that_cannot_be_sent_whole_is_named_all_the_same() -> None:
+    error = ValueError("x" * 2**21)
+    error.__notes__ = [3, "y" * 2**21, "two\nlines", "short."]
+
+    failure = watch.Watch()._failure_of(error)
+
+    assert failure.line.endswith(" ... (3) (short)") and failure.line.count("x") == 2000
+    assert len(json.dumps(asdict(failure))) < heartbeats._LIMIT
 
 
 def test_a_rank_that_moves_is_not_asked_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
