@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ignite_engine import Trainer, Updates
 from ignite_engine.errors import StateMismatch, change_on_resume, leave_out
 from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.handlers.built_schedule import Settings, closed_form_lrs, kind_of
 from ignite_engine.handlers.followed_metric import FollowedMetric
 from ignite_engine.ranks import agreement
 from ignite_engine.schedules import Schedule, set_lr
@@ -95,6 +96,7 @@ class LRSchedule:
         self._primed = not self._called
         self._counts_both = hasattr(scheduler, "step_update")
         self._per_update = True
+        self._settings = None if is_plateau else Settings(scheduler)
         self._built_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._used: list[Any] = []  # not for a Schedule that steps with the optimizer, which can be asked
 
@@ -169,7 +171,9 @@ class LRSchedule:
         """The scheduler's own state; the LRs set now and the LRs of the last update, per group, as floats."""
         lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         used = [float(lr) for lr in self._used]
-        state = {"scheduler": self.scheduler.state_dict(), "lrs": lrs, "used": used}
+        state = {"scheduler": self.scheduler.state_dict(), "lrs": lrs, "used": used, "kind": kind_of(self.scheduler)}
+        if self._settings is not None:
+            state["built"] = self._settings.saved()
         if self._followed is not None:
             state["scheduler"] = {key: state["scheduler"][key] for key in _PLATEAU_STATE}
             state["seen_at"] = self._followed.seen_at
@@ -189,11 +193,18 @@ class LRSchedule:
                 f"The saved state of LRSchedule {self.name!r} is that of {was}, and this is {now}: "
                 f"build the same kind, or leave it out with {leave_out(self.name)}."
             )
+        kind = kind_of(self.scheduler)
+        if (was := state.get("kind", kind)) != kind:
+            raise StateMismatch(
+                f"The saved state of LRSchedule {self.name!r} is that of {was}, and this is {kind}: "
+                f"build the same kind, or leave it out with {leave_out(self.name)}."
+            )
         if self._followed is not None:
             self._followed.seen_at = state["seen_at"]
         built = _bases(self.scheduler)
         was_loaded = [float(group["lr"]) for group in groups] == state["lrs"]  # the optimizer, which has said it
         self.scheduler.load_state_dict(state["scheduler"])
+        lrs = self._lrs_as_built_now(state) or state["lrs"]
         if not was_loaded and built != (bases := _bases(self.scheduler)) and agreement.rank() == 0:
             logger.warning(
                 "%s restores the base LR %s and not %s, with which the optimizer was built. To go on from there with "
@@ -201,8 +212,19 @@ class LRSchedule:
                 *(self.name, _rates(bases), _rates(built), change_on_resume(self._part, {("", "lr"): built[0]}, 1)),
             )
         self._primed, self._used = True, list(state["used"])
-        for group, lr in zip(groups, state["lrs"]):
+        for group, lr in zip(groups, lrs):
             set_lr(group, lr)
+
+    def _lrs_as_built_now(self, state: Mapping[str, Any]) -> list[float] | None:
+        """Put back the settings that the scheduler is built with now; the next LRs by them, None: as saved."""
+        changes = [] if self._settings is None else self._settings.put_back(state.get("built", {}))
+        lrs = closed_form_lrs(self.scheduler) if changes else None
+        if changes and agreement.rank() == 0:
+            follows = "" if lrs is None else f"; its LR is {_rates(lrs)} in place of {_rates(state['lrs'])}"
+            logger.warning(
+                "%s goes on as it is built now, not as it was saved: %s%s.", self.name, ", ".join(changes), follows
+            )
+        return lrs
 
     @property
     def _optimizer(self) -> Optimizer:

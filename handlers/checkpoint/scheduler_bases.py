@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,15 +10,14 @@ from ignite.handlers.param_scheduler import LRScheduler as IgniteTorchScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
-    CosineAnnealingWarmRestarts,
     CyclicLR,
     LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
-    SequentialLR,
 )
 
 from ignite_engine import Trainer
+from ignite_engine.handlers.built_schedule import closed_form_lrs
 from ignite_engine.schedules import Schedule
 
 
@@ -130,17 +128,10 @@ def scale(scheduler: Any, change: Change, base: float, optimizer: Optimizer, sca
 
 def expected_lr(scheduler: Any, setting: Setting) -> float | None:
     """The LR that a scheduler's closed form has for the next update; None: it has none."""
-    while isinstance(scheduler, SequentialLR):
-        passed = sum(scheduler.last_epoch >= milestone for milestone in scheduler._milestones)
-        scheduler = scheduler._schedulers[passed]
     if isinstance(scheduler, Schedule):
         return scheduler.lrs_at(scheduler.steps)[setting.group] if scheduler.is_known else None
-    if isinstance(scheduler, CosineAnnealingWarmRestarts) and setting.option == "lr":
-        with warnings.catch_warnings():  # of a call outside of step()
-            warnings.simplefilter("ignore")
-            return float(scheduler.get_lr()[setting.group])
-    closed_form = getattr(scheduler, "_get_closed_form_lr", None)
-    return None if closed_form is None or setting.option != "lr" else float(closed_form()[setting.group])
+    lrs = closed_form_lrs(scheduler) if setting.option == "lr" else None
+    return None if lrs is None else lrs[setting.group]
 
 
 def remember_lr(schedulers: Iterable[Any], index: int, lr: Any) -> None:

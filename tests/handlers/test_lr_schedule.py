@@ -555,6 +555,136 @@ def test_state_of_another_kind_of_schedule_is_a_one_line_error() -> None:
         plateau.load_state_dict(moving.state_dict())
 
 
+def warmed_cosine(steps: int) -> Callable[[Optimizer], Any]:
+    return lambda o: torch_schedulers.SequentialLR(
+        o, [torch_schedulers.LinearLR(o, 0.1, total_iters=2), torch_schedulers.CosineAnnealingLR(o, steps)], [2]
+    )
+
+
+class Falling:
+    """A rate function whose settings torch saves with the scheduler."""
+
+    def __init__(self, ratio: float) -> None:
+        self.ratio = ratio
+
+    def __call__(self, step: int) -> float:
+        return self.ratio**step
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (lambda o: torch_schedulers.StepLR(o, 2, 0.5), lambda o: torch_schedulers.ExponentialLR(o, 0.99)),
+        (
+            lambda o: torch_schedulers.CosineAnnealingLR(o, 18),
+            lambda o: torch_schedulers.LambdaLR(o, lambda step: 0.5**step),
+        ),
+        (
+            lambda o: torch_schedulers.CosineAnnealingLR(o, 18),
+            lambda o: torch_schedulers.OneCycleLR(o, 0.1, total_steps=18),
+        ),
+        (warmed_cosine(16), lambda o: torch_schedulers.CosineAnnealingLR(o, 18)),
+        (lambda o: torch_schedulers.CosineAnnealingLR(o, 18), constant),
+        (constant, lambda o: torch_schedulers.CosineAnnealingLR(o, 18)),
+        (lambda o: torch_schedulers.StepLR(o, 2), lambda o: CosineAnnealingScheduler(o, "lr", 1.0, 0.0, 10)),
+        (lambda o: CosineAnnealingScheduler(o, "lr", 1.0, 0.0, 10), lambda o: torch_schedulers.StepLR(o, 2)),
+    ],
+)
+def test_another_scheduler_than_the_saved_one_is_a_one_line_error(
+    was: Callable[[Optimizer], Any], now: Callable[[Optimizer], Any]
+) -> None:
+    before = LRSchedule(was(sgd()))
+    used_lrs(before, 3)
+    with pytest.raises(StateMismatch, match=r"^The saved state of LRSchedule 'lr_schedule' is that of .*, and this is"):
+        LRSchedule(now(sgd())).load_state_dict(through_a_file(before.state_dict()))
+
+
+CHANGED: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer], Any], list[float], str]] = {
+    "gamma": (
+        lambda o: torch_schedulers.StepLR(o, 2, 0.5),
+        lambda o: torch_schedulers.StepLR(o, 2, 0.1),
+        [BASE * 0.1, BASE * 0.01, BASE * 0.01, BASE * 0.001],
+        "gamma 0.5 -> 0.1; its LR is 0.05 in place of 0.25",
+    ),
+    "milestones": (
+        lambda o: torch_schedulers.MultiStepLR(o, [4, 5]),
+        lambda o: torch_schedulers.MultiStepLR(o, [5, 6]),
+        [BASE, BASE, BASE * 0.1, BASE * 0.01],
+        "milestones Counter({4: 1, 5: 1}) -> Counter({5: 1, 6: 1})",
+    ),
+    "of an object": (
+        lambda o: torch_schedulers.LambdaLR(o, Falling(0.5)),
+        lambda o: torch_schedulers.LambdaLR(o, Falling(0.25)),
+        [BASE * 0.5**3, BASE * 0.25**4, BASE * 0.25**5, BASE * 0.25**6],
+        "0.ratio 0.5 -> 0.25",
+    ),
+    "chained": (
+        lambda o: torch_schedulers.ChainedScheduler(
+            [torch_schedulers.ExponentialLR(o, 0.5), torch_schedulers.ConstantLR(o, 1.0)]
+        ),
+        lambda o: torch_schedulers.ChainedScheduler(
+            [torch_schedulers.ExponentialLR(o, 0.25), torch_schedulers.ConstantLR(o, 1.0)]
+        ),
+        [BASE * 0.5**3, BASE * 0.5**3 * 0.25, BASE * 0.5**3 * 0.25**2, BASE * 0.5**3 * 0.25**3],
+        "0.gamma 0.5 -> 0.25",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_settings_of_a_torch_scheduler_are_those_built_now_and_said(
+    caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    was, now, expected, said = CHANGED[name]
+    before = LRSchedule(was(sgd()))
+    used_lrs(before, 3)
+    saved = through_a_file(before.state_dict())
+    resumed = LRSchedule(now(sgd()))
+    used = used_lrs(resumed, 4, load=lambda: resumed.load_state_dict(saved))
+    assert [lr for (lr,) in used] == pytest.approx(expected)
+    (line,) = caplog.messages
+    assert line.startswith("lr_schedule goes on as it is built now, not as it was saved: ") and said in line
+
+    caplog.clear()
+    again = LRSchedule(now(sgd()))
+    again.load_state_dict(through_a_file(resumed.state_dict()))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("make", "ends"),
+    [
+        (lambda o, steps: torch_schedulers.CosineAnnealingLR(o, steps), 12),
+        (lambda o, steps: warmed_cosine(steps - 2)(o), 12),
+        (lambda o, steps: torch_schedulers.OneCycleLR(o, 0.1, total_steps=steps), 11),
+    ],
+)
+def test_a_torch_scheduler_over_a_longer_run_reaches_its_end_there(make: Callable[..., Any], ends: int) -> None:
+    before = LRSchedule(make(sgd(), 8))
+    used_lrs(before, 5)
+    optimizer = sgd()
+    resumed = LRSchedule(make(optimizer, 12))
+    load = partial(
+        load_both, optimizer, resumed, {"schedule": before.state_dict(), "optimizer": before._optimizer.state_dict()}
+    )
+    lrs = [lr for (lr,) in used_lrs(resumed, ends - 5, load=lambda: load(optimizer_first=True))]
+    lrs.append(optimizer.param_groups[0]["lr"])
+    assert lrs[1:] == sorted(lrs[1:], reverse=True) and lrs[-2] > 1e-6  # the first is that of the old curve
+
+
+def test_what_changed_in_the_run_and_a_state_of_an_older_version_stay_as_they_were_saved() -> None:
+    before = LRSchedule(torch_schedulers.StepLR(sgd(), 2, 0.5))
+    before.scheduler.gamma = 0.7
+    resumed = LRSchedule(torch_schedulers.StepLR(sgd(), 2, 0.1))
+    resumed.load_state_dict(before.state_dict())
+    assert resumed.scheduler.gamma == 0.7
+
+    older = {key: value for key, value in before.state_dict().items() if key in ("scheduler", "lrs", "used")}
+    resumed = LRSchedule(torch_schedulers.StepLR(sgd(), 2, 0.1))
+    resumed.load_state_dict(older)
+    assert resumed.scheduler.gamma == 0.7
+
+
 def test_plateau_whose_metric_is_never_written_is_a_warning() -> None:
     trainer, _, _ = real_trainer(5, [1, 1])
     optimizer = trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]  # an Update
