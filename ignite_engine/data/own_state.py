@@ -46,6 +46,13 @@ class WithState(Replayed):
             return None
         return f"{kind} does not save the random numbers of its {workers} workers: samples that draw any differ"
 
+    @property
+    def makers(self) -> dict[str, Any]:
+        dataset = getattr(self.data, "dataset", None)
+        collate = {"collate function": getattr(self.data, "collate_fn", None)}
+        has_state = isinstance(dataset, IterableDataset) or hasattr(dataset, "state_dict")
+        return collate if has_state else {"dataset": dataset, **collate}
+
     def set_pass(self, place: Place) -> None:
         super().set_pass(place)
         self._restore_generators(place.held.generators)  # an evaluation may read the data before the pass is opened

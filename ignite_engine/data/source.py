@@ -74,6 +74,11 @@ class DataSource:
         """Why a resumed run would not see the same bits, None if it would."""
         return self.reader.inexact
 
+    @property
+    def makers(self) -> dict[str, Any]:
+        """What of the user's makes samples and batches without a state of its own, by what it is."""
+        return self.reader.makers
+
     def agree_lengths(self) -> None:
         """Read the length of the pass that starts. A collective."""
         self.batches = self.reader.measure(self.place)

@@ -97,6 +97,11 @@ class WindowedSource:
         """Why a resumed run would not see the same bits, None if it would; of its windows once one was opened."""
         return self.reader.inexact or self._inexact
 
+    @property
+    def makers(self) -> dict[str, Any]:
+        """What of the user's makes samples and batches without a state of its own, of the open window."""
+        return {} if self.window is None else self.window.makers
+
     def begin_after(self, place: Place) -> None:
         """Begin with the pass after ``place``, which is one in other data."""
         self.at = WindowPlace(place.pass_number + int(place.batch > 0))

@@ -1,4 +1,4 @@
-"""Random number generators that a model or a loss function holds."""
+"""Random number generators of the user's own: in models, in what an update uses, in data."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ignite_engine import rng
+from ignite_engine.ranks import agreement
 from ignite_engine.rng import GENERATORS, attributes_of
 from ignite_engine.states.model_and_optimizer import ModelState, unwrap
 
@@ -19,10 +20,10 @@ _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
 
 class OwnGenerators:
-    """The states of the generators among the attributes of a model's modules and of a loss function, by their names.
+    """The states of the generators among the attributes of a model's modules and of other objects, by their names.
 
     Args:
-        owners: the models and functions, by the first part of the name.
+        owners: the models, functions and objects, by the first part of the name.
     """
 
     def __init__(self, owners: Callable[[], Mapping[str, Any]]) -> None:
@@ -56,20 +57,38 @@ class OwnGenerators:
             self.load_state_dict(state)
 
 
-def unsaved_generators(objects: Mapping[str, Any], loss_fn: Any) -> Iterator[str]:
-    """One reason for each generator that no checkpoint holds.
+def owners_in(update: Any) -> dict[str, Any]:
+    """What an update uses and may hold a generator, by the first part of its name; the update comes last."""
+    optimizers = getattr(update, "optimizers", None)
+    named = optimizers.items() if isinstance(optimizers, Mapping) else ()
+    # ranks weigh a batch before it is trained on: at a step boundary the generator is ahead
+    weighs_ahead = agreement.world_size() > 1
+    return {
+        "loss_fn": getattr(update, "loss_fn", None),
+        **({} if weighs_ahead else {"weight_fn": getattr(update, "weight_fn", None)}),
+        **{name if name == "optimizer" else f"optimizer/{name}": optimizer for name, optimizer in named},
+        "update": update,
+    }
+
+
+def unsaved_generators(objects: Mapping[str, Any], update: Any) -> Iterator[str]:
+    """One reason for each generator of the models and of what ``update`` uses that no checkpoint holds.
 
     Args:
         objects: those of the registry, by name.
     """
-    saved = {id(generator) for part in _own_generators(objects) for generator in part.held().values()}
+    saved = _saved(objects)
     models = {name: obj.model if isinstance(obj, ModelState) else obj for name, obj in objects.items()}
     owners = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
     registered = [*objects.values()]
-    for label, owner in {**owners, "loss_fn": loss_fn}.items():
+    for label, owner in {**owners, "weight_fn": getattr(update, "weight_fn", None), **owners_in(update)}.items():
         for name, value in _attributes(label, owner):
             if isinstance(value, GENERATORS):
                 if id(value) not in saved:
+                    saved.add(id(value))  # is named once
+                    if label == "weight_fn":
+                        yield f"the generator {name} is not saved: make the weight a function of the batch alone"
+                        continue
                     yield (
                         f"the generator {name} is not saved, as it was made after the Trainer, or the model is not an "
                         "Update's (trainer.register() saves an object that has it)"
@@ -81,6 +100,23 @@ def unsaved_generators(objects: Mapping[str, Any], loss_fn: Any) -> Iterator[str
                 yield f"a generator in {name} is not saved: make it an attribute of its own"
 
 
+def unsaved_of_data(objects: Mapping[str, Any], makers: Mapping[str, Any]) -> Iterator[str]:
+    """One reason for each of ``makers``, what makes samples and batches, with a generator that no checkpoint holds."""
+    saved = _saved(objects)
+    for label, maker in makers.items():
+        maker = getattr(maker, "__self__", maker)  # of a method
+        if any(maker is obj for obj in objects.values()):
+            continue
+        for name, value in _attributes("", maker):
+            found = [part for part in (value, *_inside(value)) if isinstance(part, GENERATORS)]
+            if any(id(generator) not in saved for generator in found):
+                yield (
+                    f"a generator in the {label} ({name[1:]}) is not saved: draw from the global ones of torch, NumPy "
+                    "or Python"
+                )
+                break
+
+
 @contextmanager
 def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
     """Restore the generators of a registry after the body, which may draw from them."""
@@ -88,6 +124,13 @@ def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
         for part in _own_generators(objects):
             stack.enter_context(part.undrawn())
         yield
+
+
+def _saved(objects: Mapping[str, Any]) -> set[int]:
+    """The ids of the generators that the objects of a registry hold; a model's state has none."""
+    saved = {id(generator) for part in _own_generators(objects) for generator in part.held().values()}
+    of_user = (obj for obj in objects.values() if not isinstance(obj, nn.Module))
+    return saved | {id(part) for obj in of_user for part in _inside(obj) if isinstance(part, GENERATORS)}
 
 
 def _own_generators(objects: Mapping[str, Any]) -> list[OwnGenerators]:

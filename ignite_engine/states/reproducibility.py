@@ -14,7 +14,7 @@ from ignite_engine.errors import shortened
 from ignite_engine.ranks.ddp_buckets import unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import unshared_state
 from ignite_engine.rng import held_by
-from ignite_engine.states.generators import unsaved_generators
+from ignite_engine.states.generators import unsaved_generators, unsaved_of_data
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.states.registry import Registry
@@ -31,6 +31,10 @@ class Source(Protocol):
     @property
     def inexact(self) -> str | None:
         """Why a resumed run would not have the same batches."""
+
+    @property
+    def makers(self) -> Mapping[str, Any]:
+        """What of the user's makes samples and batches without a state of its own, by what it is."""
 
     @property
     def changed(self) -> str | None:
@@ -53,6 +57,7 @@ def reasons_of(
     reasons = _of_states(registry)
     if registry.filters:  # there is a checkpoint to miss it
         reasons += _unsaved_of(update, registry)
+        reasons += [] if source is None else unsaved_of_data(registry.objects, source.makers)
     if source is not None and source.inexact is not None:
         reasons.append(source.inexact)
     if source is not None and source.changed is not None:
@@ -93,7 +98,7 @@ def _unsaved_of(update: Callable[..., Any], registry: Registry) -> list[str]:
     Looked at are the attributes of an object, and what a function closes over or uses of its module.
     """
     objects = registry.objects.values()
-    generators = list(unsaved_generators(registry.objects, getattr(update, "loss_fn", None)))
+    generators = list(unsaved_generators(registry.objects, update))
     saved = [registered.optimizer if isinstance(registered, OptimizerState) else registered for registered in objects]
     return [
         f"{name} ({type(obj).__name__}) of the update is not saved (trainer.register({name!r}, {name}, shared=True))"

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ignite_engine.errors import check_type, is_number, names_arguments
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
-from ignite_engine.states.generators import OwnGenerators
+from ignite_engine.states.generators import OwnGenerators, owners_in
 from ignite_engine.states.model_and_optimizer import (
     ModelState,
     OptimizerState,
@@ -146,7 +146,7 @@ class Update:
         # one context for good: making one costs more than entering it
         context = None if precision == "fp32" else autocast(precision, self.device.type)
         self._forward_backward = held = ForwardBackward(model, loss_fn, context, self.scaler)
-        self._generators = OwnGenerators(lambda: {"model": held.model, "loss_fn": held.loss_fn})
+        self._generators = OwnGenerators(lambda: {"model": held.model, **owners_in(self)})
         self._capture: Capture | None = None
         self._accumulation = self._chosen_accumulation()
         if capture is not False:

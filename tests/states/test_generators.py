@@ -14,8 +14,11 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import MeanSquaredError
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler, Subset, default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Trainer, Update, Updates, create_evaluator, loader
+from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.builders import Numbers, linear, mse, one
 
@@ -131,6 +134,70 @@ def test_a_stopped_run_ends_with_the_bits_of_the_whole_one(tmp_path: Path, holde
     assert torch.equal(whole, weights_after(tmp_path / "stopped", make, (3, 6)))
 
 
+class NoisyUpdate(Update):
+    """Adds noise to the gradients, from a generator of its own."""
+
+    def __init__(self, kind: str, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        make, self.draw = KINDS[kind]
+        self.source = make()
+
+    def accumulate(self, *arguments: Any) -> dict[str, Tensor]:
+        output = super().accumulate(*arguments)
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad += 0.1 * self.draw(self.source)
+        return output
+
+
+class NoisySGD(torch.optim.SGD):
+    """Adds noise to the rate, from a generator of its own."""
+
+    def __init__(self, kind: str, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        make, self.draw = KINDS[kind]
+        self.source = make()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's returns the loss
+        self.param_groups[0]["lr"] = 0.1 + 0.01 * self.draw(self.source)
+        super().step(closure)
+
+
+def noisy_weight(kind: str) -> Any:
+    make, draw = KINDS[kind]
+    generator = make()
+    return lambda batch: 1.0 + abs(draw(generator))
+
+
+UPDATES: dict[str, Callable[[nn.Module, str], Update]] = {
+    "update": lambda model, kind: NoisyUpdate(kind, model, torch.optim.SGD(model.parameters(), lr=0.1), mse),
+    "optimizer": lambda model, kind: Update(model, NoisySGD(kind, model.parameters()), mse),
+    "weight_fn": lambda model, kind: Update(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), mse, weight_fn=noisy_weight(kind)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+@pytest.mark.parametrize("holder", UPDATES)
+def test_those_of_the_update_its_optimizer_and_its_weights_are_resumed(tmp_path: Path, holder: str, kind: str) -> None:
+    def weights(folder: Path, stops: tuple[int, ...]) -> Tensor:
+        for stop in (*stops, 99):
+            model = linear()
+            trainer = Trainer(UPDATES[holder](model, kind), accumulation_steps=2)
+            checkpoint = Checkpoint(folder, strict=True)
+            checkpoint.attach(trainer)
+            checkpoint.resume()
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda: trainer.request_stop("test"))  # noqa: B023  # called in this turn
+            trainer.run(loader(Numbers(8), 1), max_epochs=2)
+            assert trainer.reproducibility() == []
+        return one(model).clone()
+
+    whole = weights(tmp_path / "whole", ())
+    assert torch.equal(whole, weights(tmp_path / "stopped", (3, 6)))
+    assert not torch.equal(whole, weights_after(tmp_path / "plain", lambda: (linear(), mse), ()))
+
+
 def test_an_evaluation_draws_nothing_from_them(tmp_path: Path) -> None:
     """It may be done again after a stop."""
 
@@ -186,6 +253,101 @@ def test_one_that_is_no_attribute_is_named(tmp_path: Path, where: str) -> None:
     trainer, _ = made(tmp_path, *make())
     (reason,) = trainer.reproducibility()
     assert reason.startswith(f"a generator in {name} is not saved") and "an attribute of its own" in reason
+
+
+class NoisyNumbers(Numbers):
+    def __init__(self, size: int, generator: Any) -> None:
+        super().__init__(size)
+        self.source = generator
+
+
+class NoisyCollate:
+    def __init__(self, generator: Any) -> None:
+        self.source = generator
+
+    def __call__(self, samples: Any) -> Any:
+        return default_collate(samples)
+
+
+def collate_of(generator: Any) -> Any:
+    def collate(samples: Any) -> Any:
+        source = generator
+        assert source is not None
+        return default_collate(samples)
+
+    return collate
+
+
+NOISY_DATA: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "dataset": (lambda generator: loader(NoisyNumbers(8, generator), 2), "the dataset (source)"),
+    "an object of the dataset": (
+        lambda generator: loader(NoisyNumbers(8, Holder(generator)), 2),
+        "the dataset (source)",
+    ),
+    "a part of it": (lambda generator: loader(Subset(NoisyNumbers(8, generator), range(8)), 2), "the dataset (source)"),
+    "collate object": (
+        lambda generator: loader(Numbers(8), 2, collate_fn=NoisyCollate(generator)),
+        "the collate function (source)",
+    ),
+    "collate closure": (
+        lambda generator: loader(Numbers(8), 2, collate_fn=collate_of(generator)),
+        "the collate function (generator)",
+    ),
+    "loader with a state": (
+        lambda generator: StatefulDataLoader(NoisyNumbers(8, generator), batch_size=2),
+        "the dataset (source)",
+    ),
+    "order": (lambda generator: loader(Numbers(8), 2, shuffle=True), None),
+    "own order": (
+        lambda generator: loader(Numbers(8), 2, sampler=RandomSampler(range(8), generator=torch.Generator())),
+        None,
+    ),
+    "order of a loader with a state": (
+        lambda generator: StatefulDataLoader(Numbers(8), batch_size=2, shuffle=True, generator=torch.Generator()),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("where", NOISY_DATA)
+def test_one_of_the_data_is_named_and_refused_by_strict(tmp_path: Path, where: str) -> None:
+    make, said = NOISY_DATA[where]
+    trainer, _ = made(tmp_path / "run", linear())
+    trainer.run(make(np.random.default_rng(0)), max_epochs=1)
+    assert trainer.reproducibility() == (
+        []
+        if said is None
+        else [f"a generator in {said} is not saved: draw from the global ones of torch, NumPy or Python"]
+    )
+    if said is not None:
+        trainer, checkpoint = made(tmp_path / "strict", linear(), strict=True)
+        checkpoint.resume()
+        with pytest.raises(NotExact, match=r"a generator in the .* is not saved"):
+            trainer.run(make(np.random.default_rng(0)), max_epochs=1)
+
+
+def test_one_of_the_data_that_is_registered_is_not_named(tmp_path: Path) -> None:
+    class Saved(NoisyNumbers):
+        def state_dict(self) -> Any:
+            return {"generator": self.source.get_state()}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.source.set_state(state["generator"])
+
+    dataset = Saved(8, torch.Generator())
+    trainer, _ = made(tmp_path, linear())
+    trainer.register("dataset", dataset)
+    trainer.run(loader(dataset, 2), max_epochs=1)
+    assert trainer.reproducibility() == []
+
+
+def test_one_that_an_update_function_of_ones_own_draws_from_is_named(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    trainer = Trainer(lambda engine, batch: float(generator.random()))
+    trainer.register("net", linear(), shared=True)
+    Checkpoint(tmp_path).attach(trainer)
+    (reason,) = trainer.reproducibility()
+    assert reason.startswith("the generator update.generator is not saved")
 
 
 def test_one_that_comes_after_the_trainer_is_named(tmp_path: Path) -> None:
