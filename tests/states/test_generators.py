@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ignite_engine import Trainer, Update, Updates, create_evaluator, loader
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint, Evaluation
+from ignite_engine.ranks import agreement
 from tests.builders import Numbers, linear, mse, one
 
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
@@ -348,6 +349,15 @@ def test_one_that_an_update_function_of_ones_own_draws_from_is_named(tmp_path: P
     Checkpoint(tmp_path).attach(trainer)
     (reason,) = trainer.reproducibility()
     assert reason.startswith("the generator update.generator is not saved")
+
+
+def test_one_of_weights_that_ranks_compute_ahead_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = UPDATES["weight_fn"](linear(), "torch")
+    monkeypatch.setattr(agreement, "world_size", lambda: 2)
+    trainer = Trainer(update)
+    Checkpoint(tmp_path).attach(trainer)
+    reason = "the generator weight_fn.generator is not saved: make the weight a function of the batch alone"
+    assert reason in trainer.reproducibility()
 
 
 def test_one_that_comes_after_the_trainer_is_named(tmp_path: Path) -> None:
