@@ -239,6 +239,10 @@ class SeededDataset(Dataset[Any]):
         samples = read()
         try:
             return self._collating.each(self.collate_fn, [samples], [seed], place=place, renew=read)[0]
+        except StopIteration as error:
+            raise _unfinished(
+                f"collate_fn for the batch from {type(self.dataset).__name__}[{indices[0]}] on"
+            ) from error
         except Exception as error:
             error.add_note(self._uncollated(indices, self._collating.failed))
             raise
@@ -253,6 +257,8 @@ class SeededDataset(Dataset[Any]):
             while type(dataset) is Subset:  # a call less for each sample
                 dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
             return self._reading.each(partial(operator.getitem, dataset), indices, seeds, place=place)
+        except StopIteration as error:
+            raise _unfinished(f"{type(dataset).__name__}[{self._reading.failed}]") from error
         except Exception as error:
             error.add_note(f"Raised for {type(dataset).__name__}[{self._reading.failed}].")
             raise
@@ -271,6 +277,11 @@ class SeededDataset(Dataset[Any]):
             f"{name}[{indices[odd]}] is {kinds[odd]} and {name}[{indices[kinds.index(usual)]}] is {usual}: return "
             "samples that are alike, or give a collate_fn that makes them so."
         )
+
+
+def _unfinished(what: str) -> RuntimeError:
+    """What is raised in the place of a StopIteration, by which the reader of the batches would end the pass."""
+    return RuntimeError(f"{what} raised StopIteration, which would end the pass: give next() a default, or catch it.")
 
 
 def _read_batch(dataset: Any, indices: Sequence[int]) -> Any:

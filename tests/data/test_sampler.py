@@ -131,3 +131,19 @@ def test_order_of_a_large_pass_is_not_a_list_of_numbers() -> None:
         tracemalloc.stop()
 
     assert seen == 200_000 and first[0] == 0 and peak < 3e6
+
+
+class HasNoNext(Reads):
+    def __getitem__(self, index: int) -> Any:
+        return next(iter([index] if index != 4 else []))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stop_iteration_of_a_sample_or_of_a_collate_function_is_an_error(workers: int) -> None:
+    """Else it would end the pass, and the epoch be filled from another one."""
+    trainer = Trainer(lambda engine, batch: None)
+    with pytest.raises(RuntimeError, match=r"HasNoNext\[4\] raised StopIteration, which would end the pass"):
+        trainer.run(loader(HasNoNext(), 3, num_workers=workers))
+    data = loader(Reads(), 3, collate_fn=lambda samples: next(iter(samples[1:])), num_workers=workers)
+    with pytest.raises(RuntimeError, match=r"collate_fn for the batch from Reads\[6\] on raised StopIteration"):
+        trainer.run(data)
