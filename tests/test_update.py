@@ -9,7 +9,7 @@ import traceback
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -595,6 +595,29 @@ def test_optimizer_of_another_model_is_refused_at_the_first_step(caplog: pytest.
     # one of several may be meant to begin later
     Trainer(Update(model, {"model": torch.optim.SGD(model.parameters(), lr=0.1), "idle": idle}, mse)).run(data)
     assert [record.getMessage()[:38] for record in caplog.records] == ["idle (SGD) holds no parameter of the m"]
+
+
+def test_loss_that_reaches_no_parameter_of_an_optimizer_is_refused_at_the_first_step() -> None:
+    model, other = linear(), linear()
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda _, batch: mse(other, batch))
+
+    with pytest.raises(ValueError, match="^The loss of the first step reached none of the parameters that the optimiz"):
+        Trainer(update).run(batches_of(Numbers(8), [4, 4]))
+
+
+def test_optimizer_that_steps_within_the_backward_may_leave_no_gradient() -> None:
+    model = linear()
+    before, optimizer = one(model).clone(), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step_and_drop(parameter: Tensor) -> None:
+        parameter.data -= 0.1 * cast("Tensor", parameter.grad)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_and_drop)
+    Trainer(Update(model, optimizer, mse)).run(batches_of(Numbers(8), [4, 4]))
+
+    assert not torch.equal(one(model), before)
 
 
 def test_optimizer_of_parameters_outside_of_the_model_trains_them() -> None:

@@ -92,3 +92,13 @@ def check_gradients(optimizers: Mapping[str, Optimizer], of_model: Iterable[Tens
         if len(idle) == len(optimizers):
             raise ValueError(message)
         logger.warning("%s", message)  # it may be meant to begin later
+    elif not any(map(_may_have_been_trained, parameters := Parameters(optimizers).all())) and parameters:
+        raise ValueError(
+            "The loss of the first step reached none of the parameters that the optimizers hold: compute it from the "
+            "model that loss_fn is given, and give an optimizer the parameters that it is computed from."
+        )
+
+
+def _may_have_been_trained(parameter: Tensor) -> bool:
+    # such a hook may step within the backward and drop the gradient
+    return parameter.grad is not None or bool(parameter._post_accumulate_grad_hooks)
