@@ -128,6 +128,7 @@ class Trainer(Engine):
             self.registry.of_update.append(name)
         self._roll_backs = RollBacks()
         self._at_end: list[Callable[[Trainer], None]] = []
+        self._skipped_before = 0
 
     # -- what users call ------------------------------------------------------------------------------------------
 
@@ -400,6 +401,7 @@ class Trainer(Engine):
             self.logger.info(f"Engine run resuming ({state.start.value}) from {where} with {limit}.")
         self.intervals.begin(state, fresh=state.start is Start.FRESH)
         state.status, state.reason = "running", None
+        self._skipped_before = state.skipped_steps
         state.boundary = Boundary()
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
         self.requests.reset()
@@ -427,6 +429,12 @@ class Trainer(Engine):
         state, progress = self.state, self.progress
         if hasattr(self.update, "run_ended") and not paused:
             self.update.run_ended(self)
+        all_skipped = state.skipped_steps > self._skipped_before and not state.optimizer_steps
+        if all_skipped and state.status == "completed" and agreement.rank() == 0:
+            self.logger.warning(
+                f"The run made no optimizer step, all {state.skipped_steps} were skipped: return weights above 0 from "
+                "weight_fn, or look for losses and gradients that are not finite."
+            )
         ended = state.status == "interrupted" or progress.is_done()
         ending = Ending.PAUSED if paused else Ending.AT_BOUNDARY if ended else Ending.TERMINATED
         progress.close(continues=ending is not Ending.TERMINATED)

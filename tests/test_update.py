@@ -101,7 +101,7 @@ def test_extra_outputs_of_some_micro_batches_only_are_refused(second: dict[str, 
         trainer.run(batches_of(Numbers(8), [2, 6]))
 
 
-def test_group_without_weight_is_skipped() -> None:
+def test_group_without_weight_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     trainer = trainer_of(linear(), 2, weight_fn=lambda batch: float(batch[0].sum() > 1e6))
     before, skipped = weights(trainer), []
     trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_SKIPPED, lambda: skipped.append(trainer.state.iteration))
@@ -109,6 +109,25 @@ def test_group_without_weight_is_skipped() -> None:
 
     assert torch.equal(weights(trainer), before)
     assert (state.iteration, state.optimizer_steps, state.skipped_steps, skipped) == (2, 0, 2, [1, 2])
+    assert caplog.messages == [
+        "The run made no optimizer step, all 2 were skipped: return weights above 0 from weight_fn, or look for losses "
+        "and gradients that are not finite."
+    ]
+
+
+def test_run_with_a_step_or_with_nothing_left_to_do_says_nothing_of_skipped_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = [0.0, 1.0]
+    trainer = trainer_of(linear(), None, weight_fn=lambda batch: given.pop(0))
+    trainer.run(batches_of(Numbers(8), [4, 4]), max_epochs=1)
+    assert trainer.state.optimizer_steps == 1 and not caplog.messages
+
+    trainer = trainer_of(linear(), None, weight_fn=lambda batch: 0.0)
+    trainer.run(batches_of(Numbers(8), [4, 4]), max_epochs=1)
+    caplog.clear()
+    trainer.run(max_epochs=1)
+    assert not caplog.messages
 
 
 def test_micro_batch_without_weight_cannot_spoil_its_group() -> None:
@@ -601,7 +620,7 @@ def test_loss_that_reaches_no_parameter_of_an_optimizer_is_refused_at_the_first_
     model, other = linear(), linear()
     update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda _, batch: mse(other, batch))
 
-    with pytest.raises(ValueError, match="^The loss of the first step reached none of the parameters that the optimiz"):
+    with pytest.raises(ValueError, match=r"^The loss of the first step reached none of the parameters that the opt"):
         Trainer(update).run(batches_of(Numbers(8), [4, 4]))
 
 
