@@ -37,6 +37,7 @@ from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
 from ignite_engine.states.loading import load_evaluated
 from ignite_engine.states.model_and_optimizer import unwrap
+from ignite_engine.step.parameters import Parameters
 from ignite_engine.text import in_notebook, show_page
 from ignite_engine.trainer import Trainer
 
@@ -259,7 +260,8 @@ class Run:
         """
         state, epochs, end = trainer.state, trainer.progress.epochs_completed, trainer.last_iteration
         if state.start is Start.FRESH and agreement.rank() == 0 and self.config["logging"]["console"]:
-            for line in model_table(trainer.update.model):  # type: ignore[attr-defined]  # build_run gave it an Update
+            update: Any = trainer.update  # build_run gave it an Update
+            for line in model_table(update.model, Parameters(update.optimizers).all()):
                 logger.info("%s", line)
         if end is not None and state.iteration >= end:
             epoch_or_iteration = (

@@ -22,7 +22,7 @@ def test_parts_have_their_parameters_once_and_the_whole_has_all() -> None:
     body = nn.Linear(4, 8).requires_grad_(False)
     model = nn.ModuleDict({"body": body, "act": nn.ReLU(), "again": body, "head": nn.Linear(8, 3, dtype=torch.float64)})
 
-    assert cells(model_table(model)) == [
+    assert cells(model_table(model, model.parameters())) == [
         ["parameters", "trained", "dtype", "size"],
         ["body", "Linear", "40", "0", "float32", "160", "bytes"],
         ["head", "Linear", "27", "27", "float64", "216", "bytes"],
@@ -30,17 +30,23 @@ def test_parts_have_their_parameters_once_and_the_whole_has_all() -> None:
     ]
 
 
+def test_only_what_an_optimizer_holds_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    rows = cells(model_table(model, model[0].parameters()))
+    assert [row[-4] for row in rows[1:]] == ["40", "0", "40"]
+
+
 def test_wrapper_of_one_module_shows_what_is_in_it_and_a_leaf_itself() -> None:
     wrapped = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
-    assert [row[0] for row in cells(model_table(wrapped))[1:]] == ["0.0", "0.1", "Sequential"]
-    assert cells(model_table(nn.Linear(4, 8)))[1][0] == "Linear"
-    assert len(model_table(nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)]))) == ROWS + 2
+    assert [row[0] for row in cells(model_table(wrapped, wrapped.parameters()))[1:]] == ["0.0", "0.1", "Sequential"]
+    assert cells(model_table(nn.Linear(4, 8), []))[1][0] == "Linear"
+    assert len(model_table(nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)]), [])) == ROWS + 2
 
 
 def test_parameters_of_the_model_itself_are_a_row() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
     model.scale = nn.Parameter(torch.ones(5))
-    assert ["of", "its", "own", "5", "5", "float32", "20", "bytes"] in cells(model_table(model))
+    assert ["of", "its", "own", "5", "5", "float32", "20", "bytes"] in cells(model_table(model, model.parameters()))
 
 
 def test_fresh_run_begins_with_it_and_its_console_has_one_heading(
