@@ -46,7 +46,7 @@ class DigestTrail:
     def __init__(self, directory: str | Path, *, every: int = 100) -> None:
         if not is_whole(every) or every < 1:
             raise ValueError(f"every must be a whole number of updates of at least 1, got {every!r}.")
-        self.path, self.every = Path(directory) / "trail.jsonl", every
+        self.path, self.every = Path(directory).absolute() / "trail.jsonl", every
         self.write: Callable[[int, Digests], None] = GuardedSink(self).guard(self._append)
         """Takes each line; what replays a run puts a comparison in its place."""
         self._file = LogFile(self.path, iteration_of)

@@ -81,7 +81,7 @@ class Export:
         check_type("part", part, part is None or isinstance(part, str), "the name of a registered model or None")
         if format == "safetensors":
             safetensors_torch()
-        self.directory, self.format, self.weights, self.keep = Path(directory), format, weights, keep
+        self.directory, self.format, self.weights, self.keep = Path(directory).absolute(), format, weights, keep
         self.name, self.part = name, part
         suffix = "" if callable(format) else f".{format}"
         self.link = self.directory / f"{name}{suffix}"

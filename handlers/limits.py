@@ -195,7 +195,7 @@ class RequestFiles:
     replayed = False
 
     def __init__(self, directory: str | Path, evaluations: Sequence[Callable[[Trainer], object]] = ()) -> None:
-        self.directory, self.evaluations = Path(directory), evaluations
+        self.directory, self.evaluations = Path(directory).absolute(), evaluations
         self._paths = [self.directory / name for name in _REQUESTS]
         self._next_look = math.inf
         self._evaluates = False

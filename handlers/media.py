@@ -100,7 +100,7 @@ class MediaFiles:
     """
 
     def __init__(self, directory: str | Path, *, name: str = "media") -> None:
-        self.folder, self.name = Path(directory) / "media", name
+        self.folder, self.name = Path(directory).absolute() / "media", name
         self._index = JSONLSink(self.folder / "index.jsonl")
 
     def image(self, name: str, iteration: int, pixels: np.ndarray[Any, Any]) -> None:

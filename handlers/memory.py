@@ -68,7 +68,7 @@ class MemoryLogger:
     def __init__(self, directory: str | Path | None = None, *, warn_below: float = 0.05) -> None:
         if not is_number(warn_below) or not 0 <= warn_below <= 1:
             raise ValueError(f"warn_below must be a share of the limit from 0 to 1, got {warn_below!r}.")
-        self.directory = None if directory is None else Path(directory)
+        self.directory = None if directory is None else Path(directory).absolute()
         self.warn_below = warn_below
         self._by_phase: dict[str, float] = {}
         self._entries: dict[Any, tuple[int, Any]] = {}

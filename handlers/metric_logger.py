@@ -64,7 +64,7 @@ class MetricLogger:
     ) -> None:
         self.name = name
         self.sinks: list[Sink | MediaFiles] = [*sinks]
-        self.directory = None if directory is None else Path(directory)
+        self.directory = None if directory is None else Path(directory).absolute()
         self.history = None if directory is None else History(directory)
         """Records the run's starts and ends in its folder."""
         if directory is not None:

@@ -70,7 +70,7 @@ class Profiler:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}.")
         if not ranks or not all(is_whole(rank) and rank >= 0 for rank in ranks):
             raise ValueError(f"ranks must be numbers of ranks, such as (0,), got {ranks!r}.")
-        self.directory = Path(directory) / "profiles"
+        self.directory = Path(directory).absolute() / "profiles"
         self.wait, self.warmup, self.active, self.repeat, self.ranks = wait, warmup, active, repeat, tuple(ranks)
         self.options = options
         self._profile: torch.profiler.profile | None = None

@@ -301,7 +301,7 @@ class JSONLSink:
     """
 
     def __init__(self, path: str | Path, *, name: str = "jsonl") -> None:
-        self.path, self.name = Path(path), name
+        self.path, self.name = Path(path).absolute(), name
         self._file = LogFile(self.path, iteration_of)
         self._line: dict[str, Any] = {}
 
@@ -362,7 +362,7 @@ class CSVSink:
     """
 
     def __init__(self, path: str | Path, *, name: str = "csv") -> None:
-        self.path, self.name = Path(path), name
+        self.path, self.name = Path(path).absolute(), name
         self._file = LogFile(self.path, _iteration_of_row)
         self._columns: list[str] = []
         self._row: dict[str, Any] = {}

@@ -39,7 +39,7 @@ class TensorBoardSink:
     def __init__(
         self, directory: str | Path, *, config: Mapping[str, Any] | None = None, name: str = "tensorboard"
     ) -> None:
-        self.folder, self.config, self.name = Path(directory) / "tensorboard", config, name
+        self.folder, self.config, self.name = Path(directory).absolute() / "tensorboard", config, name
         self._written: dict[str, int] = {}
         self._writer: Any = None
         self._file: Path | None = None

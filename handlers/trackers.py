@@ -49,7 +49,7 @@ class WandBSink:
         offline: bool | None = None,
         name: str = "wandb",
     ) -> None:
-        self.directory, self.name = Path(directory), name
+        self.directory, self.name = Path(directory).absolute(), name
         self.project, self.run_name, self.config, self.offline = project, run_name, config, offline
         self.run_id: str | None = None
         self._written: dict[str, int] = {}
@@ -141,7 +141,7 @@ class MLflowSink:
         tracking_uri: str | None = None,
         name: str = "mlflow",
     ) -> None:
-        self.directory, self.name = Path(directory), name
+        self.directory, self.name = Path(directory).absolute(), name
         self.experiment, self.run_name, self.config, self.tracking_uri = experiment, run_name, config, tracking_uri
         self.run_id: str | None = None
         self._written: dict[str, int] = {}

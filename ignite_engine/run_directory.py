@@ -62,7 +62,9 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.given = Path(path)
+        """As messages show it."""
+        self.path = self.given.absolute()  # the run may change its working directory
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -101,12 +103,12 @@ class RunDirectory:
         if not self.files_of_a_run():
             return None
         if Path.cwd().is_relative_to(self.path.resolve()):
-            raise ValueError(f"{self.path} holds the working directory, which would be moved aside with the run")
+            raise ValueError(f"{self.given} holds the working directory, which would be moved aside with the run")
         with self.held():
             if not self.files_of_a_run():  # another process has moved it by now
                 return None
             numbers = itertools.count(1)
-            aside = next(path for number in numbers if not os.path.lexists(path := Path(f"{self.path}.{number}")))
+            aside = next(path for number in numbers if not os.path.lexists(path := Path(f"{self.given}.{number}")))
             os.rename(self.path, aside)
             (aside / LOCK_NAME).unlink(missing_ok=True)
         return aside
@@ -129,7 +131,7 @@ class RunDirectory:
                 stack.enter_context(held(self.path))
             except DirectoryInUse as holder:
                 raise RunDirectoryInUse(
-                    f"{self.path} is in use by {holder}; wait until it has ended, or give another directory (config: "
+                    f"{self.given} is in use by {holder}; wait until it has ended, or give another directory (config: "
                     "run.directory)."
                 ) from None
             yield

@@ -77,7 +77,7 @@ class ClearMLLogger:
         close_within_s: float = 10.0,
         name: str = "clearml",
     ) -> None:
-        self.directory, self.name = Path(directory), name
+        self.directory, self.name = Path(directory).absolute(), name
         self.project, self.task, self.config, self.tags = project, task, config, list(tags)
         self.offline, self.close_within_s = offline, close_within_s
         self.task_id: str | None = None

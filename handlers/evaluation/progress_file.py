@@ -46,7 +46,7 @@ class EvaluationProgress:
     """
 
     def __init__(self, directory: str | Path, name: str, every: int) -> None:
-        self.path = Path(directory) / f"{quote(name, safe='')}.progress"
+        self.path = Path(directory).absolute() / f"{quote(name, safe='')}.progress"
         self.name, self.every = name, every
         self._warned = False
 

@@ -114,7 +114,7 @@ def follow_with(
         follower = Follower(place, trainer, evaluations, every_checkpoint=every_checkpoint, announce=announce)
         count = follower.follow()
         if agreement.rank() == 0 and (run.path / "report.html").exists():
-            write_report(run.path, None, defaults)
+            write_report(run.given, None, defaults)
         return count
 
 
@@ -132,7 +132,7 @@ def _take(run: RunDirectory, stack: contextlib.ExitStack) -> None:
         stack.enter_context(held(run.followed.parent))
     except DirectoryInUse as holder:
         raise RunDirectoryInUse(
-            f"{run.path} is followed by {holder}: one is enough; stop it to start another."
+            f"{run.given} is followed by {holder}: one is enough; stop it to start another."
         ) from None
 
 

@@ -33,7 +33,7 @@ class Here:
         self._held: dict[Path, contextlib.ExitStack] = {}
 
     def __str__(self) -> str:
-        return str(self.run.path)
+        return str(self.run.given)
 
     def ask(self, question: Callable[[], T], otherwise: T) -> T:
         """What rank 0 answers, on all ranks; ``otherwise`` where the run cannot be reached now."""

@@ -149,16 +149,16 @@ def read_run(directory: str | Path) -> Record:
         NotARun: it is not there, or holds neither metrics nor a summary.
     """
     run = RunDirectory(directory)
-    if not run.path.is_dir():
-        raise NotARun(f"{run.path} is not a directory: give that of a run, such as runs/byte_gpt.")
+    if not run.given.is_dir():
+        raise NotARun(f"{run.given} is not a directory: give that of a run, such as runs/byte_gpt.")
     checkpoint = _newest_manifest(run)
-    if not is_run(run.path):
-        inside = [path.name for path in runs_in(run.path) if path != run.path]
+    if not is_run(run.given):
+        inside = [path.name for path in runs_in(run.given) if path != run.given]
         remedy = (
             f"give one of the runs in it: {shortened(inside)}" if inside else "give that of the config's run.directory"
         )
         raise NotARun(
-            f"{run.path} is not the directory of a run: it has neither {run.metrics.name} nor {run.summary.name}; "
+            f"{run.given} is not the directory of a run: it has neither {run.metrics.name} nor {run.summary.name}; "
             f"{remedy}."
         )
     series, not_finite = _read_metrics(run)
@@ -171,7 +171,7 @@ def read_run(directory: str | Path) -> Record:
         summary = {key: value for key, value in summary.items() if key != "wall_s"} | _newest(series)
     written = _mapping(run.config, read_yaml)
     return Record(
-        run.path,
+        run.given,
         series,
         not_finite,
         written or _part(checkpoint, "config"),
@@ -183,7 +183,7 @@ def read_run(directory: str | Path) -> Record:
         read_ledger(run.goodput),
         run.read_code(),
         _beginning_of(run.code_diff, DIFF_SHOWN),
-        _beginning_of(run.path / NOTES, NOTES_SHOWN).strip(),
+        _beginning_of(run.given / NOTES, NOTES_SHOWN).strip(),
     )
 
 
@@ -226,7 +226,7 @@ def _part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _newest_manifest(run: RunDirectory) -> dict[str, Any]:
     """The manifest of the newest checkpoint; empty without one."""
-    manifests = [*run.checkpoints.glob("*/manifest.json"), *run.path.glob("*/manifest.json")]
+    manifests = [*run.checkpoints.glob("*/manifest.json"), *run.given.glob("*/manifest.json")]
     found = [_mapping(path, json.loads) for path in manifests if not path.parent.name.startswith(".")]
     return max(
         found, key=lambda manifest: manifest["sequence"] if isinstance(manifest.get("sequence"), int) else 0, default={}

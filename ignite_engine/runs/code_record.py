@@ -65,7 +65,7 @@ def record_code(directory: RunDirectory) -> None:
                 write_whole(directory.code_diff, diff)
             write_whole(directory.code, json.dumps(values, indent=1) + "\n")
         except OSError as error:  # a run is worth more than the record of its code
-            logger.warning("The code that runs is not recorded in %s: %s.", directory.path, one_line(error))
+            logger.warning("The code that runs is not recorded in %s: %s.", directory.given, one_line(error))
         return
 
 

@@ -137,9 +137,9 @@ class Run:
 
     def __repr__(self) -> str:
         if not self.summary:
-            return f"Run({self.directory.path}: not trained)"
+            return f"Run({self.directory.given}: not trained)"
         values = "".join(f", {key} {value:g}" for key, value in self.metrics.items() if key == "loss" or "val/" in key)
-        return f"Run({self.directory.path}: {self.summary['status']} at iteration {self.summary['iteration']}{values})"
+        return f"Run({self.directory.given}: {self.summary['status']} at iteration {self.summary['iteration']}{values})"
 
     def train(self) -> dict[str, Any]:
         """Resume if there is something to resume, run to the end, write the summary; a collective.
@@ -341,7 +341,7 @@ class Run:
         head = [
             f"{self.config['run']['name']}: {type(model).__name__}, {parameters:,} parameters",
             f"Runs for {self.total} updates ({length})" if self.total else f"Runs until its windows end ({length})",
-            f"Writes to {self.directory.path}",
+            f"Writes to {self.directory.given}",
         ]
         for name, schedule in self.schedules.items():
             head.append(f"Schedule{f' of {name}' if self.config['optimizers'] else ''}: {schedule}")
@@ -388,16 +388,16 @@ class Run:
                 "Completed at iteration %d in %.1f s; results are in %s.",
                 summary["iteration"],
                 summary["wall_s"],
-                self.directory.path,
+                self.directory.given,
             )
         if summary["goodput"] and summary["goodput"]["wall_s"] >= GOODPUT_FROM_S:
             logger.info("%s", goodput_line(summary["goodput"]))
         if (best := summary["best"]) is not None:
-            path = self.directory.checkpoints / best["checkpoint"]
-            pages = "" if report is None else f"; report: {report}"
+            path = self.directory.given / self.directory.checkpoints.name / best["checkpoint"]
+            pages = "" if report is None else f"; report: {self.directory.given / report.name}"
             logger.info("Best %s%s.", BestCheckpoint(path, best["value"], best["iteration"], best["metric"]), pages)
         elif report is not None:
-            logger.info("Report: %s.", report)
+            logger.info("Report: %s.", self.directory.given / report.name)
 
     def _write_report(self) -> Path | None:
         if agreement.rank() != 0 or not self.config["logging"]["report"]:
@@ -514,7 +514,7 @@ class Run:
             try:
                 if status != "running" and has_started and not self.directory.config.exists():
                     logger.warning(
-                        "%s was deleted during the run; what was written before is lost.", self.directory.path
+                        "%s was deleted during the run; what was written before is lost.", self.directory.given
                     )
                     self._begin_directory()
                 self.directory.write_summary(summary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -52,6 +53,22 @@ def fitted(directory: Path, **arguments: Any) -> Run:
     return fit(
         net(), loss_fn, TRAIN, VAL, directory=directory, **{"max_epochs": 3, "batch_size": 8, **QUIET, **arguments}
     )
+
+
+def test_run_that_changes_its_working_directory_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def move(trainer: Trainer) -> None:
+        os.chdir(tmp_path / "elsewhere")
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = fitted(Path("run"), handlers=[(move, Events.ITERATION_COMPLETED(once=3))])
+
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
+    assert len(run.history) == len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert str(run).startswith("Run(run: completed") and "was deleted during the run" not in caplog.text
 
 
 @pytest.fixture
