@@ -153,7 +153,11 @@ class RunDirectory:
             code: digests by what they are of.
         """
         before = self._stored_code()
-        return [name for name, digest in code.items() if before.get(name, digest) != digest]
+        if not before:
+            return []
+        changed = [name for name, digest in code.items() if before.get(name, digest) != digest]
+        added = [f"{name} (added)" for name in code if name not in before]
+        return changed + added + [f"{name} (removed)" for name in before if name not in code]
 
     def write_environment(self, world_size: int, code: Mapping[str, str] | None = None) -> None:
         """Store versions, machine, devices and command line, and the digests of the user's code."""

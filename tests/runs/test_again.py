@@ -50,6 +50,18 @@ def test_finished_run_that_is_started_with_something_else_says_what_and_what_to_
     assert len(said(caplog)) == 1
 
 
+@pytest.mark.parametrize("change", ["added", "removed"])
+def test_function_that_was_added_or_removed_is_said(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight_fn: list[Any] = [None, lambda batch: 2.0]
+    if change == "removed":
+        weight_fn.reverse()
+    for function in weight_fn:
+        run_of(tmp_path, weight_fn=function)
+    assert f"Other code than at the run's last start: weight_fn ({change})." in caplog.messages
+
+
 def test_function_without_a_source_is_told_apart_by_its_compiled_code(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
