@@ -166,9 +166,15 @@ def test_parts_to_leave_out_are_a_list(tmp_path: Path) -> None:
         checkpoint.resume("ema")
 
 
-def test_lazy_module_without_its_first_batch_is_one_sentence(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.LazyLinear(1))
-    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(1), nn.LazyBatchNorm1d(affine=False)])
+def test_lazy_module_without_its_first_batch_is_one_sentence(lazy: nn.Module, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), lazy)
+    said = r"'1\.\w+' of a lazy module, which has no values yet: call the model on a batch before training\.$"
+    with pytest.raises(ValueError, match=f"^model must have all of its values, got {said}"):
+        Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)
+
+    trainer = Trainer(Update(MODEL, OPTIMIZER, mse))
+    trainer.register("another", model)
     Checkpoint(tmp_path).attach(trainer)
-    with pytest.raises(CheckpointError, match=r"model\['0.weight'\] is a parameter of a lazy module, .* before"):
+    with pytest.raises(CheckpointError, match=r"another\['1.\w+'\] is a parameter of a lazy module, .* before"):
         trainer.run(numbers_loader())

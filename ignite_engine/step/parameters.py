@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from operator import is_
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ignite_engine.errors import check_type
@@ -70,6 +72,20 @@ def optimizers_by_name(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[s
                 "give Trainer an update of your own that calls step(closure), as examples/lbfgs.py does."
             )
     return optimizers
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Check that the model has all of its parameters and buffers.
+
+    Raises:
+        ValueError: one is that of a lazy module which has met no batch.
+    """
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"model must have all of its values, got {name!r} of a lazy module, which has no values yet: call the "
+                "model on a batch before training."
+            )
 
 
 def check_gradients(optimizers: Mapping[str, Optimizer], of_model: Iterable[Tensor]) -> None:

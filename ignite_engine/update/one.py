@@ -39,7 +39,7 @@ from ignite_engine.step.losses import LossFn
 from ignite_engine.step.micro_batches import Share, WeightFn, micro_batch_scales, reducing_modules, share_of
 from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_of_first
 from ignite_engine.step.optimizer_step import step
-from ignite_engine.step.parameters import Parameters, check_gradients, optimizers_by_name
+from ignite_engine.step.parameters import Parameters, check_gradients, optimizers_by_name, refuse_lazy
 from ignite_engine.step.precision import Precision, autocast, check_precision, loss_scaler
 from ignite_engine.step.rank_local import inside_ddp
 
@@ -115,6 +115,7 @@ class Update:
         capture: bool | str = False,
     ) -> None:
         check_type("model", model, isinstance(model, nn.Module), "a module")
+        refuse_lazy(model)
         check_type("loss_fn", loss_fn, callable(loss_fn), "a function loss_fn(model, batch)")
         if getattr(loss_fn, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss"):
             criterion = getattr(loss_fn, "__name__", type(loss_fn).__name__)
