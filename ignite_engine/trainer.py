@@ -444,7 +444,7 @@ class Trainer(Engine):
         self.progress.close()
         self.progress.left = Left(Ending.FAILED, self.state.iteration, self.state.epoch)
         if isinstance(error, (Interrupted, KeyboardInterrupt)):
-            self.state.status, self.state.reason = "interrupted", f"forced: {error or type(error).__name__}"
+            self.state.status, self.state.reason = "interrupted", f"forced: {str(error) or type(error).__name__}"
         else:
             self.state.status, self.state.reason = "failed", reason_of(error)
 

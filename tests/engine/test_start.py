@@ -196,6 +196,19 @@ def test_run_after_an_exception_starts_over(error: type[BaseException]) -> None:
     assert batches[5:] == DATA * 3 and position(trainer) == (9, 3)
 
 
+def test_reason_of_a_run_that_raised_keyboard_interrupt_names_it() -> None:
+    trainer, *_ = noting()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(DATA)
+
+    assert (trainer.state.status, trainer.state.reason) == ("interrupted", "forced: KeyboardInterrupt")
+
+
 def test_run_after_a_failure_in_an_update_begins_at_a_step_boundary() -> None:
     """A stop that cuts off its first evaluation ends it there."""
     trainer = Trainer(lambda engine, batch: 1 / (engine.state.iteration - 2))
