@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import traceback
 import weakref
 from collections.abc import Iterable
@@ -184,11 +185,17 @@ def test_loss_of_a_micro_batch_without_weight_is_not_in_the_mean_where_peers_wai
     assert output["twice"].item() == 2 * output["loss"].item()
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_weight_out_of_range_is_refused(weight: float) -> None:
+@pytest.mark.parametrize(
+    ("weight", "shown"),
+    [(-1.0, "-1.0"), (float("nan"), "nan"), (float("inf"), "inf"), (None, "NoneType"), (10**400, "inf")]
+    + [(torch.ones(3), "Tensor [3] float32")],
+)
+def test_weight_that_is_no_number_or_out_of_range_is_refused(weight: Any, shown: str) -> None:
     trainer = trainer_of(linear(), 2, weight_fn=lambda batch: weight)
 
-    with pytest.raises(ValueError, match="weight_fn must return a finite number of at least 0"):
+    with pytest.raises(
+        ValueError, match=rf"weight_fn must return a finite number of at least 0, got {re.escape(shown)}"
+    ):
         trainer.run(batches_of(Numbers(4), [2, 2]))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from ignite_engine.devices import widest_float
 from ignite_engine.evaluator import eval_mode
 from ignite_engine.step.losses import LossFn, parts, unusable_result
+from ignite_engine.step.micro_batches import check_weight
 
 
 def mean_loss(
@@ -37,7 +38,7 @@ def mean_loss(
             if (unusable := unusable_result(result)) is not None:
                 raise ValueError(unusable) from error
             raise
-        weight = float(weight_fn(batch)) if weight_fn is not None else float(_samples(batch))
+        weight = check_weight(weight_fn(batch)) if weight_fn is not None else float(_samples(batch))
         wide = loss.to(widest_float(loss.device))
         return wide * weight if weight else torch.zeros_like(wide), weight
 

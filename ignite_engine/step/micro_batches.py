@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ignite_engine.errors import shapes_of
 from ignite_engine.ranks import agreement, mesh
 
 WeightFn = Callable[[Any], float]
@@ -191,13 +192,18 @@ def first_dimension(batch: Any) -> int | None:
     return None
 
 
-def check_weight(weight: float) -> float:
+def check_weight(given: Any) -> float:
     """A micro-batch's weight as a float.
 
     Raises:
-        ValueError: it is negative or not finite.
+        ValueError: it is no number, negative or not finite.
     """
-    weight = float(weight)
+    try:
+        weight = float(given)
+    except OverflowError:
+        weight = float("inf")
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"weight_fn must return a finite number of at least 0, got {shapes_of(given)}.") from None
     if not 0.0 <= weight < float("inf"):
         raise ValueError(f"weight_fn must return a finite number of at least 0, got {weight}.")
     return weight

@@ -33,6 +33,14 @@ def test_weights_are_those_of_the_task() -> None:
     assert evaluator.run([torch.tensor([1.0]), torch.tensor([3.0])]).metrics["loss"] == 2.5
 
 
+def test_weight_that_is_no_number_is_refused_as_in_training() -> None:
+    predict, metrics = mean_loss(loss_fn, lambda batch: batch)
+    evaluator = create_evaluator(nn.Identity(), predict, metrics)
+
+    with pytest.raises(ValueError, match=r"^weight_fn must return .* at least 0, got Tensor \[2\] float32\."):
+        evaluator.run([torch.ones(2)])
+
+
 def test_losses_by_name_are_summed() -> None:
     predict, metrics = mean_loss(lambda model, batch: {"a": batch.mean(), "b": 2 * batch.mean()})
     evaluator = create_evaluator(nn.Identity(), predict, metrics)
