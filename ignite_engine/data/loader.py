@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ignite_engine import rng
 from ignite_engine.data.sampler import DrawnSampler, ResumableSampler, SeededDataset
 from ignite_engine.data.workers import WorkerInit
-from ignite_engine.errors import EmptyData, check_type, is_whole
+from ignite_engine.errors import EmptyData, check_type, is_whole, shapes_of
 from ignite_engine.ranks import agreement, mesh
 
 logger = logging.getLogger(__name__)
@@ -64,13 +64,15 @@ def loader(
 
     Raises:
         TypeError: the dataset has no length, or an option that this function sets itself is given.
-        ValueError: ``batch_size`` is below 1 or the dataset is empty.
+        ValueError: ``batch_size`` is below 1, or the dataset is empty or a single number.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"loader() needs a dataset with __len__ and __getitem__, got {type(dataset).__name__}: "
             "give iterable data to run() in a plain DataLoader."
         )
+    if getattr(dataset, "ndim", None) == 0:
+        raise ValueError(f"dataset must have samples along its first dimension, got {shapes_of(dataset)}.")
     if sampler is not None and shuffle:
         raise TypeError("loader() got shuffle with a sampler, which has an order of its own: leave shuffle out.")
     for option in ("batch_sampler", "generator"):

@@ -27,7 +27,7 @@ from ignite_engine.config.load import keys_named, validated
 from ignite_engine.config.other_names import MEANT
 from ignite_engine.config.yaml_file import Arguments
 from ignite_engine.data import Windows
-from ignite_engine.errors import Interrupted, argument_meant, check_type, did_you_mean, is_whole
+from ignite_engine.errors import Interrupted, argument_meant, check_type, did_you_mean, is_whole, shapes_of
 from ignite_engine.handlers.clearml.sink import server_is_configured
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.recovery.parallel import Parallel
@@ -210,6 +210,9 @@ def fit(
     Under torchrun or SLURM every process calls it and they train together; in a ``Parallel`` it is called by each rank.
     """
     check_type("model", model, isinstance(model, nn.Module), "a module")
+    check_type("directory", directory, isinstance(directory, str | os.PathLike), "the path of the run's folder")
+    if "\0" in str(directory):
+        raise ValueError(f"directory must be a path without a NUL character, got {str(directory)!r}.")
     if isinstance(loss_fn, Update | Updates):
         raise TypeError(
             f"loss_fn is an {type(loss_fn).__name__}, and fit() makes its own Update of a loss function: give yours to "
@@ -363,6 +366,9 @@ def _checked_data(name: str, given: Any) -> Any:
     if isinstance(given, Mapping):  # of Hugging Face's load_dataset, without a split
         first = next(iter(given), "train")
         raise TypeError(f"{name} is a {type(given).__name__} of {', '.join(map(str, given))}: give one, [{first!r}].")
+    columns = given if isinstance(given, tuple) else (given,)
+    if any(isinstance(column, Tensor | np.ndarray) and not column.ndim for column in columns):
+        raise ValueError(f"{name} must have samples along its first dimension, got {shapes_of(given)}.")
     if isinstance(given, tuple) and given and all(isinstance(column, Tensor | np.ndarray) for column in given):
         columns = [torch.as_tensor(column) for column in given]
         if len({len(column) for column in columns}) > 1:

@@ -560,3 +560,8 @@ def test_numbers_are_loaded_once_each() -> None:
     list(loader(data, 2))
 
     assert data.loaded == [0, 1, 2, 3, 4]
+
+
+def test_number_in_the_place_of_a_dataset_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must have samples along its first dimension, got Tensor \[\] float32\.$"):
+        loader(torch.tensor(1.0), 2)

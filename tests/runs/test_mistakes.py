@@ -176,6 +176,20 @@ MISTAKES: dict[str, Mistake] = {
     "train_loader": (given(train_loader=3), r"fit\(\) got train_loader, .* take; did you mean 'train_set'\?$"),
     "save_top_k": (given(save_top_k=3), r"did you mean checkpoint=\{'keep_best': \.\.\.\}\?$"),
     "callbacks": (given(callbacks=[]), r"fit\(\) got callbacks, which it does not take; did you mean 'handlers'\?$"),
+    "no folder": (given(directory=None), r"directory must be the path of the run's folder, got None\.$"),
+    "number as folder": (given(directory=5), r"directory must be the path of the run's folder, got 5\.$"),
+    "folder with a NUL": (
+        given(directory="a\0b"),
+        r"directory must be a path without a NUL character, got 'a\\x00b'\.$",
+    ),
+    "data without a dimension": (
+        given(train=torch.tensor(1.0)),
+        r"train_set must have samples along its first dimension, got Tensor \[\] float32\.$",
+    ),
+    "column without a dimension": (
+        given(train=(INPUTS, torch.tensor(1.0))),
+        r"train_set must have samples along its first dimension, got \(.*Tensor \[\] float32\)\.$",
+    ),
     "no length": (given(max_epochs=...), r"fit\(\): run: expected one of max_iters and max_epochs, or both"),
     "optimizer's class": (
         given(optimizer=torch.optim.SGD),
