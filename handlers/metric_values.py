@@ -13,6 +13,7 @@ import torch
 from ignite_engine.handlers import glyphs
 from ignite_engine.handlers.media import Histogram, Image
 from ignite_engine.ranks import agreement
+from ignite_engine.run_directory import as_float
 from ignite_engine.state import TrainingState
 from ignite_engine.text import in_columns, short
 
@@ -28,7 +29,7 @@ def publish(state: TrainingState, values: Mapping[str, Any]) -> None:
     """Write what metrics gave, by whole names: a number as a metric, what is more on rank 0 as a table or a picture."""
     parts = [value for value in values.values() if isinstance(value, Mapping)]
     for name, value in values.items():
-        number = number_of(value)
+        number = number_of(value, name)
         if number is not None:
             state.metrics[name] = number
         # Ignite writes a mapping and each of its parts
@@ -36,11 +37,15 @@ def publish(state: TrainingState, values: Mapping[str, Any]) -> None:
             state.media.update(media_of(name, value))
 
 
-def number_of(value: Any) -> float | None:
-    """A metric's value as a number; None: it is several, or none."""
+def number_of(value: Any, name: str) -> float | None:
+    """A metric's value as a number; None: it is several, or none.
+
+    Raises:
+        ValueError: no float can hold it.
+    """
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else None
-    return float(value) if isinstance(value, Real) else None
+    return as_float(f"The metric {name!r}", value) if isinstance(value, Real) else None
 
 
 def media_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:

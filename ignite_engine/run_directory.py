@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import yaml
@@ -428,12 +428,27 @@ def _is_value(value: Any) -> bool:
     return not isinstance(value, Mapping) or not value
 
 
+def as_float(what: str, value: SupportsFloat) -> float:
+    """``value`` as a float.
+
+    Raises:
+        ValueError: it is too large for one; the sentence begins with ``what``.
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        kind = type(value).__name__
+        raise ValueError(f"{what} must fit into a float, got a larger {kind}: give its logarithm.") from None
+
+
 def plain_metric(name: str, value: Any) -> Any:
     """A value of ``state.metrics`` as JSON has it; a tensor or an array of one number becomes that number.
 
     Raises:
-        ValueError: it is neither a number nor text.
+        ValueError: it is neither a number nor text, or no float holds it.
     """
+    if type(value) is int:
+        as_float(f"state.metrics[{name!r}]", value)  # sinks and the best checkpoint take floats
     if type(value) in (float, int, bool, str, NoneType):
         return value
     try:

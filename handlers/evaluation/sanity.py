@@ -95,7 +95,7 @@ class SanityCheck:
         # a metric may be unknown on one rank alone, which has tried all sets with its peers nevertheless
         if not all(row[0] for row in agreement.gather_floats([float(knows_all)])):
             return
-        numbers = {name: number for name, value in measured.items() if (number := number_of(value)) is not None}
+        numbers = {name: number for name, value in measured.items() if (number := number_of(value, name)) is not None}
         self.announce(numbers)
         for setting, metric in self.followed.items():
             self._check_followed(setting, metric, measured, trials)
@@ -163,14 +163,14 @@ class SanityCheck:
         group = metric.partition("/")[0]
         if metric in measured:
             value = measured[metric]
-            if number_of(value) is None:
+            if number_of(value, metric) is None:
                 raise self.error(
                     setting,
                     f"got {metric!r}, which is {_kind_of(value)}, expected a metric that is one number: give "
                     "the metric an average, or follow another one.",
                 )
         elif group in tried and not self.others_write:
-            numbers = [key for key, value in measured.items() if number_of(value) is not None]
+            numbers = [key for key, value in measured.items() if number_of(value, key) is not None]
             raise self.error(
                 setting, f"got {metric!r}, expected a metric of this run{did_you_mean(metric, ['loss', *numbers])}"
             )

@@ -11,10 +11,12 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from ignite.engine import Events
 from ignite.metrics import Accuracy, ClassificationReport, ConfusionMatrix, Precision, PrecisionRecallCurve, RocCurve
 
+from ignite_engine import Trainer
 from ignite_engine.handlers.glyphs import brief, drawn
-from ignite_engine.handlers.metric_values import SIDE, media_of
+from ignite_engine.handlers.metric_values import SIDE, media_of, number_of
 from tests.handlers.evaluation.test_sanity import trained
 from tests.runs.test_fit import QUIET
 
@@ -130,3 +132,18 @@ def test_history_is_a_list_of_what_was_logged_and_a_table_with_pandas(
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ModuleNotFoundError, match=r"^to_pandas\(\) needs pandas: pip install pandas\.$"):
         history.to_pandas()
+
+
+def test_number_that_no_float_holds_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^The metric 'val/big' must fit into a float, got a larger int: give its log"
+    ):
+        number_of(10**5000, "val/big")
+
+    def write(trainer: Trainer) -> None:
+        trainer.state.metrics["big"] = 10**400
+
+    with pytest.raises(
+        ValueError, match=r"^state.metrics\['big'\] must fit into a float, got a larger int: give its log"
+    ):
+        trained(tmp_path, handlers=[(write, Events.ITERATION_COMPLETED)])
