@@ -97,6 +97,8 @@ class Replayed:
 
     def _drawn_by(self) -> str | None:
         """The sampler whose order is another one each time; None: none is known to be."""
+        if isinstance(getattr(self.data, "dataset", None), IterableDataset):
+            return None  # torch's placeholder orders nothing
         samplers = [
             order
             for order in orders_of(self.data)[1:]

@@ -15,6 +15,7 @@ from ignite.metrics import Average
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
@@ -390,6 +391,21 @@ class Once:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
+
+
+def test_nothing_is_said_of_an_order_of_a_stream(caplog: pytest.LogCaptureFixture) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(torch.arange(8))
+
+    trainer, _ = noting()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.interrupt)
+    trainer.run(DataLoader(Stream()), max_epochs=1)
+    trainer.run()
+
+    assert [line for line in caplog.messages if "keeps no state" in line] == [
+        "DataLoader keeps no state: the 2 batches that were consumed are loaded again and skipped."
+    ]
 
 
 @pytest.mark.parametrize("order", ["random", "in order"])
