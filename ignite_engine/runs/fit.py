@@ -366,8 +366,8 @@ def _checked_data(name: str, given: Any) -> Any:
     if isinstance(given, Mapping):  # of Hugging Face's load_dataset, without a split
         first = next(iter(given), "train")
         raise TypeError(f"{name} is a {type(given).__name__} of {', '.join(map(str, given))}: give one, [{first!r}].")
-    columns = given if isinstance(given, tuple) else (given,)
-    if any(isinstance(column, Tensor | np.ndarray) and not column.ndim for column in columns):
+    arrays = given if isinstance(given, tuple) else (given,)
+    if any(isinstance(array, Tensor | np.ndarray) and not array.ndim for array in arrays):
         raise ValueError(f"{name} must have samples along its first dimension, got {shapes_of(given)}.")
     if isinstance(given, tuple) and given and all(isinstance(column, Tensor | np.ndarray) for column in given):
         columns = [torch.as_tensor(column) for column in given]
