@@ -60,15 +60,21 @@ class OwnGenerators:
 def owners_in(update: Any) -> dict[str, Any]:
     """What an update uses and may hold a generator, by the first part of its name; the update comes last."""
     optimizers = getattr(update, "optimizers", None)
-    named = optimizers.items() if isinstance(optimizers, Mapping) else ()
+    held = optimizers if isinstance(optimizers, Mapping) else {}
+    named = [(name, optimizer) for name, optimizer in held.items() if not _is_of(optimizer, "torch")]
     # ranks weigh a batch before it is trained on: at a step boundary the generator is ahead
     weighs_ahead = agreement.world_size() > 1
     return {
         "loss_fn": getattr(update, "loss_fn", None),
         **({} if weighs_ahead else {"weight_fn": getattr(update, "weight_fn", None)}),
         **{name if name == "optimizer" else f"optimizer/{name}": optimizer for name, optimizer in named},
-        "update": update,
+        **({} if _is_of(update, "ignite_engine") else {"update": update}),
     }
+
+
+def _is_of(value: Any, package: str) -> bool:
+    """Whether the class is a package's own, which has no generator; a subclass of the user's may have one."""
+    return type(value).__module__.partition(".")[0] == package
 
 
 def unsaved_generators(objects: Mapping[str, Any], update: Any) -> Iterator[str]:
@@ -84,7 +90,7 @@ def unsaved_generators(objects: Mapping[str, Any], update: Any) -> Iterator[str]
     for label, owner in {**owners, "weight_fn": getattr(update, "weight_fn", None), **owners_in(update)}.items():
         for name, value in _attributes(label, owner):
             if isinstance(value, GENERATORS):
-                if id(value) not in saved:
+                if id(value) not in saved and id(value) not in _of_registered(objects):
                     saved.add(id(value))  # is named once
                     if label == "weight_fn":
                         yield f"the generator {name} is not saved: make the weight a function of the batch alone"
@@ -95,21 +101,21 @@ def unsaved_generators(objects: Mapping[str, Any], update: Any) -> Iterator[str]
                     )
                 continue
             inside = [element for element in _inside(value) if isinstance(element, GENERATORS)]
-            is_saved = any(value is obj for obj in registered) or all(id(element) in saved for element in inside)
-            if inside and not is_saved:
+            if not inside or any(value is obj for obj in registered):
+                continue
+            if not saved.union(_of_registered(objects)).issuperset(map(id, inside)):
                 yield f"a generator in {name} is not saved: make it an attribute of its own"
 
 
 def unsaved_of_data(objects: Mapping[str, Any], makers: Mapping[str, Any]) -> Iterator[str]:
     """One reason for each of ``makers``, what makes samples and batches, with a generator that no checkpoint holds."""
-    saved = _saved(objects)
     for label, maker in makers.items():
         maker = getattr(maker, "__self__", maker)  # of a method
-        if any(maker is obj for obj in objects.values()):
+        if str(getattr(maker, "__module__", "")).startswith("torch.") or any(maker is obj for obj in objects.values()):
             continue
         for name, value in _attributes("", maker):
             found = [part for part in (value, *_inside(value)) if isinstance(part, GENERATORS)]
-            if any(id(generator) not in saved for generator in found):
+            if found and not (_saved(objects) | _of_registered(objects)).issuperset(map(id, found)):
                 yield (
                     f"a generator in the {label} ({name[1:]}) is not saved: draw from the global ones of torch, NumPy "
                     "or Python"
@@ -127,10 +133,14 @@ def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _saved(objects: Mapping[str, Any]) -> set[int]:
-    """The ids of the generators that the objects of a registry hold; a model's state has none."""
-    saved = {id(generator) for part in _own_generators(objects) for generator in part.held().values()}
+    """The ids of the generators that the parts of an update hold."""
+    return {id(generator) for part in _own_generators(objects) for generator in part.held().values()}
+
+
+def _of_registered(objects: Mapping[str, Any]) -> set[int]:
+    """The ids of the generators that other objects of a registry hold; a model's state has none."""
     of_user = (obj for obj in objects.values() if not isinstance(obj, nn.Module))
-    return saved | {id(part) for obj in of_user for part in _inside(obj) if isinstance(part, GENERATORS)}
+    return {id(part) for obj in of_user for part in _inside(obj) if isinstance(part, GENERATORS)}
 
 
 def _own_generators(objects: Mapping[str, Any]) -> list[OwnGenerators]:
