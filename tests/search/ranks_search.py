@@ -48,8 +48,8 @@ DDP: dict[str, dict[str, Any]] = {
     "own buffers": {"broadcast_buffers": False},
 }
 SILENCE = "nothing is said of what trains apart"
-WRAPPING = ("all", "nothing", "a part")
-"""What DDP holds of what is trained; what it does not, each rank trains by itself, and says so."""
+WRAPPING = ("all", "nothing", "a part", "bypassed")
+"""What DDP holds of what is trained; what it does not, or does not see, each rank trains by itself, and says so."""
 UNFROZEN = "DistributedDataParallel was made while"
 """How a run is refused in which a parameter is unfrozen that DDP does not reduce."""
 # what leaves out a part of the model on one rank, or changes each rank's copy in a way of its own, DDP does not train
@@ -137,6 +137,21 @@ class Partly(nn.Module):
         return logits
 
 
+class Bypassed(nn.Module):
+    """A model in DDP whose forward calls the module inside, so that nothing is reduced."""
+
+    def __init__(self, inner: DistributedDataParallel) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def module(self) -> nn.Module:
+        return self.inner.module  # type: ignore[no-any-return]  # DDP's
+
+    def forward(self, inputs: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return self.module(inputs, words)  # type: ignore[no-any-return]
+
+
 class RankProgram(Program):
     """A case's program on one rank."""
 
@@ -150,8 +165,8 @@ class RankProgram(Program):
         if wrapping == "nothing" or self.plan["update"] == "own function, trained apart":
             return model
         ddp = DistributedDataParallel(model, **DDP[self.plan["ddp"]])
-        if wrapping == "all":
-            return ddp
+        if wrapping in ("all", "bypassed"):
+            return ddp if wrapping == "all" else Bypassed(ddp)
         partly = Partly(ddp)
         made = next(iter(self.made.values())) if isinstance(self.made, dict) else self.made
         made.add_param_group({"params": [partly.bias]})
@@ -166,13 +181,13 @@ class RankProgram(Program):
             for name, obj, shared in update.update.stateful():
                 self.trainer.register(name, obj, shared=shared)
         super()._attach()
-        if isinstance(update, OwnFunction):  # of an Update it is known at the start
+        if isinstance(update, OwnFunction) or self.plan.get("wrapping") == "bypassed":  # else known at the start
             self.trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.COMPLETED, self._note_apart)
 
     def _note_apart(self, trainer: Trainer) -> None:
         """It is known from the first update on."""
         for reason in trainer.reproducibility():
-            if "each rank" in reason:
+            if "each rank" in reason or "the ranks have" in reason:
                 self.journal.note(f"announced {reason}")
 
     def _stop_if_due(self, trainer: Trainer, stop: Plan) -> None:
@@ -267,7 +282,10 @@ def _rank(rank: int, world: int, plans: list[tuple[int, Plan]], until: float | N
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
     """A planted mistake: nobody looks for what each rank trains by itself."""
-    with patch.object(TrainedApart, "reasons", lambda self: []), patch.object(TrainedApart, "check", lambda self: None):
+    with (
+        patch.object(TrainedApart, "reasons", lambda self: []),
+        patch.object(TrainedApart, "check", lambda self, **options: None),
+    ):
         yield
 
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(180
 DRAWN = [number for number in range(1000, 1030) if plan_of(number)["ranks"] == "3"][:9]
 
 
-PLANTED = [1, 20, 21, 22, 23]
+PLANTED = [1, 20, 21, 22, 23, 24]
 
 
 def plain(**drawn: Any) -> dict[str, Any]:
@@ -45,6 +45,7 @@ def result() -> Result:
     apart: list[dict[str, Any]] = [
         {"wrapping": "nothing"},
         {"wrapping": "a part"},
+        {"wrapping": "bypassed"},
         {"outside": "temperature"},
         {"layers": ["frozen"], "handlers": ["unfreezing by flag"]},
     ]
