@@ -195,8 +195,9 @@ class RequestFiles:
     replayed = False
 
     def __init__(self, directory: str | Path, evaluations: Sequence[Callable[[Trainer], object]] = ()) -> None:
-        self.directory, self.evaluations = Path(directory).absolute(), evaluations
-        self._paths = [self.directory / name for name in _REQUESTS]
+        self.directory, self.evaluations = Path(directory), evaluations
+        absolute = self.directory.absolute()  # the run may change its working directory
+        self._paths = [absolute / name for name in _REQUESTS]
         self._next_look = math.inf
         self._evaluates = False
         self._end: int | None = None
@@ -259,7 +260,7 @@ class RequestFiles:
         self._next_look = now + _CHECK_EVERY_S
         stop, save, evaluate = map(self._take, self._paths)
         if stop:
-            trainer.request_stop(f"request file {self._paths[0]}")
+            trainer.request_stop(f"request file {self.directory / _REQUESTS[0]}")
         if save:
             trainer.request_save()
         if evaluate and not self.evaluations:

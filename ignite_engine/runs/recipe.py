@@ -488,7 +488,7 @@ def _source(config: Config, key: str, section: LoadSection) -> LoadSource:
 
 def _attach_stops(config: Config, run: Run, evaluations: Sequence[handlers.Evaluation]) -> None:
     handlers.GracefulStop().attach(run.trainer)
-    handlers.RequestFiles(run.directory.path, evaluations).attach(run.trainer)
+    handlers.RequestFiles(run.directory.given, evaluations).attach(run.trainer)
     limit, path = config.run.time_limit, config.run.stop_file
     if limit is not None:  # the start-up counts as well
         since = time.monotonic() - (time.perf_counter() - run.startup.began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -147,7 +148,8 @@ class Update:
         # one context for good: making one costs more than entering it
         context = None if precision == "fp32" else autocast(precision, self.device.type)
         self._forward_backward = held = ForwardBackward(model, loss_fn, context, self.scaler)
-        self._generators = OwnGenerators(lambda: {"model": held.model, **owners_in(self)})
+        this = weakref.ref(self)  # of a cycle the model would not be freed with the last name of it
+        self._generators = OwnGenerators(lambda: {"model": held.model, **owners_in(this())})
         self._capture: Capture | None = None
         self._accumulation = self._chosen_accumulation()
         if capture is not False:

@@ -272,7 +272,9 @@ def test_a_step_waits_for_no_exchange_of_weights(reports: list[dict[str, Any]]) 
         sized, unsized = each["sized"], each["unsized"]
         assert [step.count("started") for step in sized] == [2, 1, 1, 1, 1, 0]
         assert [step.count("started") for step in unsized] == [2, 1, 1, 1, 1, 1]
-        assert sum(step.count("waited for") for step in sized[1:] + unsized[1:]) <= 4
+        # the ranks compare their weights after iterations 1, 2 and 4
+        quiet = [step for steps in (sized, unsized) for number, step in enumerate(steps, 1) if number & (number - 1)]
+        assert sum(step.count("waited for") for step in quiet) <= 4
 
 
 def test_a_repeated_batch_moves_neither_statistics_nor_random_numbers(reports: list[dict[str, Any]]) -> None:

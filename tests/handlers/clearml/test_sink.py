@@ -55,7 +55,8 @@ class Reported:
 
 def built(run: Path, *, every: int = 1, saves: bool = True, **options: Any) -> tuple[Trainer, ClearMLLogger]:
     """A trainer that logs to ``run`` at each ``every``-th iteration, resumed where there is something to resume."""
-    trainer, sink = trainer_of(), ClearMLLogger(run, **options)
+    # on a busy machine ClearML sends for longer than a run waits
+    trainer, sink = trainer_of(), ClearMLLogger(run, **{"close_within_s": 60.0, **options})
     MetricLogger(run, sinks=[sink], console=False).attach(trainer, Events.ITERATION_COMPLETED(every=every))
     if saves:
         checkpoint = Checkpoint(run / "checkpoints")
