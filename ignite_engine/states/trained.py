@@ -91,8 +91,8 @@ class TrainedApart:
         self._told: set[str] = set()
         self._custom_update: Any = None
         self._begun = 0
-        self._before: dict[str, Any] = {}
-        """What a custom update trains, before the first iteration that changes it."""
+        self._before: list[Any] = []
+        """By rank what a custom update trains, before the first iteration that changes it."""
         self._uncounted_left = _UNCOUNTED
         self._differ: set[str] = set()
         self.compares = False
@@ -104,7 +104,7 @@ class TrainedApart:
         Args:
             boundary: the event of step boundaries, whose last one is that of the run.
         """
-        self._begun, self._before, self._uncounted_left = engine.state.iteration, {}, _UNCOUNTED
+        self._begun, self._before, self._uncounted_left = engine.state.iteration, [], _UNCOUNTED
         if self.compares or mesh.data_size() == 1 or "rank_invariant" in self._objects:
             return
         self.compares = True
@@ -133,10 +133,9 @@ class TrainedApart:
                 "reduce it, and each rank would train its own: wrap the model while everything that is ever trained "
                 "needs a gradient, with find_unused_parameters=True, and freeze after that; or wrap it again."
             )
-        new = [row for row in rows if row.name not in self._told]
-        for reason, names in _reasons(rows if new else []):
-            if agreement.rank() == 0:
-                logger.warning("%s: %s.", reason, _remedy(names, is_held=reason.startswith("the ranks")))
+        if agreement.rank() == 0 and not self._told.issuperset(row.name for row in rows):
+            for reason, remedy in _reasons(rows):
+                logger.warning("%s: %s.", reason, remedy)
         self._told.update(row.name for row in rows)
 
     def reasons(self) -> list[str]:
@@ -177,11 +176,11 @@ class TrainedApart:
             self._differ |= {row.name for row in rows if row.reduced_by is None}
         self._differ |= found
         if self._custom_update is not None and self._uncounted_left and any(everyone):
-            if everyone == self._before.get("everyone"):
+            if everyone == self._before:
                 self._begun, self._uncounted_left = engine.state.iteration, self._uncounted_left - 1
             elif self._before:
                 self._uncounted_left = 0
-            self._before = {"everyone": everyone}
+            self._before = everyone
 
     def _compared(self) -> list[Trained]:
         """What all ranks hold whole and train: by optimizers, and, where an update is a custom one, by itself."""
@@ -227,8 +226,8 @@ class TrainedApart:
 _BESIDE = ("buffer ", "loss scaler")
 
 
-def _reasons(rows: Iterable[Trained]) -> Iterator[tuple[str, list[str]]]:
-    """Why the ranks' weights drift apart, each with the names of the parameters."""
+def _reasons(rows: Iterable[Trained]) -> Iterator[tuple[str, str]]:
+    """Why the ranks' weights drift apart, each with what to do about it."""
     unreduced, held = list[str](), dict[str, list[str]]()
     for row in rows:
         (unreduced if row.reduced_by is None else held.setdefault(row.reduced_by, [])).append(row.name)
@@ -238,27 +237,23 @@ def _reasons(rows: Iterable[Trained]) -> Iterator[tuple[str, list[str]]]:
                 f"each rank trains {shortened(unreduced)} by itself ({len(unreduced)} of the parameters), as nothing "
                 "reduces it"
             ),
-            unreduced,
+            _OF_THE_LOSS if all(name.startswith("parameters/") for name in unreduced) else _UNWRAPPED,
         )
     for holder, names in held.items():
-        yield f"the ranks have trained {shortened(names)} apart, though {holder} is to reduce it", names
+        yield f"the ranks have trained {shortened(names)} apart, though {holder} is to reduce it", _BYPASSED
 
 
-def _remedy(names: Iterable[str], *, is_held: bool) -> str:
-    if is_held:
-        return (
-            "call the wrapped model itself and not the module inside, leave no_sync to the engine, give hooks that "
-            "average over all ranks, and let each rank begin with the same weights"
-        )
-    if all(name.startswith("parameters/") for name in names):
-        return (
-            "make parameters of a loss function part of the model before it is wrapped, unless each rank is to "
-            "have its own"
-        )
-    return (
-        "wrap the whole model (ignite.distributed.auto_model, DistributedDataParallel or fully_shard), unless "
-        "each rank is to train its own"
-    )
+_OF_THE_LOSS = (
+    "make parameters of a loss function part of the model before it is wrapped, unless each rank is to have its own"
+)
+_UNWRAPPED = (
+    "wrap the whole model (ignite.distributed.auto_model, DistributedDataParallel or fully_shard), unless each rank is "
+    "to train its own"
+)
+_BYPASSED = (
+    "call the wrapped model itself and not the module inside, leave no_sync to the engine, give hooks that average "
+    "over all ranks, use no max_norm, and let each rank begin with the same weights"
+)
 
 
 class _Reducers:
