@@ -38,11 +38,16 @@ def closed_form_lrs(scheduler: Any) -> list[float] | None:
     closed_form = getattr(scheduler, "_get_closed_form_lr", None)
     if isinstance(scheduler, CosineAnnealingWarmRestarts):
         closed_form = scheduler.get_lr
-    if closed_form is None:
-        return None
+    if closed_form is None or _owner_of("get_lr", scheduler) is not _owner_of(closed_form.__name__, scheduler):
+        return None  # a subclass with a curve of its own
     with warnings.catch_warnings():  # of a call outside of step()
         warnings.simplefilter("ignore")
         return [float(lr) for lr in closed_form()]
+
+
+def _owner_of(method: str, scheduler: Any) -> type | None:
+    """The class that defines a method."""
+    return next((kind for kind in type(scheduler).__mro__ if method in vars(kind)), None)
 
 
 class Settings:

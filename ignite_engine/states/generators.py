@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from ignite_engine.states.model_and_optimizer import ModelState, unwrap
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_MOST_ELEMENTS = 1000
 
 
 class OwnGenerators:
@@ -34,7 +37,7 @@ class OwnGenerators:
         found: dict[int, tuple[str, Any]] = {}
         for label, owner in self._owners().items():
             for name, value in _attributes(label, owner):
-                if isinstance(value, GENERATORS):
+                if _is_generator(value):
                     found.setdefault(id(value), (name, value))
         return dict(found.values())
 
@@ -89,7 +92,7 @@ def unsaved_generators(objects: Mapping[str, Any], update: Any) -> Iterator[str]
     registered = [*objects.values()]
     for label, owner in {**owners, "weight_fn": getattr(update, "weight_fn", None), **owners_in(update)}.items():
         for name, value in _attributes(label, owner):
-            if isinstance(value, GENERATORS):
+            if _is_generator(value):
                 if id(value) not in saved and id(value) not in _of_registered(objects):
                     saved.add(id(value))  # is named once
                     if label == "weight_fn":
@@ -100,7 +103,7 @@ def unsaved_generators(objects: Mapping[str, Any], update: Any) -> Iterator[str]
                         "Update's (trainer.register() saves an object that has it)"
                     )
                 continue
-            inside = [element for element in _inside(value) if isinstance(element, GENERATORS)]
+            inside = [element for element in _inside(value) if _is_generator(element)]
             if not inside or any(value is obj for obj in registered):
                 continue
             if not saved.union(_of_registered(objects)).issuperset(map(id, inside)):
@@ -114,7 +117,7 @@ def unsaved_of_data(objects: Mapping[str, Any], makers: Mapping[str, Any]) -> It
         if str(getattr(maker, "__module__", "")).startswith("torch.") or any(maker is obj for obj in objects.values()):
             continue
         for name, value in _attributes("", maker):
-            found = [part for part in (value, *_inside(value)) if isinstance(part, GENERATORS)]
+            found = [part for part in (value, *_inside(value)) if _is_generator(part)]
             if found and not (_saved(objects) | _of_registered(objects)).issuperset(map(id, found)):
                 yield (
                     f"a generator in the {label} ({name[1:]}) is not saved: draw from the global ones of torch, NumPy "
@@ -140,7 +143,7 @@ def _saved(objects: Mapping[str, Any]) -> set[int]:
 def _of_registered(objects: Mapping[str, Any]) -> set[int]:
     """The ids of the generators that other objects of a registry hold; a model's state has none."""
     of_user = (obj for obj in objects.values() if not isinstance(obj, nn.Module))
-    return {id(part) for obj in of_user for part in _inside(obj) if isinstance(part, GENERATORS)}
+    return {id(part) for obj in of_user for part in _inside(obj) if _is_generator(part)}
 
 
 def _own_generators(objects: Mapping[str, Any]) -> list[OwnGenerators]:
@@ -164,13 +167,18 @@ def _attributes(label: str, owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What a container or an object of the user's own holds directly."""
-    if isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, list | tuple | set):
-        yield from value
+    """What a container or an object of the user's own holds directly, the first elements of a long one."""
+    if type(value) in (dict, list, tuple, set):  # others may read a file for each element
+        yield from islice(value.values() if type(value) is dict else value, _MOST_ELEMENTS)
     elif type(value).__module__.split(".")[0] not in ("torch", "numpy", "builtins") and hasattr(value, "__dict__"):
-        yield from vars(value).values()
+        yield from islice(vars(value).values(), _MOST_ELEMENTS)
+
+
+def _is_generator(value: Any) -> bool:
+    """Whether it is a generator with a state of its own: not the global ones, which are saved as such."""
+    if not isinstance(value, GENERATORS) or isinstance(value, random.SystemRandom):
+        return False
+    return not any(value is known for known in (torch.default_generator, np.random.mtrand._rand, random._inst))
 
 
 def _state_of(generator: Any) -> Any:

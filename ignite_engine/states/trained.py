@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -94,7 +95,12 @@ class TrainedApart:
         self._before: list[Any] = []
         """By rank what a custom update trains, before the first iteration that changes it."""
         self._uncounted_left = _UNCOUNTED
+        self._first: dict[str, Any] = {}
+        """What was compared first, to tell what is trained without an optimizer."""
+        self._apart: set[int] = set()
+        """The ids of the parameters that were seen to differ between the ranks."""
         self._differ: set[str] = set()
+        """What else was seen to."""
         self.compares = False
         """Parameters are compared within the run."""
 
@@ -104,7 +110,8 @@ class TrainedApart:
         Args:
             boundary: the event of step boundaries, whose last one is that of the run.
         """
-        self._begun, self._before, self._uncounted_left = engine.state.iteration, [], _UNCOUNTED
+        self._begun, self._before, self._first = engine.state.iteration, [], {}
+        self._uncounted_left = _UNCOUNTED
         if self.compares or mesh.data_size() == 1 or "rank_invariant" in self._objects:
             return
         self.compares = True
@@ -140,9 +147,8 @@ class TrainedApart:
 
     def reasons(self) -> list[str]:
         """Why a resumed run would have other bits: rank 0's weights are saved for all."""
-        beside = sorted(name for name in self._differ if name.startswith(_BESIDE))
         found = [reason for reason, _ in _reasons(self._rows())]
-        found += [f"each rank has its own {shortened(beside)}"] if beside else []
+        found += [f"each rank has its own {shortened(sorted(self._differ))}"] if self._differ else []
         return [f"{reason}, and rank 0's are saved" for reason in found]
 
     # -- comparing ------------------------------------------------------------------------------------------------
@@ -159,22 +165,25 @@ class TrainedApart:
     _compare_at_end.phase = -1  # type: ignore[attr-defined]  # before a save, whose report has what is found
 
     def _look(self, engine: Engine) -> None:
-        rows = self._compared()
-        hashed = hashes([row.parameter.detach() for row in rows]).tolist()
-        weights: dict[str, Any] = {row.name: value for row, value in zip(rows, hashed, strict=True)}
-        beside: dict[str, str] = {}
+        rows, beside = dict(zip(*_numbered(self._compared()), strict=True)), dict[str, str]()
+        hashed = hashes([row.parameter.detach() for row in rows.values()]).tolist()
+        weights: dict[str, Any] = dict(zip(rows, hashed, strict=True))
         if self._custom_update is not None:
             objects = self._used()
-            weights = {row.name: (weights[row.name], repr(digests(_state_of(row, objects)))) for row in rows}
+            weights = {key: (weights[key], repr(digests(_state_of(row, objects)))) for key, row in rows.items()}
             beside = {name: tensor_sha256(buffer) for name, buffer in self._buffers()}
             scalers = [obj.state_dict() for obj in objects.values() if isinstance(obj, GradScaler)]
             beside |= {"loss scaler": repr(digests(scalers))} if scalers else {}
-        everyone = agreement.gather_objects({**weights, **beside})
+        first = self._first = self._first or weights
+        trained = [key for key, row in rows.items() if row.optimizer or first.get(key) != weights[key]]
+        everyone = agreement.gather_objects({**{key: weights[key] for key in trained}, **beside})
         names = set[str]().union(*everyone)
         found = {name for name in names if len({of_rank.get(name) for of_rank in everyone}) > 1}
+        apart = [row for key, row in rows.items() if key in found]
         if "loss scaler" in found:
-            self._differ |= {row.name for row in rows if row.reduced_by is None}
-        self._differ |= found
+            apart += [row for row in rows.values() if row.reduced_by is None]
+        self._apart |= {id(row.parameter) for row in apart}
+        self._differ |= found - rows.keys()
         if self._custom_update is not None and self._uncounted_left and any(everyone):
             if everyone == self._before:
                 self._begun, self._uncounted_left = engine.state.iteration, self._uncounted_left - 1
@@ -220,10 +229,17 @@ class TrainedApart:
         if self._custom_update is None:
             judged = {name for name, obj in self._objects.items() if isinstance(obj, OptimizerState)}
         rows = self._compared() if self._custom_update is not None else trained_parameters(self._objects)
-        return [row for row in rows if row.name in self._differ or (row.reduced_by is None and row.optimizer in judged)]
+        apart = self._apart
+        return [row for row in rows if id(row.parameter) in apart or (not row.reduced_by and row.optimizer in judged)]
 
 
-_BESIDE = ("buffer ", "loss scaler")
+def _numbered(rows: Iterable[Trained]) -> tuple[list[str], list[Trained]]:
+    """Keys of rows, the same on all ranks: parameters of two models may have one name."""
+    keys, times = list[str](), Counter[str]()
+    for row in (rows := [*rows]):
+        times[row.name] += 1
+        keys.append(f"{row.name} {times[row.name]}")
+    return keys, rows
 
 
 def _reasons(rows: Iterable[Trained]) -> Iterator[tuple[str, str]]:
@@ -303,8 +319,9 @@ def _state_of(row: Trained, objects: Mapping[str, Any]) -> dict[str, Any]:
     if (holder := objects.get(row.optimizer)) is None:
         return {}
     optimizer: Optimizer = holder.optimizer if isinstance(holder, OptimizerState) else holder
-    state: dict[str, Any] = optimizer.state.get(row.parameter, {})
-    return state
+    state: Mapping[str, Any] = optimizer.state.get(row.parameter, {})
+    # numbers may be of this rank alone, such as the loss that LBFGS keeps
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -92,7 +92,8 @@ def check_gradients(optimizers: Mapping[str, Optimizer], of_model: Iterable[Tens
     """After a run's first backward: an optimizer of another model's parameters would train nothing, silently.
 
     Raises:
-        ValueError: none of the optimizers trains anything; a warning where some do.
+        ValueError: none of the optimizers holds a parameter of the model, or one with a gradient. It is a warning where
+            some do, and where the loss reached none of the model's own, which hooks or a later step may train.
     """
     known = {id(parameter) for parameter in of_model}
     idle = []
@@ -109,9 +110,10 @@ def check_gradients(optimizers: Mapping[str, Optimizer], of_model: Iterable[Tens
             raise ValueError(message)
         logger.warning("%s", message)  # it may be meant to begin later
     elif not any(map(_may_have_been_trained, parameters := Parameters(optimizers).all())) and parameters:
-        raise ValueError(
-            "The loss of the first step reached none of the parameters that the optimizers hold: compute it from the "
-            "model that loss_fn is given, and give an optimizer the parameters that it is computed from."
+        logger.warning(
+            "The loss of the first step reached none of the parameters that the optimizers hold: unless it is to reach "
+            "them later, compute it from the model that loss_fn is given, and give an optimizer the parameters that it "
+            "is computed from."
         )
 
 

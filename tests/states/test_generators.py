@@ -21,6 +21,7 @@ from ignite_engine import Trainer, Update, Updates, create_evaluator, loader
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint, Evaluation
 from ignite_engine.ranks import agreement
+from ignite_engine.states import generators
 from tests.builders import Numbers, linear, mse, one
 
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
@@ -400,3 +401,31 @@ def test_rank_invariant_refuses_one_of_the_loss_function() -> None:
             ValueError, match=r"the loss function has a generator of its own .*, which goes on with each"
         ):
             Trainer(update, global_micro_batches=2).run(loader(Numbers(8), 2), max_iters=1)
+
+
+class _Long:
+    """Data that holds many values, one that reads a file for each, and generators that no checkpoint need hold."""
+
+    def __init__(self) -> None:
+        self.values = [*range(100_000)]
+        self.rows = _Rows()
+        self.entropy, self.known = random.SystemRandom(), np.random.mtrand._rand
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(3), torch.ones(1)
+
+
+class _Rows(dict[int, int]):
+    def values(self) -> Any:
+        raise OSError("the file is closed")
+
+
+def test_what_the_data_holds_is_looked_at_in_bounds_and_without_a_false_alarm() -> None:
+    data = _Long()
+    seen = [*generators._inside(data.values)]
+
+    assert len(seen) == generators._MOST_ELEMENTS
+    assert [*generators.unsaved_of_data({}, {"dataset": data})] == []

@@ -354,6 +354,22 @@ def _own_functions_late(rank: int, folder: str) -> None:
 
     assert "loss scaler" in reasons(scaled, fifth)[0]
 
+    seventh = DistributedDataParallel(_linear())
+    torch.manual_seed(rank)
+    untrained = nn.Linear(3, 1)  # of the same names, and another one on each rank
+    lbfgs = torch.optim.LBFGS(seventh.parameters(), max_iter=2)
+
+    def beside_another(engine: Any, batch: Any) -> None:
+        def closure() -> Tensor:
+            lbfgs.zero_grad()
+            loss = mse(seventh, batch) + 0 * untrained(batch[0]).detach().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        lbfgs.step(closure)  # type: ignore[arg-type]  # torch's takes a float
+
+    assert reasons(beside_another, seventh) == [], "what no rank trains apart was named"
+
     sixth = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(3), _linear()), broadcast_buffers=False)
     sgd_of_sixth = torch.optim.SGD(sixth.parameters(), lr=0.1)
     found = reasons(lambda engine, batch: _own_update(sixth, sgd_of_sixth)(engine, batch), sixth)
