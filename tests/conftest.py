@@ -30,9 +30,17 @@ if KIND:  # before torch is imported
 import pytest  # noqa: E402  # after a fake device, as torch
 import torch  # noqa: E402
 
-# A process that a test forks has none of this one's threads: were it to collect a process group that an earlier test
-# has left in a cycle, the group's destructor would wait for them, or crash.
-os.register_at_fork(after_in_child=gc.freeze)
+
+def _forked() -> None:
+    """A process that a test forks has none of this one's threads."""
+    # were it to collect a process group that an earlier test has left in a cycle, the group's destructor would wait for
+    # them, or crash
+    gc.freeze()
+    # makes torch's pool of threads anew while no other thread asks for it: two at once may get none
+    torch.set_num_threads(torch.get_num_threads())
+
+
+os.register_at_fork(after_in_child=_forked)
 
 SKIPPED = pytest.StashKey[list[dict[str, str]]]()
 
