@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from ignite_engine import devices
 from ignite_engine.errors import StateMismatch, check_type, is_whole
 
 T = TypeVar("T")
+MOST_ELEMENTS = 1000
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """The kinds that a program can make for itself."""
 _MASK = (1 << 64) - 1
@@ -42,13 +44,16 @@ def attributes_of(owner: Any) -> list[tuple[str, Any]]:
 
 
 def held_by(owner: Any) -> list[tuple[str, Any]]:
-    """As :func:`attributes_of`, with the elements of mappings, lists and tuples, by names such as ``optimizers[0]``."""
+    """As :func:`attributes_of`, with the elements of mappings, lists and tuples, by names such as ``optimizers[0]``.
+
+    Of long ones the first elements: it is asked at each save, and a custom update may use a list of all data.
+    """
     found = []
     for name, value in attributes_of(owner):
         if isinstance(value, Mapping):
-            found += [(f"{name}[{key!r}]", element) for key, element in value.items()]
+            found += [(f"{name}[{key!r}]", element) for key, element in islice(value.items(), MOST_ELEMENTS)]
         elif isinstance(value, list | tuple):
-            found += [(f"{name}[{place}]", element) for place, element in enumerate(value)]
+            found += [(f"{name}[{place}]", element) for place, element in enumerate(value[:MOST_ELEMENTS])]
         else:
             found.append((name, value))
     return found

@@ -14,12 +14,11 @@ from torch import nn
 
 from ignite_engine import rng
 from ignite_engine.ranks import agreement
-from ignite_engine.rng import GENERATORS, attributes_of
+from ignite_engine.rng import GENERATORS, MOST_ELEMENTS, attributes_of
 from ignite_engine.states.model_and_optimizer import ModelState, unwrap
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
-_MOST_ELEMENTS = 1000
 
 
 class OwnGenerators:
@@ -169,9 +168,9 @@ def _attributes(label: str, owner: Any) -> Iterator[tuple[str, Any]]:
 def _inside(value: Any) -> Iterator[Any]:
     """What a container or an object of the user's own holds directly, the first elements of a long one."""
     if type(value) in (dict, list, tuple, set):  # others may read a file for each element
-        yield from islice(value.values() if type(value) is dict else value, _MOST_ELEMENTS)
+        yield from islice(value.values() if type(value) is dict else value, MOST_ELEMENTS)
     elif type(value).__module__.split(".")[0] not in ("torch", "numpy", "builtins") and hasattr(value, "__dict__"):
-        yield from islice(vars(value).values(), _MOST_ELEMENTS)
+        yield from islice(vars(value).values(), MOST_ELEMENTS)
 
 
 def _is_generator(value: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler, Subset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ignite_engine import Trainer, Update, Updates, create_evaluator, loader
+from ignite_engine import Trainer, Update, Updates, create_evaluator, loader, rng
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint, Evaluation
 from ignite_engine.ranks import agreement
@@ -427,5 +427,12 @@ def test_what_the_data_holds_is_looked_at_in_bounds_and_without_a_false_alarm() 
     data = _Long()
     seen = [*generators._inside(data.values)]
 
-    assert len(seen) == generators._MOST_ELEMENTS
+    assert len(seen) == rng.MOST_ELEMENTS
     assert [*generators.unsaved_of_data({}, {"dataset": data})] == []
+
+
+def test_elements_of_a_long_list_are_looked_at_in_bounds() -> None:
+    held = rng.held_by(partial(print, [*range(100_000)], {"one": 1}))
+
+    assert len([name for name, _ in held if name.startswith("0[")]) == rng.MOST_ELEMENTS
+    assert held[-1] == ("1['one']", 1)
