@@ -14,6 +14,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
+# nohup has SIGHUP ignored, and the runs that tests start would inherit that; a handler's children have the default
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
+
 NO_DEVICE = "needs a CUDA device, this machine has none: `make device` runs it on a fake one"
 KIND = os.environ.get("TEST_DEVICE")  # a fake device, of a kind that tests/device/fake.py names
 if KIND:  # before torch is imported
