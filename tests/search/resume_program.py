@@ -308,7 +308,7 @@ class Program:
                         "saves",
                         "background",
                         "calls: r",
-                        "damage: n",
+                        "damage: newest",
                     )
                 ):
                     journal.note(feature)
