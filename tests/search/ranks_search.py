@@ -302,19 +302,24 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
     whole, case = folder / "whole", folder / "case"
     codes = _all(plan, whole, "whole", None)
     if any(codes):
-        same, reason = len(set(codes)) == 1, _errors(whole)
-        refused = same and (codes[0] == 3 or (UNFROZEN in reason and "unfreezing by flag" in plan["handlers"]))
-        return {"outcome": REFUSED if refused else FAILED, "reason": reason}
+        refused = (codes[0] == 3 and len(set(codes)) == 1) or _is_of_unfreezing(plan, whole, codes)
+        return {"outcome": REFUSED if refused else FAILED, "reason": _errors(whole)}
     total = max(
         (int(key.split()[1]) for key in resume_search._lines(whole / "rank_0") if key.startswith("iteration")),
         default=0,
     )
     stop = {**plan["stops"][0], "at": max(1, 1 + int(plan["stops"][0]["after"] * (total - 1)))}
-    if any(_all(plan, case, "stopped", stop)):
-        return {"outcome": FAILED, "reason": _errors(case)}
+    # a custom update is looked at after iterations 1, 2, 4, ... of each start: the whole run may only warn, at its end,
+    # of what a resumed one is refused for
+    said = agreement.on_rank_0(lambda: bool(resume_search._notes(whole / "rank_0", "whole", "announced ")))
+    if any(codes := _all(plan, case, "stopped", stop)):
+        refused = said and _is_of_unfreezing(plan, case, codes)
+        return {"outcome": REFUSED if refused else FAILED, "reason": _errors(case)}
     stopped = agreement.broadcast_int(int(not resume_search._ended(case / "rank_0", "stopped")))
     agreement.on_rank_0(lambda: _rewind(case) if plan["rewinds"] and stopped else None)
-    failed = any(_all(plan, case, "resumed", None))
+    failed = any(codes := _all(plan, case, "resumed", None))
+    if said and _is_of_unfreezing(plan, case, codes):
+        return {"outcome": REFUSED, "reason": _errors(case)}
     terminated = agreement.broadcast_int(int(_was_terminated(plan, whole, case, total)))
     if failed:
         return {"outcome": TERMINATED if terminated else FAILED, "reason": "" if terminated else _errors(case)}
@@ -332,6 +337,12 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
     unsure = any(agreement.gather_objects(_difference(whole, again, role="whole")))
     unsure = unsure or resume_search.differs_from_itself(plan)
     return {"outcome": NO_FUNCTION if unsure else FAILED, "reason": differences[0]}
+
+
+def _is_of_unfreezing(plan: Plan, folder: Path, codes: list[int]) -> bool:
+    """Whether all ranks were refused as a parameter was unfrozen that DDP does not reduce."""
+    is_same_error = codes[0] != 0 and len(set(codes)) == 1
+    return is_same_error and UNFROZEN in _errors(folder) and "unfreezing by flag" in plan["handlers"]
 
 
 def _was_terminated(plan: Plan, whole: Path, case: Path, total: int) -> bool:
