@@ -311,14 +311,14 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
     stop = {**plan["stops"][0], "at": max(1, 1 + int(plan["stops"][0]["after"] * (total - 1)))}
     # a custom update is looked at after iterations 1, 2, 4, ... of each start: the whole run may only warn, at its end,
     # of what a resumed one is refused for
-    said = agreement.on_rank_0(lambda: bool(resume_search._notes(whole / "rank_0", "whole", "announced ")))
+    said = agreement.on_rank_0(lambda: " ".join(resume_search._notes(whole / "rank_0", "whole", "announced ")))
     if any(codes := _all(plan, case, "stopped", stop)):
-        refused = said and _is_of_unfreezing(plan, case, codes)
+        refused = _is_of_unfreezing(plan, case, codes, said)
         return {"outcome": REFUSED if refused else FAILED, "reason": _errors(case)}
     stopped = agreement.broadcast_int(int(not resume_search._ended(case / "rank_0", "stopped")))
     agreement.on_rank_0(lambda: _rewind(case) if plan["rewinds"] and stopped else None)
     failed = any(codes := _all(plan, case, "resumed", None))
-    if said and _is_of_unfreezing(plan, case, codes):
+    if _is_of_unfreezing(plan, case, codes, said):
         return {"outcome": REFUSED, "reason": _errors(case)}
     terminated = agreement.broadcast_int(int(_was_terminated(plan, whole, case, total)))
     if failed:
@@ -339,10 +339,12 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
     return {"outcome": NO_FUNCTION if unsure else FAILED, "reason": differences[0]}
 
 
-def _is_of_unfreezing(plan: Plan, folder: Path, codes: list[int]) -> bool:
-    """Whether all ranks were refused as a parameter was unfrozen that DDP does not reduce."""
-    is_same_error = codes[0] != 0 and len(set(codes)) == 1
-    return is_same_error and UNFROZEN in _errors(folder) and "unfreezing by flag" in plan["handlers"]
+def _is_of_unfreezing(plan: Plan, folder: Path, codes: list[int], said: str | None = None) -> bool:
+    """Whether all ranks were refused as a parameter was unfrozen that DDP does not reduce, one that ``said`` names."""
+    if codes[0] == 0 or len(set(codes)) != 1 or "unfreezing by flag" not in plan["handlers"]:
+        return False
+    found = re.search(rf"{UNFROZEN} ([^\s,]+)", _errors(folder))
+    return found is not None and (said is None or found[1] in said)
 
 
 def _was_terminated(plan: Plan, whole: Path, case: Path, total: int) -> bool:
