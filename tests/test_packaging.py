@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import re
@@ -11,9 +12,11 @@ import sys
 import tarfile
 import venv
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_FROM = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "ignite_engine", "handlers")
@@ -132,6 +135,14 @@ def test_wheel_holds_every_module_and_the_handlers_inside_the_package(wheel: Pat
 
     assert len(handlers) > 3 and len(pages) == 6
     assert contents(wheel) == {path.as_posix() for path in core | handlers | pages} | {"ignite_engine/py.typed"}
+
+
+def test_pinned_versions_install_on_the_lowest_python_that_is_promised() -> None:
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    lowest = settings["options"]["python_requires"].removeprefix(">=") + ".0"
+    needed = {found.metadata["Name"]: found.metadata["Requires-Python"] or "" for found in distributions()}
+    assert [name for name, versions in needed.items() if not SpecifierSet(versions).contains(lowest)] == []
 
 
 @pytest.mark.slow
