@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -154,6 +155,18 @@ def test_end_of_the_hub_is_told(ranks: Ranks) -> None:
     ranks.hub.close()
 
     assert {"closed": "returned from its function", "code": 0} in list(ranks.links[2].receive())
+
+
+def test_connection_that_is_reset_is_an_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = Link(socket.create_connection(server.getsockname(), timeout=20))
+        other, _ = server.accept()
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as of a machine that is gone
+    other.close()
+
+    with pytest.raises(EOFError):
+        link.receive()
+    link.close()
 
 
 @pytest.mark.slow

@@ -414,6 +414,15 @@ def test_a_checkpoint_that_is_newer_than_the_copy_is_taken_and_the_line_says_so(
     assert ends(result) == ends(undisturbed)
 
 
+def test_a_copy_that_was_older_than_a_checkpoint_is_gone_with_the_start_that_saw_it(tmp_path: Path) -> None:
+    assert in_child(lambda: train(tmp_path, killed_at(10), memory=7))[0] == KILLED
+    assert in_child(lambda: train(tmp_path, killed_at(1, Events.STARTED), memory=7))[0] == KILLED
+    shutil.rmtree(tmp_path / "checkpoints" / "iteration_00000008")
+    _, result = in_child(lambda: train(tmp_path, memory=7))
+
+    assert result["resumed_at"] == 0
+
+
 def test_a_start_without_memory_makes_the_copies_stale(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     assert in_child(lambda: train(tmp_path, killed_at(13)))[0] == KILLED
     assert in_child(lambda: train(tmp_path, killed_at(10), memory=None))[0] == KILLED
