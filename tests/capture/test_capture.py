@@ -247,6 +247,7 @@ def test_auto_keeps_what_is_five_percent_faster(
     )
     assert f"An iteration takes {takes:.2f} of its time" in caplog.text
     assert captured.state_dict()["decision"] is kept
+    assert bool(captured._trained) is kept, "graphs of a way that is not taken hold memory"
 
 
 @pytest.mark.slow  # compiles

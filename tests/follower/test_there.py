@@ -184,6 +184,19 @@ def test_a_second_follower_is_refused_and_one_that_was_killed_is_succeeded(tmp_p
     assert len(followed_from(tmp_path / "elsewhere", mirror)) == len(its_own)
 
 
+def test_a_follower_that_evaluates_for_long_is_known_to_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(there, "BEAT_S", 0.5)
+    remote = Remote(str(tmp_path / "mirror"))
+    first, second = (there.There(remote, RunDirectory(tmp_path / name), wait_s=1) for name in ("first", "second"))
+    first.begin(FollowedLog(first.run.followed))
+    try:
+        with pytest.raises(RunDirectoryInUse, match="mirror is followed by process"):
+            second.begin(FollowedLog(second.run.followed))
+    finally:
+        for follower in (first, second):
+            follower.release()
+
+
 def test_values_of_another_run_and_damaged_files_are_left_out(tmp_path: Path) -> None:
     store, remote = CheckpointStore(tmp_path / "here" / "checkpoints"), Remote(str(tmp_path / "mirror"))
     info = CheckpointInfo(path := save(store, 1, run_id="a"), store.checkpoints()[0].manifest)

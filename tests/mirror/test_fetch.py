@@ -105,11 +105,14 @@ def test_names_in_a_forged_manifest_lead_nowhere(tmp_path: Path, there: Checkpoi
     assert newest is not None and newest.iteration == 100 and not (tmp_path / "x.pt").exists()
 
 
-def test_nothing_is_fetched_where_the_folder_has_the_newest(tmp_path: Path, there: CheckpointStore) -> None:
+def test_nothing_is_fetched_or_said_where_the_folder_has_the_newest(
+    tmp_path: Path, there: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.copytree(there.directory, tmp_path / "here")
     shutil.rmtree(there.directory / "iteration_00000200")
 
     assert [one.iteration for one in brought(tmp_path).checkpoints()] == [100, 200]
+    assert caplog.records == []
 
 
 def test_a_newer_one_is_fetched_beside_those_that_are_there(tmp_path: Path, there: CheckpointStore) -> None:

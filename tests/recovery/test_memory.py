@@ -26,6 +26,7 @@ from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import Checkpoint, MetricLogger
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.sinks import LogFile
+from ignite_engine.ranks import agreement
 from ignite_engine.recovery import slots
 from ignite_engine.recovery.copies import MemoryCopies
 from ignite_engine.recovery.packing import Packed
@@ -269,6 +270,18 @@ def test_auto_takes_as_few_iterations_as_keep_the_share(tmp_path: Path) -> None:
     copies._agree()
 
     assert copies._every == 3
+
+
+def test_auto_goes_by_the_slowest_copy_and_the_shortest_iteration_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = copies_of(tmp_path, memory="auto")
+    copies._costs, copies._steps = [0.003], [0.2]
+    monkeypatch.setattr(agreement, "gather_floats", lambda mine: [mine, [0.010, 0.1]])
+
+    copies._agree()
+
+    assert copies._every == 10
 
 
 def test_times_are_kept_only_until_it_is_known_how_often_to_copy(tmp_path: Path) -> None:

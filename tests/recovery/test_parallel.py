@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from ignite.engine import Events
@@ -133,6 +135,22 @@ def test_error_and_exit_of_the_function_are_those_of_parallel(tmp_path: Path) ->
     ) as killed:
         Parallel(restarts=1).run(die)
     assert [entry.name for entry in killed.traceback[1:]] == ["run"]
+
+
+def test_rank_that_is_killed_when_a_peer_has_stopped_is_not_started_again(tmp_path: Path) -> None:
+    def stop(local_rank: int) -> None:
+        (tmp_path / f"{local_rank}_{os.getpid()}").touch()
+        if local_rank == 0:
+            sys.exit(128 + signal.SIGTERM)
+        while not (peers := list(tmp_path.glob("0_*"))):
+            time.sleep(0.01)
+        while psutil.pid_exists(int(peers[0].name.removeprefix("0_"))):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(ProcessExitedException, match=r"^Rank 1 \(process \d+\) was killed by SIGKILL\.$"):
+        Parallel("gloo", nproc_per_node=2, restarts=3).run(stop)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_stopped_fit_raises_interrupted(tmp_path: Path) -> None:

@@ -243,6 +243,14 @@ def test_rank_invariant_run_is_refused(tmp_path: Path) -> None:
         eject(config, ["update.global_micro_batches=2", "update.rank_invariant=true"])
 
 
+def test_fp16_with_several_optimizers_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"task: {ROOT}/tests/replay/features.py:build\nrun: {{max_epochs: 3}}\n")
+
+    with pytest.raises(ConfigError, match=r"update.precision: got 'fp16' with several optimizers"):
+        eject(config, ["update.precision=fp16", *CASES["several"][:2]])
+
+
 TASK = """
 import torch
 from ignite_engine import Task
