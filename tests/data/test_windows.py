@@ -142,6 +142,22 @@ def test_limit_of_updates_counts_those_before_a_resume(tmp_path: Path, stop_at: 
     assert before + samples_of(tmp_path, max_updates=3) == whole
 
 
+def test_limit_of_windows_counts_those_of_the_whole_run_and_a_fresh_one_has_its_own(tmp_path: Path) -> None:
+    def windows_of(trainer: Trainer, limit: int, max_epochs: int) -> list[Any]:
+        seen = trained(trainer)
+        assert trainer.run(Windows([1, 2, 1, 2], open_numbers, limit=limit), max_epochs=max_epochs).windows == limit
+        return seen
+
+    for limit, expected in ((2, [(1, 1), (2, 2)]), (2, []), (3, [(3, 1)])):
+        trainer, checkpoint = trainer_of(), Checkpoint(tmp_path)
+        checkpoint.attach(trainer, Events.COMPLETED)
+        checkpoint.resume()
+        assert windows_of(trainer, limit, 9) == expected, "resumed"
+    trainer = trainer_of()
+    for _ in range(2):
+        assert windows_of(trainer, 2, 1) == [(1, 1), (2, 2)], "fresh"
+
+
 def test_empty_windows_at_the_end_of_a_sequence_are_no_end_of_the_run() -> None:
     state = trainer_of().run(Windows([2, 4, 0, 0], open_numbers, per_epoch=2), max_epochs=3)
     assert (state.windows, state.reason) == (6, "max_epochs")

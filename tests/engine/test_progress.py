@@ -17,7 +17,7 @@ from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.saved_progress import parts
 from ignite_engine.handlers import Checkpoint, LRSchedule
 from ignite_engine.schedules import warmup_cosine
-from ignite_engine.state import TrainingState
+from ignite_engine.state import Start, TrainingState
 from ignite_engine.states.resume_state import ResumeState
 from ignite_engine.step.micro_batches import Group
 from tests.builders import linear, numbers_loader, on_two_ranks, trainer_of, weights
@@ -63,6 +63,18 @@ def test_loaded_counters_make_the_next_run_a_resumed_one() -> None:
 
     assert resume.is_pending and progress.state.iteration == 5
     assert (progress.epochs_completed, progress.epoch_iteration, progress.state.epoch) == (1, 2, 1)
+
+
+def test_checkpoint_that_is_made_before_the_run_is_resumed_at_its_beginning(tmp_path: Path) -> None:
+    for resumes in (False, True):
+        trainer, checkpoint = trainer_of(), Checkpoint(tmp_path)
+        checkpoint.attach(trainer, Events.COMPLETED)
+        if not resumes:
+            checkpoint.save()
+            continue
+        checkpoint.resume()
+        state = trainer.run(numbers_loader(8, 2), max_epochs=2)
+        assert (state.start, state.iteration, state.epoch) == (Start.RESUMED, 8, 2)
 
 
 def test_counters_say_what_was_done_before_an_update_failed() -> None:

@@ -1,8 +1,18 @@
-"""Requests on one process; on several ranks ``tests/ranks/test_agreement.py``."""
+"""Requests, and where they are agreed on; the vote itself on several ranks ``tests/ranks/test_agreement.py``."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ignite.engine import Events
+from torch.distributed.device_mesh import init_device_mesh
+
+from ignite_engine import Trainer
 from ignite_engine.engine.stop_requests import BACKGROUND_DONE, SAVE, STOP, StopRequests
+from ignite_engine.ranks.mesh import use_mesh
+from tests.builders import on_two_ranks
 
 
 def test_requests_are_agreed_once() -> None:
@@ -31,3 +41,21 @@ def test_what_could_not_be_done_is_requested_again() -> None:
 
     assert requests.pending
     assert requests.agree(1, now=False) == SAVE
+
+
+def stopped_by_rank_1(rank: int) -> dict[str, Any]:
+    """Ranks that share their data, where no handler of its own has a boundary at each iteration."""
+    use_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+    trainer = Trainer(lambda engine, batch: None)
+    third = Events.ITERATION_COMPLETED(once=3)
+    if rank == 1:
+        trainer.add_event_handler(third, lambda: trainer.request_stop("here"))
+    trainer.add_event_handler(third, trainer.vote_at_next_boundary)
+    state = trainer.run([0] * 8)
+    return {"end": [state.iteration, state.status, state.reason]}
+
+
+@pytest.mark.distributed
+def test_stop_that_one_rank_asks_for_ends_both_at_its_iteration(tmp_path: Path) -> None:
+    ends = on_two_ranks(stopped_by_rank_1, tmp_path / "meeting")["end"]
+    assert ends == [[3, "interrupted", "here"]] * 2

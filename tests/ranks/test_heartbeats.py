@@ -102,6 +102,18 @@ def test_silent_rank_is_named_after_the_timeout() -> None:
     ranks.close()
 
 
+def test_hub_speaks_at_each_beat_and_less_often_to_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "BEAT_S", 0.2)
+    spoken = []
+    for world_size in (1, 400):
+        hub = Hub(world_size, 60.0, local=True)
+        link = connect(("127.0.0.1", hub.port), hub.token, 0)
+        spoken.append(sum("hub" in message for message in heard(link, 1.0)))
+        link.close()
+        hub.close()
+    assert 1 <= spoken[0] <= 7 and spoken[1] <= 2  # every 0.2 s, and every 0.8 s
+
+
 def test_silent_rank_is_named_sooner_where_a_collective_broke(ranks: Ranks) -> None:
     ranks.links[0].send(lost="Timed out waiting 3000ms")
 

@@ -243,6 +243,14 @@ class Holder:
         self.generator = generator
 
 
+class SavedHolder(Holder):
+    def state_dict(self) -> Any:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.generator.set_state(state["generator"])
+
+
 UNSAVED: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "in a list": (lambda: (nn.Sequential(linear(), Noise("torch", inside=lambda each: [each])), mse), "model.1.source"),
     "in an object": (lambda: (nn.Sequential(linear(), Noise("torch", inside=Holder)), mse), "model.1.source"),
@@ -343,6 +351,14 @@ def test_one_of_the_data_that_is_registered_is_not_named(tmp_path: Path) -> None
     assert trainer.reproducibility() == []
 
 
+def test_one_of_the_data_that_a_registered_object_saves_is_not_named(tmp_path: Path) -> None:
+    generator = torch.Generator()
+    trainer, _ = made(tmp_path, linear())
+    trainer.register("noise", SavedHolder(generator))
+    trainer.run(loader(NoisyNumbers(8, generator), 2), max_epochs=1)
+    assert trainer.reproducibility() == []
+
+
 def test_one_that_an_update_function_of_ones_own_draws_from_is_named(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     trainer = Trainer(lambda engine, batch: float(generator.random()))
@@ -371,14 +387,7 @@ def test_one_that_comes_after_the_trainer_is_named(tmp_path: Path) -> None:
 
 
 def test_one_in_a_registered_object_is_saved_there(tmp_path: Path) -> None:
-    class Saved(Holder):
-        def state_dict(self) -> Any:
-            return {"generator": self.generator.get_state()}
-
-        def load_state_dict(self, state: Any) -> None:
-            self.generator.set_state(state["generator"])
-
-    layer = Noise("torch", inside=Saved)
+    layer = Noise("torch", inside=SavedHolder)
     trainer, _ = made(tmp_path, nn.Sequential(linear(), layer))
     trainer.register("noise", layer.source)
     assert trainer.reproducibility() == []
