@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
-import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,43 +17,16 @@ from ignite_engine import devices
 from ignite_engine.errors import StateMismatch, check_type, is_whole
 
 T = TypeVar("T")
-MOST_ELEMENTS = 1000
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 """The kinds that a program can make for itself."""
 _MASK = (1 << 64) - 1
 
 
-def attributes_of(owner: Any) -> list[tuple[str, Any]]:
-    """What an object holds by name: its attributes, or what a function or its object closes over or has as defaults."""
-    owner = getattr(owner, "__self__", owner)
-    if inspect.isfunction(owner):
-        found = [(name, owner.__globals__[name]) for name in owner.__code__.co_names if name in owner.__globals__]
-        names = owner.__code__.co_varnames[: owner.__code__.co_argcount]
-        found += [*zip(reversed(names), reversed(owner.__defaults__ or ())), *(owner.__kwdefaults__ or {}).items()]
-        for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
-            with suppress(ValueError):  # a variable that is not bound yet
-                found.append((name, cell.cell_contents))
-        return found
-    if isinstance(owner, functools.partial):
-        places = ((str(place), value) for place, value in enumerate(owner.args))
-        return [*attributes_of(owner.func), *places, *owner.keywords.items()]
-    return [*vars(owner).items()] if not inspect.isbuiltin(owner) and hasattr(owner, "__dict__") else []
-
-
-def held_by(owner: Any) -> list[tuple[str, Any]]:
-    """As :func:`attributes_of`, with the elements of mappings, lists and tuples, by names such as ``optimizers[0]``.
-
-    Of long ones the first elements: it is asked at each save, and a custom update may use a list of all data.
-    """
-    found = []
-    for name, value in attributes_of(owner):
-        if isinstance(value, Mapping):
-            found += [(f"{name}[{key!r}]", element) for key, element in islice(value.items(), MOST_ELEMENTS)]
-        elif isinstance(value, list | tuple):
-            found += [(f"{name}[{place}]", element) for place, element in enumerate(value[:MOST_ELEMENTS])]
-        else:
-            found.append((name, value))
-    return found
+def is_generator(value: Any) -> bool:
+    """Whether it is a generator with a state of its own: not the global ones, which are saved as such."""
+    if not issubclass(type(value), GENERATORS) or isinstance(value, random.SystemRandom):
+        return False
+    return not any(value is known for known in (torch.default_generator, np.random.mtrand._rand, random._inst))
 
 
 def capture() -> dict[str, Any]:

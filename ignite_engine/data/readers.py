@@ -60,6 +60,11 @@ class Replayed:
         """
         return {}
 
+    @property
+    def in_workers(self) -> bool:
+        """Samples and batches are made by other processes, from copies of what is here."""
+        return bool(getattr(self.data, "num_workers", 0))
+
     def measure(self, place: Place) -> int | None:
         """Batches of the pass, counted as ``place.batch`` is; None: unknown."""
         if length_of(self.data) is None:

@@ -79,6 +79,11 @@ class DataSource:
         """What of the user's makes samples and batches without a state of its own, by what it is."""
         return self.reader.makers
 
+    @property
+    def in_workers(self) -> bool:
+        """Samples and batches are made by other processes, from copies of what is here."""
+        return self.reader.in_workers
+
     def agree_lengths(self) -> None:
         """Read the length of the pass that starts. A collective."""
         self.batches = self.reader.measure(self.place)

@@ -102,6 +102,11 @@ class WindowedSource:
         """What of the user's makes samples and batches without a state of its own, of the open window."""
         return {} if self.window is None else self.window.makers
 
+    @property
+    def in_workers(self) -> bool:
+        """Samples and batches of the open window are made by other processes, from copies of what is here."""
+        return self.window is not None and self.window.in_workers
+
     def begin_after(self, place: Place) -> None:
         """Begin with the pass after ``place``, which is one in other data."""
         self.at = WindowPlace(place.pass_number + int(place.batch > 0))

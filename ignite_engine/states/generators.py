@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,16 +11,15 @@ import torch
 from torch import nn
 
 from ignite_engine import rng
+from ignite_engine.errors import StateMismatch
+from ignite_engine.held import UNORDERED, held, parts_of
 from ignite_engine.ranks import agreement
-from ignite_engine.rng import GENERATORS, MOST_ELEMENTS, attributes_of
+from ignite_engine.rng import GENERATORS, is_generator
 from ignite_engine.states.model_and_optimizer import ModelState, unwrap
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
 
 class OwnGenerators:
-    """The states of the generators among the attributes of a model's modules and of other objects, by their names.
+    """The states of the generators that a model and other objects hold, by their names.
 
     Args:
         owners: the models, functions and objects, by the first part of the name.
@@ -30,33 +27,61 @@ class OwnGenerators:
 
     def __init__(self, owners: Callable[[], Mapping[str, Any]]) -> None:
         self._owners = owners
+        self._names: frozenset[str] | None = None
+        self.changed: list[str] = []
+        """What the loaded state and the objects here do not share, as reasons."""
+
+    def begin(self) -> bool:
+        """From here on those are saved that are there now, by name. Whether there are any."""
+        self._names = None
+        self._names = frozenset(self.held())
+        return bool(self._names)
 
     def held(self) -> dict[str, Any]:
         """Each generator by name; one that several objects hold has the first."""
-        found: dict[int, tuple[str, Any]] = {}
-        for label, owner in self._owners().items():
-            for name, value in _attributes(label, owner):
-                if _is_generator(value):
-                    found.setdefault(id(value), (name, value))
-        return dict(found.values())
+        return {
+            name: generator
+            for name, generator in generators_of(self._owners()).items()
+            if UNORDERED not in name and (self._names is None or name in self._names)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {name: _state_of(generator) for name, generator in self.held().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load those that are there by name."""
-        for name, generator in self.held().items():
-            if name in state:
-                _restore(generator, state[name])
+        """Load those that are there by name.
+
+        Raises:
+            StateMismatch: one is of another kind than it was.
+        """
+        here = self.held()
+        for name in here.keys() & state.keys():
+            try:
+                _restore(here[name], state[name])
+            except (TypeError, ValueError, KeyError, RuntimeError) as error:
+                kind = type(here[name]).__name__
+                raise StateMismatch(f"{name} is a {kind} now, and its state was saved of another kind.") from error
+        anew = [
+            f"the generator {name} begins anew, as none of its name was saved" for name in here if name not in state
+        ]
+        lost = [f"the state of the generator {name} has none here to go to" for name in state if name not in here]
+        self.changed = anew + lost
 
     @contextmanager
     def undrawn(self) -> Iterator[None]:
         """Restore them after the body, which may draw from them."""
-        state = self.state_dict()
+        before = [(generator, _state_of(generator)) for generator in self.held().values()]
         try:
             yield
         finally:
-            self.load_state_dict(state)
+            for generator, state in before:
+                _restore(generator, state)
+
+
+def generators_of(owners: Mapping[str, Any]) -> dict[str, Any]:
+    """The generators that these hold, by name, and the models as they are without what wraps them."""
+    plain = {name: unwrap(owner) if isinstance(owner, nn.Module) else owner for name, owner in owners.items()}
+    return {name: value for name, value in held(plain, GENERATORS) if is_generator(value)}
 
 
 def owners_in(update: Any) -> dict[str, Any]:
@@ -85,44 +110,39 @@ def unsaved_generators(objects: Mapping[str, Any], update: Any) -> Iterator[str]
     Args:
         objects: those of the registry, by name.
     """
-    saved = _saved(objects)
+    for part in _own_generators(objects):
+        yield from part.changed
     models = {name: obj.model if isinstance(obj, ModelState) else obj for name, obj in objects.items()}
     owners = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
-    registered = [*objects.values()]
-    for label, owner in {**owners, "weight_fn": getattr(update, "weight_fn", None), **owners_in(update)}.items():
-        for name, value in _attributes(label, owner):
-            if _is_generator(value):
-                if id(value) not in saved and id(value) not in _of_registered(objects):
-                    saved.add(id(value))  # is named once
-                    if label == "weight_fn":
-                        yield f"the generator {name} is not saved: make the weight a function of the batch alone"
-                        continue
-                    yield (
-                        f"the generator {name} is not saved, as it was made after the Trainer, or the model is not an "
-                        "Update's (trainer.register() saves an object that has it)"
-                    )
-                continue
-            inside = [element for element in _inside(value) if _is_generator(element)]
-            if not inside or any(value is obj for obj in registered):
-                continue
-            if not saved.union(_of_registered(objects)).issuperset(map(id, inside)):
-                yield f"a generator in {name} is not saved: make it an attribute of its own"
-
-
-def unsaved_of_data(objects: Mapping[str, Any], makers: Mapping[str, Any]) -> Iterator[str]:
-    """One reason for each of ``makers``, what makes samples and batches, with a generator that no checkpoint holds."""
-    for label, maker in makers.items():
-        maker = getattr(maker, "__self__", maker)  # of a method
-        if str(getattr(maker, "__module__", "")).startswith("torch.") or any(maker is obj for obj in objects.values()):
+    saved = _saved(objects)
+    for name, generator in generators_of(
+        {**owners, "weight_fn": getattr(update, "weight_fn", None), **owners_in(update)}
+    ).items():
+        if id(generator) in saved:
             continue
-        for name, value in _attributes("", maker):
-            found = [part for part in (value, *_inside(value)) if _is_generator(part)]
-            if found and not (_saved(objects) | _of_registered(objects)).issuperset(map(id, found)):
-                yield (
-                    f"a generator in the {label} ({name[1:]}) is not saved: draw from the global ones of torch, NumPy "
-                    "or Python"
-                )
-                break
+        if name.startswith("weight_fn."):
+            yield f"the generator {name} is not saved: make the weight a function of the batch alone"
+        elif UNORDERED in name:
+            yield f"a generator in {name.split(UNORDERED)[0]} is not saved, as a set has no order: hold it in a list"
+        else:
+            yield (
+                f"the generator {name} is not saved, as it was made after the Trainer, or the model is not an Update's "
+                "(trainer.register() saves an object that has it)"
+            )
+
+
+def unsaved_of_data(objects: Mapping[str, Any], makers: Mapping[str, Any], *, in_workers: bool) -> Iterator[str]:
+    """One reason for each of ``makers``, what makes samples and batches, with a generator that no checkpoint holds."""
+    saved = set[int]() if in_workers else _saved(objects)
+    for label, maker in makers.items():
+        if not in_workers and any(getattr(maker, "__self__", maker) is obj for obj in objects.values()):
+            continue
+        found = generators_of({"": maker}).items()
+        if (first := next((name for name, generator in found if id(generator) not in saved), None)) is not None:
+            yield (
+                f"a generator in the {label} ({first.removeprefix('.')}) is not saved: draw from the global ones of "
+                "torch, NumPy or Python"
+            )
 
 
 @contextmanager
@@ -135,57 +155,23 @@ def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _saved(objects: Mapping[str, Any]) -> set[int]:
-    """The ids of the generators that the parts of an update hold."""
-    return {id(generator) for part in _own_generators(objects) for generator in part.held().values()}
-
-
-def _of_registered(objects: Mapping[str, Any]) -> set[int]:
-    """The ids of the generators that other objects of a registry hold; a model's state has none."""
+    """The ids of the generators that the parts of an update and other objects of a registry, but for models, hold."""
+    of_update = (generator for part in _own_generators(objects) for generator in part.held().values())
     of_user = (obj for obj in objects.values() if not isinstance(obj, nn.Module))
-    return {id(part) for obj in of_user for part in _inside(obj) if _is_generator(part)}
+    directly = (part for obj in of_user for _, part in parts_of("", obj) if is_generator(part))
+    return {id(generator) for generator in (*of_update, *directly)}
 
 
 def _own_generators(objects: Mapping[str, Any]) -> list[OwnGenerators]:
     return [obj for obj in objects.values() if isinstance(obj, OwnGenerators)]
 
 
-def _attributes(label: str, owner: Any) -> Iterator[tuple[str, Any]]:
-    owner = getattr(owner, "__self__", owner)  # of a method
-    if isinstance(owner, nn.Module):
-        for place, module in unwrap(owner).named_modules():
-            name = f"{label}.{place}" if place else label
-            for key, value in vars(module).items():
-                if key not in _OF_EVERY_MODULE and type(value) not in _PLAIN:
-                    yield f"{name}.{key}", value
-        return
-    for key, value in attributes_of(owner):
-        if isinstance(value, nn.Module):
-            yield from _attributes(f"{label}.{key}", value)
-        else:
-            yield f"{label}.{key}", value
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    """What a container or an object of the user's own holds directly, the first elements of a long one."""
-    if type(value) in (dict, list, tuple, set):  # others may read a file for each element
-        yield from islice(value.values() if type(value) is dict else value, MOST_ELEMENTS)
-    elif type(value).__module__.split(".")[0] not in ("torch", "numpy", "builtins") and hasattr(value, "__dict__"):
-        yield from islice(vars(value).values(), MOST_ELEMENTS)
-
-
-def _is_generator(value: Any) -> bool:
-    """Whether it is a generator with a state of its own: not the global ones, which are saved as such."""
-    if not isinstance(value, GENERATORS) or isinstance(value, random.SystemRandom):
-        return False
-    return not any(value is known for known in (torch.default_generator, np.random.mtrand._rand, random._inst))
-
-
 def _state_of(generator: Any) -> Any:
     """Plain values and tensors, loadable with ``weights_only=True``."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return rng.plain_state(generator.bit_generator.state)
+    if isinstance(generator, np.random.Generator | np.random.BitGenerator):
+        return rng.plain_state(_bits_of(generator).state)
     if isinstance(generator, np.random.RandomState):
         return rng.plain_state(generator.get_state(legacy=False))
     return generator.getstate()
@@ -194,10 +180,14 @@ def _state_of(generator: Any) -> Any:
 def _restore(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = rng.numpy_state(state)
+    elif isinstance(generator, np.random.Generator | np.random.BitGenerator):
+        _bits_of(generator).state = rng.numpy_state(state)
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(rng.numpy_state(state))
     else:
         version, internal, gauss = state
         generator.setstate((version, tuple(internal), gauss))
+
+
+def _bits_of(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", generator)

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import shortened
+from ignite_engine.held import held
 from ignite_engine.ranks.ddp_buckets import unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import unshared_state
-from ignite_engine.rng import held_by
 from ignite_engine.states.generators import unsaved_generators, unsaved_of_data
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import OptimizerState
@@ -37,6 +37,10 @@ class Source(Protocol):
         """What of the user's makes samples and batches without a state of its own, by what it is."""
 
     @property
+    def in_workers(self) -> bool:
+        """They are made by other processes, from copies of what is here."""
+
+    @property
     def changed(self) -> str | None:
         """What in the data is other than where the run was saved, as a sentence; None: nothing."""
 
@@ -57,7 +61,9 @@ def reasons_of(
     reasons = _of_states(registry)
     if registry.filters:  # there is a checkpoint to miss it
         reasons += _unsaved_of(update, registry)
-        reasons += [] if source is None else unsaved_of_data(registry.objects, source.makers)
+        reasons += (
+            [] if source is None else unsaved_of_data(registry.objects, source.makers, in_workers=source.in_workers)
+        )
     if source is not None and source.inexact is not None:
         reasons.append(source.inexact)
     if source is not None and source.changed is not None:
@@ -101,13 +107,14 @@ def _unsaved_of(update: Callable[..., Any], registry: Registry) -> list[str]:
     generators = list(unsaved_generators(registry.objects, update))
     saved = [registered.optimizer if isinstance(registered, OptimizerState) else registered for registered in objects]
     return [
-        f"{name} ({type(obj).__name__}) of the update is not saved (trainer.register({name!r}, {name}, shared=True))"
+        f"{name} ({type(obj).__name__}) of the update is not saved (trainer.register({last!r}, {last}, shared=True))"
         for name, obj in _used_by(update)
+        for last in (name.rpartition(".")[2],)
         if not any(obj is registered for registered in saved)
     ] + generators
 
 
 def _used_by(update: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in held_by(update):
-        if isinstance(value, Optimizer) or (isinstance(value, GradScaler) and value.is_enabled()):
-            yield name, value
+    for name, value in held({"": update}, (Optimizer, GradScaler)):
+        if isinstance(value, Optimizer) or value.is_enabled():
+            yield name.removeprefix("."), value

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from ignite_engine.checkpointing.digests import digests, hashes, tensor_sha256
 from ignite_engine.errors import shortened
+from ignite_engine.held import held
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.ranks.ddp_buffers import data_parallel
-from ignite_engine.rng import held_by
 from ignite_engine.states.model_and_optimizer import (
     ModelState,
     OptimizerState,
@@ -217,9 +217,9 @@ class TrainedApart:
         """What is registered, and what a custom update holds beside it."""
         if self._custom_update is None:
             return dict(self._objects)
-        kinds = nn.Module | Optimizer | GradScaler
-        held = {name: value for name, value in held_by(self._custom_update) if isinstance(value, kinds)}
-        return {**self._objects, **{name: value for name, value in held.items() if name not in self._objects}}
+        found = held({"": self._custom_update}, (nn.Module, Optimizer, GradScaler))
+        named = ((name.removeprefix("."), value) for name, value in found)
+        return {**self._objects, **{name: value for name, value in named if name not in self._objects}}
 
     def _rows(self) -> list[Trained]:
         """What trains apart: seen to, or, of an Update, without anything that reduces it."""

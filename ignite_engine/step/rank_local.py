@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_engine.held import held
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.rng import GENERATORS, attributes_of
+from ignite_engine.rng import GENERATORS, is_generator
 
 
 def inside_ddp(model: nn.Module) -> nn.Module:
@@ -62,7 +63,7 @@ def _reason(model: Any, parameters: Sequence[Tensor]) -> str | None:
             return f"{described} with sparse gradients; use sparse=False"
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             return f"{described} with max_norm, which rescales the rows that this rank looks up; use max_norm=None"
-        if own := next((name for name, value in vars(module).items() if isinstance(value, GENERATORS)), None):
+        if own := next((name for name, value in vars(module).items() if is_generator(value)), None):
             return f"{described} with {_OWN_GENERATOR.format(own)}"
     return None
 
@@ -74,7 +75,5 @@ _OWN_GENERATOR = (
 
 
 def _generator_of(loss_fn: Any) -> str | None:
-    owner = getattr(loss_fn, "__self__", loss_fn)
-    modules = owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]
-    held = ((name, value) for _, module in modules for name, value in attributes_of(module))
-    return next((name for name, value in held if isinstance(value, GENERATORS)), None)
+    found = (name for name, value in held({"loss_fn": loss_fn}, GENERATORS) if is_generator(value))
+    return next((name.removeprefix("loss_fn.") for name in found), None)

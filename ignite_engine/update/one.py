@@ -289,7 +289,7 @@ class Update:
         outside.is_saved = bool(outside.tensors())
         if outside.is_saved:
             yield "parameters", outside, True
-        if self._generators.held():
+        if self._generators.begin():
             yield "generators", self._generators, False
         if self.scaler is not None:
             yield "scaler", self.scaler, True

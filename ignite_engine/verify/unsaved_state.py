@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ignite_engine.engine.bus import events_with_handlers, handlers_of
+from ignite_engine.held import is_of_user
 from ignite_engine.states.generators import OwnGenerators
 from ignite_engine.states.model_and_optimizer import unwrap
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer
 
-_LIBRARIES = frozenset({"ignite_engine", "ignite", "torch", "torchdata", "numpy", "builtins"})
 _SCALARS = (bool, int, float, str, type(None))
 _LARGEST_TENSOR = 1 << 18
 _LONGEST_LIST = 1000
@@ -82,9 +81,7 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_users(obj: Any) -> bool:
     """Whether it was not defined in a library."""
-    module = getattr(obj, "__module__", None) or type(obj).__module__
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return module.split(".")[0] not in _LIBRARIES and "site-packages" not in file
+    return is_of_user(getattr(obj, "__module__", None) or type(obj).__module__)
 
 
 def _plain_copy(value: Any, depth: int = 0) -> Any:

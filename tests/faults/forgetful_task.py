@@ -20,13 +20,13 @@ class ForgetfulLoss:
 
     def __init__(self, forgets: str | None) -> None:
         self.forgets, self.calls = forgets, 0
-        # an attribute of its own would be saved
-        self.noise = [torch.Generator().manual_seed(5)] if forgets == "generator" else []
+        # in anything but a set it would be saved
+        self.noise = {torch.Generator().manual_seed(5)} if forgets == "generator" else set()
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
         inputs, targets = batch
         if self.forgets == "generator":
-            inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=self.noise[0])
+            inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=next(iter(self.noise)))
         loss = nn.functional.cross_entropy(model(inputs), targets)
         if self.forgets == "counter":
             self.calls += 1
