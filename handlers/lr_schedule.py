@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ignite_engine import Trainer, Updates
 from ignite_engine.errors import StateMismatch, change_on_resume, leave_out
 from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.handlers.built_schedule import Settings, closed_form_lrs, kind_of
+from ignite_engine.handlers.built_schedule import Settings, kind_of
 from ignite_engine.handlers.followed_metric import FollowedMetric
 from ignite_engine.ranks import agreement
 from ignite_engine.schedules import Schedule, set_lr
@@ -57,7 +57,9 @@ class LRSchedule:
         TypeError: not a scheduler.
 
     A :class:`Schedule` without a ``total`` is one over the run: over its updates, or, attached per epoch, its epochs.
-    Where a resume changes the length of the run, one line says what becomes of the LR.
+    Where a resume changes the length of the run, one line says what becomes of the LR. One of torch's that is built
+    with other settings on a resume goes on as if it had been built so from the start, and one line says so; where its
+    LR is then not known, the state is refused.
     """
 
     replayed = True
@@ -91,12 +93,13 @@ class LRSchedule:
         self.scheduler: Any = scheduler
         self.name = name
         self._part = "optimizer"
+        self._registered: Mapping[str, Any] = {}
         self._followed = None if metric is None else FollowedMetric(metric, f"LRSchedule(metric={metric!r})")
         self._called = isinstance(scheduler, (ParamScheduler, ParamGroupScheduler))
         self._primed = not self._called
         self._counts_both = hasattr(scheduler, "step_update")
         self._per_update = True
-        self._settings = None if is_plateau else Settings(scheduler)
+        self._settings = None if is_plateau else Settings(scheduler, name)
         self._built_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._used: list[Any] = []  # not for a Schedule that steps with the optimizer, which can be asked
 
@@ -116,8 +119,10 @@ class LRSchedule:
             )
         self._prepare(trainer)
         if isinstance(trainer, Trainer):
-            parts = trainer.registry.objects.items()
-            of_mine = (part for part, obj in parts if getattr(obj, "optimizer", obj) is self._optimizer)
+            self._registered = trainer.registry.objects
+            of_mine = (
+                part for part, obj in self._registered.items() if getattr(obj, "optimizer", obj) is self._optimizer
+            )
             self._part = next(of_mine, self._part)
         if hasattr(trainer, "register"):
             # before subscribing, which would register it as unshared
@@ -203,8 +208,7 @@ class LRSchedule:
             self._followed.seen_at = state["seen_at"]
         built = _bases(self.scheduler)
         was_loaded = [float(group["lr"]) for group in groups] == state["lrs"]  # the optimizer, which has said it
-        self.scheduler.load_state_dict(state["scheduler"])
-        lrs = self._lrs_as_built_now(state) or state["lrs"]
+        self._load_scheduler(state)
         if not was_loaded and built != (bases := _bases(self.scheduler)) and agreement.rank() == 0:
             logger.warning(
                 "%s restores the base LR %s and not %s, with which the optimizer was built. To go on from there with "
@@ -212,19 +216,26 @@ class LRSchedule:
                 *(self.name, _rates(bases), _rates(built), change_on_resume(self._part, {("", "lr"): built[0]}, 1)),
             )
         self._primed, self._used = True, list(state["used"])
-        for group, lr in zip(groups, lrs):
-            set_lr(group, lr)
 
-    def _lrs_as_built_now(self, state: Mapping[str, Any]) -> list[float] | None:
-        """Put back the settings that the scheduler is built with now; the next LRs by them, None: as saved."""
-        changes = [] if self._settings is None else self._settings.put_back(state.get("built", {}))
-        lrs = closed_form_lrs(self.scheduler) if changes else None
-        if changes and agreement.rank() == 0:
-            follows = "" if lrs is None else f"; its LR is {_rates(lrs)} in place of {_rates(state['lrs'])}"
+    def _load_scheduler(self, state: Mapping[str, Any]) -> None:
+        """Load it and the LRs of the next update, or be the one that is built now with other settings."""
+        changes, groups = None, self._optimizer.param_groups
+        if self._settings is None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        else:
+            others = [obj for obj in self._registered.values() if isinstance(obj, LRSchedule) and obj is not self]
+            of_rates = (other for other in others if getattr(other.scheduler, "param_name", "lr") == "lr")
+            is_alone = not any(other._optimizer is self._optimizer for other in of_rates)
+            changes = self._settings.load(state["scheduler"], state.get("built", {}), is_alone=is_alone)
+        if changes is None:
+            for group, lr in zip(groups, state["lrs"]):
+                set_lr(group, lr)
+        elif agreement.rank() == 0:
+            now, was = (_rates(lrs) for lrs in ([float(group["lr"]) for group in groups], state["lrs"]))
+            follows = "" if now == was else f"; its LR is {now} in place of {was}"
             logger.warning(
                 "%s goes on as it is built now, not as it was saved: %s%s.", self.name, ", ".join(changes), follows
             )
-        return lrs
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -246,6 +257,8 @@ class LRSchedule:
         ):  # torch's have set the first rate when they were made
             for group, lr in zip(self._optimizer.param_groups, self._built_lrs):
                 set_lr(group, lr)
+            if self._settings is not None:
+                self._settings.begin_again()
         if agreement.rank() == 0:
             lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
             logger.warning("%s begins at its first step, with the LR %s.", self.name, _rates(lrs))

@@ -168,6 +168,10 @@ class ParametersState:
                 value.copy_(state[name])
 
 
+# OneCycleLR and CyclicLR set these options and keep the others beside them; both are those built now
+_SET_WITH = {"lr": "min_lr", "momentum": "max_momentum", "betas": "max_momentum"}
+
+
 class OptimizerState:
     """An optimizer's state keyed by parameter names instead of positions; sparse optimizers too.
 
@@ -187,7 +191,7 @@ class OptimizerState:
         parameters = self.parameters()
         self._kind = type(optimizer).__name__
         self._built_groups, self._built_frozen = self._groups(self.names(parameters)), _frozen(parameters)
-        self.rate_is_scheduled_anew = False
+        self.rate_is_scheduled_anew = self.is_scheduled = False
         """A schedule that is not loaded sets the rate, whatever is loaded here."""
         self._made_groups = self._built_groups
         self.overridden: set[tuple[str, str]] = set()
@@ -365,6 +369,8 @@ class OptimizerState:
             group = str(self.optimizer.param_groups[index].get("name", index))
             for name in then:
                 is_new = name != "params" and name in now and then[name] != now[name]
+                if self.is_scheduled and _SET_WITH.get(name) in self.optimizer.param_groups[index]:
+                    is_new = name == "betas" and then[name][1:] != now[name][1:]
                 overridden = self.overridden & {("", name), (group, name), (str(index), name)}
                 if is_new and not overridden and (name != "lr" or not self.rate_is_scheduled_anew):
                     changed[group, name] = now[name]

@@ -179,6 +179,7 @@ class Registry:
         for obj in self.objects.values():
             if isinstance(obj, OptimizerState):
                 obj.rate_is_scheduled_anew = rate_is_scheduled_anew
+                obj.is_scheduled = "schedule" in self.kinds.values()
         self.take({name: state for name, state in states.items() if name not in ignored}, source, adapt)
         fresh = sorted(set(self.objects) - set(states))
         if fresh:
@@ -189,7 +190,9 @@ class Registry:
         """As :meth:`load`, of parts that were chosen before."""
         resume = self._resume
         resume.source, resume.unclaimed, resume.adapt = source, dict(states), adapt
-        for name in [name for name in resume.unclaimed if name in self.objects]:
+        names = [name for name in resume.unclaimed if name in self.objects]
+        # a schedule sets options of its optimizer, whose own state is that of the last save
+        for name in sorted(names, key=lambda name: self.kinds.get(name) == "schedule"):
             self._claim(name)
 
     def _claim(self, name: str) -> None:

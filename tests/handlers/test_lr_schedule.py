@@ -604,19 +604,19 @@ CHANGED: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer], Any],
         lambda o: torch_schedulers.StepLR(o, 2, 0.5),
         lambda o: torch_schedulers.StepLR(o, 2, 0.1),
         [BASE * 0.1, BASE * 0.01, BASE * 0.01, BASE * 0.001],
-        "gamma 0.5 -> 0.1; its LR is 0.05 in place of 0.25",
+        "gamma 0.5 -> 0.1; its LR is 0.05 in place of 0.25.",
     ),
     "milestones": (
         lambda o: torch_schedulers.MultiStepLR(o, [4, 5]),
         lambda o: torch_schedulers.MultiStepLR(o, [5, 6]),
         [BASE, BASE, BASE * 0.1, BASE * 0.01],
-        "milestones Counter({4: 1, 5: 1}) -> Counter({5: 1, 6: 1})",
+        "milestones Counter({4: 1, 5: 1}) -> Counter({5: 1, 6: 1}).",
     ),
     "of an object": (
         lambda o: torch_schedulers.LambdaLR(o, Falling(0.5)),
         lambda o: torch_schedulers.LambdaLR(o, Falling(0.25)),
-        [BASE * 0.5**3, BASE * 0.25**4, BASE * 0.25**5, BASE * 0.25**6],
-        "0.ratio 0.5 -> 0.25",
+        [BASE * 0.25**3, BASE * 0.25**4, BASE * 0.25**5, BASE * 0.25**6],
+        "0.ratio 0.5 -> 0.25; its LR is",
     ),
     "chained": (
         lambda o: torch_schedulers.ChainedScheduler(
@@ -625,8 +625,8 @@ CHANGED: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer], Any],
         lambda o: torch_schedulers.ChainedScheduler(
             [torch_schedulers.ExponentialLR(o, 0.25), torch_schedulers.ConstantLR(o, 1.0)]
         ),
-        [BASE * 0.5**3, BASE * 0.5**3 * 0.25, BASE * 0.5**3 * 0.25**2, BASE * 0.5**3 * 0.25**3],
-        "0.gamma 0.5 -> 0.25",
+        [BASE * 0.25**3, BASE * 0.25**4, BASE * 0.25**5, BASE * 0.25**6],
+        "0.gamma 0.5 -> 0.25; its LR is",
     ),
 }
 
@@ -669,7 +669,265 @@ def test_a_torch_scheduler_over_a_longer_run_reaches_its_end_there(make: Callabl
     )
     lrs = [lr for (lr,) in used_lrs(resumed, ends - 5, load=lambda: load(optimizer_first=True))]
     lrs.append(optimizer.param_groups[0]["lr"])
-    assert lrs[1:] == sorted(lrs[1:], reverse=True) and lrs[-2] > 1e-6  # the first is that of the old curve
+    assert lrs == sorted(lrs, reverse=True) and lrs[-2] > 1e-6
+
+
+def in_sequence(warmup: int) -> Callable[[Optimizer], Any]:
+    return lambda o: torch_schedulers.SequentialLR(
+        o, [torch_schedulers.LinearLR(o, 0.1, total_iters=warmup), torch_schedulers.StepLR(o, 5, 0.1)], [warmup]
+    )
+
+
+def linear_second(milestone: int) -> Callable[[Optimizer], Any]:
+    return lambda o: torch_schedulers.SequentialLR(
+        o, [torch_schedulers.ConstantLR(o, 0.5, 99), torch_schedulers.LinearLR(o, 0.01, total_iters=3)], [milestone]
+    )
+
+
+def chained(first: Callable[[Optimizer], Any]) -> Callable[[Optimizer], Any]:
+    return lambda o: torch_schedulers.ChainedScheduler([first(o), torch_schedulers.ExponentialLR(o, 0.9)])
+
+
+class OwnConstant(torch_schedulers.ConstantLR):
+    def get_lr(self) -> list[Any]:
+        return super().get_lr()
+
+
+class WithFloor(torch_schedulers.StepLR):
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = max(group["lr"], 0.07)
+
+
+class Decaying(torch_schedulers.StepLR):
+    """Sets the weight decay, too."""
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = group["weight_decay"] * self.gamma
+
+
+one_cycle = partial(torch_schedulers.OneCycleLR, total_steps=11)
+cyclic = partial(torch_schedulers.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=3)
+restarts = torch_schedulers.CosineAnnealingWarmRestarts
+REBUILT: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer], Any]]] = {
+    "earlier milestone": (in_sequence(6), in_sequence(3)),
+    "later milestone": (in_sequence(3), in_sequence(6)),
+    "earlier milestone, linear": (linear_second(6), linear_second(3)),
+    "chained constant": (
+        chained(lambda o: torch_schedulers.ConstantLR(o, 0.1, 3)),
+        chained(lambda o: torch_schedulers.ConstantLR(o, 0.1, 8)),
+    ),
+    "chained linear": (
+        chained(lambda o: torch_schedulers.LinearLR(o, 0.1, total_iters=3)),
+        chained(lambda o: torch_schedulers.LinearLR(o, 0.1, total_iters=8)),
+    ),
+    "subclass": (lambda o: OwnConstant(o, 0.1, 3), lambda o: OwnConstant(o, 0.1, 8)),
+    "own step": (lambda o: WithFloor(o, 2, 0.5), lambda o: WithFloor(o, 3, 0.5)),
+    "one cycle, end": (lambda o: one_cycle(o, 0.5, final_div_factor=2.0), lambda o: one_cycle(o, 0.5)),
+    "one cycle, peak": (lambda o: one_cycle(o, 0.5), lambda o: one_cycle(o, 1.0)),
+    "one cycle, same start": (lambda o: one_cycle(o, 0.5, div_factor=25), lambda o: one_cycle(o, 1.0, div_factor=50)),
+    "one cycle, momenta": (
+        lambda o: one_cycle(o, 0.5),
+        lambda o: one_cycle(o, 0.5, base_momentum=0.5, max_momentum=0.9),
+    ),
+    "cyclic, mode": (cyclic, partial(cyclic, mode="exp_range", gamma=0.5)),
+    "cyclic, peak": (cyclic, partial(cyclic, max_lr=0.5)),
+    "restarts": (lambda o: restarts(o, 2), lambda o: restarts(o, 5)),
+    "longer restarts": (lambda o: restarts(o, 2, T_mult=2), lambda o: restarts(o, 5, T_mult=2)),
+}
+
+
+def stepped_by_hand(
+    make: Callable[[Optimizer], Any], steps: int, saved: Any = None
+) -> tuple[list[tuple[float, ...]], dict[str, Any]]:
+    """Rate, momentum and weight decay of each update, and the states that it ends with."""
+    optimizer = SGD([nn.Parameter(torch.ones(2))], lr=BASE, momentum=0.9, weight_decay=0.25)
+    handler = LRSchedule(make(optimizer))
+    if saved is not None:
+        load_both(optimizer, handler, saved, optimizer_first=True)
+    used = []
+    for _ in range(steps):
+        used.append(tuple(optimizer.param_groups[0][key] for key in ("lr", "momentum", "weight_decay")))
+        optimizer.step()
+        handler(Engine(lambda engine, batch: None))
+    return used, through_a_file({"schedule": handler.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 7])
+@pytest.mark.parametrize("name", REBUILT)
+def test_a_rebuilt_torch_scheduler_goes_on_as_if_it_had_been_so_from_the_start(
+    caplog: pytest.LogCaptureFixture, name: str, stop: int
+) -> None:
+    was, now = REBUILT[name]
+    whole, state = stepped_by_hand(now, 10)
+    rest, resumed = stepped_by_hand(now, 10 - stop, stepped_by_hand(was, stop)[1])
+
+    assert rest == whole[stop:]
+    assert resumed["schedule"]["scheduler"] == state["schedule"]["scheduler"]
+    (line,) = caplog.messages
+    assert line.startswith("lr_schedule goes on as it is built now, not as it was saved: ")
+
+
+def test_another_option_that_a_rebuilt_scheduler_sets_goes_on_with_its_rate() -> None:
+    whole, _ = stepped_by_hand(lambda o: Decaying(o, 2, 0.25), 8)
+    _, saved = stepped_by_hand(lambda o: Decaying(o, 2, 0.5), 3)
+    assert stepped_by_hand(lambda o: Decaying(o, 2, 0.25), 5, saved)[0] == whole[3:]
+
+
+class Tagged(torch_schedulers.ExponentialLR):
+    def __init__(self, optimizer: Optimizer, tag: str) -> None:
+        self.tag = tag
+        super().__init__(optimizer, 0.9)
+
+
+def test_an_attribute_that_changes_no_rate_is_named_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    whole, _ = stepped_by_hand(lambda o: Tagged(o, "a"), 6)
+    _, saved = stepped_by_hand(lambda o: Tagged(o, "a"), 3)
+    assert stepped_by_hand(lambda o: Tagged(o, "b"), 3, saved)[0] == whole[3:]
+    assert caplog.messages == ["lr_schedule goes on as it is built now, not as it was saved: tag 'a' -> 'b'."]
+
+
+def test_with_the_same_settings_nothing_is_copied_or_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, saved = stepped_by_hand(in_sequence(3), 5)
+    resumed = LRSchedule(in_sequence(3)(sgd()))
+    monkeypatch.setattr(torch_schedulers.SequentialLR, "step", lambda scheduler: pytest.fail("stepped"))
+    monkeypatch.setattr(torch_schedulers.SequentialLR, "__deepcopy__", lambda *_: pytest.fail("copied"), raising=False)
+    resumed.load_state_dict(saved["schedule"])
+    assert resumed.scheduler.last_epoch == 5
+
+
+class Uncopied(torch_schedulers.StepLR):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("It holds a file.")
+
+
+class Twice(torch_schedulers.StepLR):
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        self.last_epoch = self.last_epoch * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "was", "now", "reason"),
+    [
+        (lambda o, size: one_cycle(o, 0.5, total_steps=size), 11, 3, "Tried to step 4 times"),
+        (lambda o, size: Uncopied(o, size), 2, 3, r"It holds a file\."),
+        (lambda o, size: Twice(o, size), 2, 3, "its last_epoch is not the number of its steps"),
+    ],
+)
+def test_other_settings_whose_rates_are_not_known_are_refused_in_one_line(
+    make: Callable[..., Any], was: Any, now: Any, reason: str
+) -> None:
+    _, saved = stepped_by_hand(lambda o: make(o, was), 5)
+    with pytest.raises(StateMismatch, match=rf"^LRSchedule 'lr_schedule' was saved with .*{reason}.*ignore=\['lr_sch"):
+        stepped_by_hand(lambda o: make(o, now), 1, saved)
+    assert stepped_by_hand(lambda o: make(o, was), 1, saved)[0]
+
+
+class Momenta:
+    """A trainer with momentum over 10 updates of one pass; ``used`` are the rates and momenta of its updates."""
+
+    def __init__(
+        self, folder: Path, make: Callable[[Optimizer], Any], lr: float = BASE, seconds: bool = False, **options: Any
+    ) -> None:
+        model = linear()
+        self.optimizer = SGD(model.parameters(), lr=lr, momentum=0.9)
+        self.trainer = Trainer(Update(model, self.optimizer, mse))
+        LRSchedule(make(self.optimizer)).attach(self.trainer)
+        if seconds:
+            LRSchedule(torch_schedulers.ExponentialLR(self.optimizer, 0.9), name="second").attach(self.trainer)
+        self.checkpoint = Checkpoint(folder, **options)
+        self.checkpoint.attach(self.trainer)
+        self.used: list[tuple[float, float]] = []
+        self.trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._note)
+
+    def _note(self) -> None:
+        (group,) = self.optimizer.param_groups
+        self.used.append((group["lr"], group["momentum"]))
+
+    def train(self, stop: int = 10, **options: Any) -> list[tuple[float, float]]:
+        self.checkpoint.resume(**options)
+        self.trainer.add_event_handler(
+            Events.ITERATION_COMPLETED(once=stop), lambda trainer: trainer.request_stop("asked")
+        )
+        self.trainer.run(loader(Numbers(20), 2), max_epochs=1)
+        return self.used
+
+
+def test_what_a_scheduler_sets_in_the_optimizer_is_not_said_to_have_no_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = partial(one_cycle, max_lr=1.0, max_momentum=0.9)
+    whole = Momenta(tmp_path / "whole", now).train()
+    Momenta(tmp_path / "run", partial(one_cycle, max_lr=0.5)).train(stop=4)
+    caplog.clear()
+    assert Momenta(tmp_path / "run", now).train() == whole[4:]
+    (line,) = [line for line in caplog.messages if "Resumed" not in line]
+    assert "max_lr of group 0 0.5 -> 1.0" in line and "max_momentum of group 0 0.95 -> 0.9" in line
+
+
+def test_one_cycle_that_begins_again_has_the_peak_that_it_is_built_with(tmp_path: Path) -> None:
+    now = partial(one_cycle, max_lr=1.0, base_momentum=0.5)
+    whole = Momenta(tmp_path / "whole", now).train()
+    Momenta(tmp_path / "run", partial(one_cycle, max_lr=0.5)).train(stop=4)
+    assert Momenta(tmp_path / "run", now).train(ignore=["schedule"]) == whole[:6]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "base"),
+    [
+        (lambda o: torch_schedulers.ExponentialLR(o, 0.9), lambda o: torch_schedulers.ExponentialLR(o, 0.5), 0.25),
+        (in_sequence(6), in_sequence(3), 0.25),
+        (partial(one_cycle, max_lr=0.5), partial(one_cycle, max_lr=0.5, total_steps=15), 0.25),
+        (cyclic, partial(cyclic, step_size_up=4), 0.05),
+    ],
+)
+def test_a_rebuilt_schedule_keeps_the_base_of_an_override(tmp_path: Path, was: Any, now: Any, base: float) -> None:
+    """Which halves the highest rate; the rates are in proportion to it."""
+    whole = Momenta(tmp_path / "whole", now).train()
+    Momenta(tmp_path / "run", was).train(stop=3)
+    Momenta(tmp_path / "run", was, override={"optimizer.lr": base}).train(stop=5)
+    rest = Momenta(tmp_path / "run", now).train()
+    assert [lr for lr, _ in rest] == pytest.approx([lr / 2 for lr, _ in whole[5:]])
+    assert [momentum for _, momentum in rest] == [momentum for _, momentum in whole[5:]]
+
+
+def test_another_base_rate_stays_the_saved_one_beside_other_settings(tmp_path: Path) -> None:
+    make = torch_schedulers.ExponentialLR
+    whole = Momenta(tmp_path / "whole", lambda o: make(o, 0.5)).train()
+    Momenta(tmp_path / "run", lambda o: make(o, 0.9)).train(stop=4)
+    rest = Momenta(tmp_path / "run", lambda o: make(o, 0.5), lr=2 * BASE).train()
+    assert [lr for lr, _ in rest] == pytest.approx([lr for lr, _ in whole[4:]])
+
+
+def test_other_settings_of_one_of_two_schedules_are_refused(tmp_path: Path) -> None:
+    make = torch_schedulers.ExponentialLR
+    Momenta(tmp_path, lambda o: make(o, 0.9), seconds=True).train(stop=4)
+    with pytest.raises(StateMismatch, match="another schedule sets the rates of its optimizer"):
+        Momenta(tmp_path, lambda o: make(o, 0.5), seconds=True).train()
+
+
+def test_a_schedule_is_loaded_after_the_optimizer_whichever_is_registered_first(tmp_path: Path) -> None:
+    used: list[float] = []
+    for gamma, epochs in ((0.9, 1), (0.5, 2)):
+        optimizer = sgd()
+
+        def update(engine: Engine, batch: Any, optimizer: Optimizer = optimizer) -> None:
+            used.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            engine.fire_event(TrainingEvents.OPTIMIZER_STEP_COMPLETED)
+
+        trainer = Trainer(update)
+        LRSchedule(torch_schedulers.ExponentialLR(optimizer, gamma)).attach(trainer)
+        trainer.register("optimizer", optimizer)
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(TWO_BATCHES, max_epochs=epochs)
+    assert used == pytest.approx([BASE, BASE * 0.9, BASE * 0.5**2, BASE * 0.5**3])
 
 
 def test_what_changed_in_the_run_and_a_state_of_an_older_version_stay_as_they_were_saved() -> None:
