@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.errors import StateMismatch, change_on_resume, leave_out
 
 logger = logging.getLogger(__name__)
@@ -177,7 +178,8 @@ class OptimizerState:
 
     Beside it, under ``built``, how the optimizer was made: its kind, and the groups and frozen parameters that it had
     before the run. A run that changes them (unfreezing) is resumed by the program that made it: to what was built, the
-    saved groups and frozen parameters are restored.
+    saved groups and frozen parameters are restored. Under ``other`` is the state that the optimizer keeps under keys
+    that are no parameters, if it has any.
 
     Args:
         outside: names the parameters that are not the model's.
@@ -214,12 +216,14 @@ class OptimizerState:
             own.update(left)
         known = {id(parameter): name for name, parameter in parameters.items()}
         groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
+        other = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         return {
-            "state": {names[index]: value for index, value in state["state"].items()}
+            "state": {names[key]: value for key, value in state["state"].items() if key not in other}
             | {known[id(parameter)]: value for parameter, value in left.items() if id(parameter) in known},
             "param_groups": groups,
             "frozen": _frozen(parameters),
             "built": {"kind": self._kind, "groups": self._built_groups, "frozen": self._built_frozen},
+            **({"other": other} if other else {}),
         }
 
     def unsaved(self) -> list[str]:
@@ -257,7 +261,7 @@ class OptimizerState:
         if [set(group) for group in saved] != [set(group) for group in self._by_group(names)]:
             if not same_program or not all(name in parameters for group in saved for name in group):
                 self._refuse_groups(saved, self._by_group(names))
-            self._regroup([[parameters[name] for name in group] for group in saved])
+            self._regroup([{name: parameters[name] for name in group} for group in saved])
             names = self.names(parameters)
         if same_program:
             for name in set(parameters) & (set(state["frozen"]) ^ set(built["frozen"])):
@@ -270,16 +274,21 @@ class OptimizerState:
             for group, own in zip(state["param_groups"], self._by_group(names), strict=True)
         ]
         numbered = {index_of[name]: values for name, values in state["state"].items() if name in index_of}
+        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        other = _copied_to(state.get("other", {}), held[0].device) if held else {}
         defaults = dict(self.optimizer.defaults)
-        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-        self.optimizer.defaults = defaults  # torch adds one, which groups that are added later would get
+        self.optimizer.load_state_dict({"state": {**numbered, **other}, "param_groups": groups})
+        self.optimizer.defaults.clear()
+        self.optimizer.defaults.update(defaults)  # torch adds one, which groups that are added later would get
+        # what is built around another optimizer may have an empty state of its own
+        inside = {} if self.optimizer.state else self.optimizer.state_dict()["state"]
         for name, values in state["state"].items():
             if name not in index_of and name in parameters:
                 self.optimizer.state[parameters[name]] = _copied_to(values, parameters[name].device)
             elif name in parameters:
-                loaded = self.optimizer.state[parameters[name]]
+                loaded = self.optimizer.state.get(parameters[name]) or inside.get(index_of[name], {})
                 for key, value in values.items():  # torch casts them to the parameter's type
-                    if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                    if isinstance(value, Tensor) and key in loaded and loaded[key].dtype != value.dtype:
                         loaded[key] = value.to(loaded[key].device, copy=True)
 
     def in_force(self, settings: Mapping[str, Any], base_lrs: Sequence[Any] = ()) -> dict[str, Any]:
@@ -346,13 +355,14 @@ class OptimizerState:
             groups.append(plain | {"params": held})
         return groups
 
-    def _regroup(self, groups: list[list[Tensor]]) -> None:
+    def _regroup(self, groups: list[dict[str, Tensor]]) -> None:
         own = self.optimizer.param_groups
+        named = "param_names" in own[0]  # then torch wants names for all, and loading replaces them
         del own[len(groups) :]
         for group, parameters in zip(own, groups, strict=False):
-            group["params"][:] = parameters
+            group["params"][:] = parameters.values()
         for parameters in groups[len(own) :]:
-            self.optimizer.add_param_group({"params": parameters})
+            self.optimizer.add_param_group({"params": [*(parameters.items() if named else parameters.values())]})
 
     def _refuse_groups(self, saved: list[list[str]], here: list[list[str]]) -> None:
         different = sorted(set().union(*saved) ^ set().union(*here))[:5]
@@ -390,12 +400,12 @@ def _names_of(groups: Iterable[Mapping[str, Any]]) -> list[set[str]]:
     return [set(group["params"]) for group in groups]
 
 
-def _copied_to(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """A parameter's state on its device; a step count stays where it was, as in torch's own loading."""
-    return {
-        name: value.to(device if value.dim() else value.device, copy=True) if isinstance(value, Tensor) else value
-        for name, value in values.items()
-    }
+def _copied_to(values: Any, device: torch.device) -> Any:
+    """A state on a device; a step count stays where it was, as in torch's own loading."""
+    return rebuilt(
+        values,
+        lambda value: value.to(device if value.dim() else value.device, copy=True) if torch.is_tensor(value) else value,
+    )
 
 
 def _frozen(parameters: Mapping[str, Tensor]) -> list[str]:

@@ -256,7 +256,21 @@ def unfreeze_in_place(model: Parts, optimizer: torch.optim.Optimizer) -> None:
     model.head.bias.requires_grad_(False)
 
 
-CHANGES = [(freeze, add_group), (freeze, append), (freeze, clear_and_add), (freeze_in_place, unfreeze_in_place)]
+def name(model: Parts) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.body.named_parameters(), lr=0.1)
+
+
+def add_named_group(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [*model.head.named_parameters()], "lr": 0.01})
+
+
+CHANGES = [
+    (freeze, add_group),
+    (freeze, append),
+    (freeze, clear_and_add),
+    (freeze_in_place, unfreeze_in_place),
+    (name, add_named_group),
+]
 
 
 @pytest.mark.parametrize(("build", "change"), CHANGES, ids=lambda each: each.__name__)
@@ -462,6 +476,68 @@ def test_optimizer_state_keeps_its_type_where_the_parameters_have_another(kind: 
 
     assert types[0] == types[1] and torch.float32 in types[0]
     assert torch.equal(one(stepped(3, (other, loaded))[0]), one(stepped(3, (model, optimizer))[0]))
+
+
+class _Around:
+    """Steps with another optimizer, to whose state and groups alone it leads, as timm's Lookahead does."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.state = base, dict[Any, Any]()
+        self.zero_grad, self.state_dict, self.load_state_dict = base.zero_grad, base.state_dict, base.load_state_dict
+
+    def step(self) -> None:
+        self.base.step()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.base.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.base.defaults
+
+
+class _WithKeys(torch.optim.NAdam):
+    """Keeps state under keys that are no parameters: a count, and an average of the size of all steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        state: Any = self.state
+        sizes = torch.stack([each.grad.norm() for group in self.param_groups for each in group["params"]])
+        known = state.get("sizes", {"mean": torch.zeros_like(sizes), "counts": [0]})
+        state["sizes"] = {"mean": 0.5 * (known["mean"] + sizes), "counts": [known["counts"][0] + 1]}
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (1 + float(state["sizes"]["mean"].sum()) + state["sizes"]["counts"][0])
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        _WithKeys,
+        lambda held: _Around(_WithKeys(held)),
+        lambda held: _Around(torch.optim.SGD(held, lr=0.1, momentum=0.9)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_inside_of_an_optimizer_or_under_keys_of_its_own_is_resumed(
+    kind: Callable[..., Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    def trained(folder: Path, iterations: int) -> tuple[Tensor, list[str]]:
+        model = linear(dtype=dtype)
+        optimizer = kind([*model.parameters()])
+        trainer = Trainer(Update(model, optimizer, lambda model, batch: mse(model, [each.to(dtype) for each in batch])))
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(loader(Numbers(16), 2), max_iters=iterations)
+        held = getattr(optimizer, "base", optimizer)
+        return one(model), sorted(f"{value.dtype}" for value in _Flat(held).state.values())
+
+    whole = trained(tmp_path / "whole", 6)
+    trained(tmp_path / "cut", 3)
+    resumed = trained(tmp_path / "cut", 6)
+
+    assert torch.equal(resumed[0], whole[0]) and resumed[1] == whole[1]
 
 
 class _Flat:

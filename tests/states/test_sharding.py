@@ -1,0 +1,61 @@
+"""What a custom update trains sharded is resumed: torch's own optimizer, registered under a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from ignite_engine import Trainer, loader
+from ignite_engine.handlers import Checkpoint
+from tests.builders import Numbers, linear, mse
+from tests.ranks.forkserver import on_ranks
+
+
+class _Counting(torch.optim.AdamW):
+    """Its state has an entry that is of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = torch.tensor(1 + int(self.state.get("steps", 0)))  # type: ignore[index]  # torch takes it
+        return super().step(closure)
+
+
+def _train(folder: str, iterations: int) -> tuple[list[Tensor], int, list[str]]:
+    """A sharded part and a frozen whole one, two groups, trained by a function."""
+    torch.manual_seed(3)
+    model = nn.Sequential(linear(), nn.Linear(1, 1).requires_grad_(False))
+    fully_shard(model[0])
+    groups = [{"params": model[1].parameters()}, {"params": model[0].parameters()}]
+    optimizer = _Counting(groups, lr=0.1)
+
+    def update(engine: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    trainer = Trainer(update)
+    trainer.register("model", model, shared=True)
+    trainer.register("optimizer", optimizer, shared=True)
+    checkpoint = Checkpoint(folder)
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+    trainer.run(loader(Numbers(16), 2), max_iters=iterations)
+    weights = [getattr(parameter, "full_tensor", lambda: parameter)().detach() for parameter in model.parameters()]  # noqa: B023
+    return weights, int(optimizer.state["steps"]), trainer.reproducibility()  # type: ignore[index]
+
+
+def _is_resumed(rank: int, folder: str) -> None:
+    whole, steps, _ = _train(f"{folder}/whole", 6)
+    _train(f"{folder}/cut", 3)
+    resumed, again, report = _train(f"{folder}/cut", 6)
+    assert all(map(torch.equal, resumed, whole)) and again == steps == 6
+    assert report == []
+
+
+@pytest.mark.distributed
+def test_torchs_own_optimizer_of_a_sharded_model_is_resumed(tmp_path: Path) -> None:
+    on_ranks(2, _is_resumed, tmp_path)
