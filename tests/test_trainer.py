@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -195,6 +197,13 @@ def test_ignites_handlers_attach_unchanged() -> None:
     assert (state.status, state.reason) == ("completed", "terminate")
 
 
+def test_event_that_nobody_registered_is_refused() -> None:
+    trainer = Trainer(constant)
+
+    with pytest.raises(ValueError, match="not a valid event"):
+        trainer.fire_event("no_such_event")  # type: ignore[arg-type]
+
+
 def test_terminate_on_nan_ends_the_run() -> None:
     trainer = trainer_of(lr=1e30)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
@@ -293,6 +302,33 @@ def test_every_edge_of_a_run_resumes_bit_for_bit() -> None:
         assert seen == {number: loss for number, loss in losses.items() if number > iteration}
         assert torch.equal(weights(rest), weights(whole))
         assert (rest.state.epoch, rest.state.iteration) == (3, 9)
+
+
+@pytest.fixture(params=["MT19937", "PCG64"])
+def numpys(request: pytest.FixtureRequest) -> Iterator[None]:
+    """NumPy's global generator is of this kind."""
+    np.random.set_bit_generator(getattr(np.random, request.param)(1))
+    yield
+    np.random.set_bit_generator(np.random.MT19937(0))
+
+
+@pytest.mark.usefixtures("numpys")
+def test_resumed_run_draws_on_from_every_generator_of_the_host() -> None:
+    drawn: list[tuple[float, ...]] = []
+
+    def make() -> Trainer:
+        def draw(engine: Engine, batch: Any) -> float:
+            drawn.append((random.random(), np.random.random(), torch.rand(()).item()))
+            return 0.0
+
+        return Trainer(draw)
+
+    whole = make()
+    saved = captures(whole)
+    whole.run(numbers_loader(6, 2), max_iters=3)
+    restored(saved[1], make).run(numbers_loader(6, 2), max_iters=3)
+
+    assert drawn[3:] == drawn[1:3]
 
 
 def test_resume_with_other_accumulation_keeps_to_the_data() -> None:

@@ -55,6 +55,19 @@ class Sum(nn.Module):
         return inputs @ (self.first + self.second)
 
 
+class Frozen(nn.Module):
+    """A layer that is not trained before one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = linear(dtype=DOUBLE).requires_grad_(False), nn.Linear(1, 1, dtype=DOUBLE)
+        nn.init.ones_(self.trained.weight)
+        nn.init.ones_(self.trained.bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.trained(self.frozen(inputs))  # type: ignore[no-any-return]
+
+
 class Rows(nn.Module):
     """An embedding with sparse gradients."""
 
@@ -232,6 +245,7 @@ CASES: dict[str, Callable[[int], Result]] = {
     "one after the other": lambda rank: two_losses(rank, "one after the other"),
     "two forwards first": lambda rank: two_losses(rank, "two forwards first"),
     "one tensor": lambda rank: two_losses(rank, "one forward", Sum()),
+    "frozen": lambda rank: two_losses(rank, "one forward", Frozen()),
     "added up": lambda rank: two_losses(rank, "added up"),
     "two heads": two_heads,
     "overflow": overflow_on_one_rank,
@@ -282,7 +296,7 @@ def is_close(weights: Tensor, expected: Tensor) -> bool:
 
 def test_ranks_end_with_the_same_weights(results: Results) -> None:
     with_weights = [name for name in CASES if "weights" in results[0][name]]
-    assert len(with_weights) == 16
+    assert len(with_weights) == 17
     assert [name for name in with_weights if not torch.equal(*(each[name]["weights"] for each in results))] == []
 
 
@@ -323,15 +337,18 @@ def test_sparse_gradients_of_a_tail(results: Results) -> None:
     assert is_close(results[0]["sparse tail"]["weights"], expected)
 
 
-@pytest.mark.parametrize("how", ["one forward", "one after the other", "two forwards first", "one tensor", "added up"])
+@pytest.mark.parametrize(
+    "how", ["one forward", "one after the other", "two forwards first", "one tensor", "frozen", "added up"]
+)
 def test_two_losses_are_one_micro_batch(results: Results, how: str) -> None:
     def pair(rank: int, index: int) -> Any:
-        other = index if how in ("one forward", "one tensor") else index + 1
+        other = index if how in ("one forward", "one tensor", "frozen") else index + 1
         return lambda model: (
             model(micro_batch(rank, index)[0]).square().mean() + model(micro_batch(rank, other)[0]).sin().mean()
         )
 
-    expected = by_hand([pair(*place) for place in both(0, 2)], model=Sum() if how == "one tensor" else None)
+    models = {"one tensor": Sum, "frozen": Frozen}
+    expected = by_hand([pair(*place) for place in both(0, 2)], model=models[how]() if how in models else None)
     for each in results:
         assert is_close(each[how]["weights"], expected)
         assert (each[how]["reductions"], each[how]["steps"]) == (1, 1)  # of DDP; the second loss is reduced beside it

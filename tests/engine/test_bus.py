@@ -404,13 +404,6 @@ def test_users_exception_handler_swallows_as_in_ignite(where: str) -> None:
     assert state.status == "completed"
 
 
-def test_event_that_nobody_registered_is_refused() -> None:
-    trainer = Trainer(constant)
-
-    with pytest.raises(ValueError, match="not a valid event"):
-        trainer.fire_event("no_such_event")  # type: ignore[arg-type]
-
-
 def test_describe_names_handlers_in_the_order_in_which_they_run() -> None:
     trainer = trainer_of()
 

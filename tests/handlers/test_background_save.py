@@ -120,6 +120,28 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
     assert saved[0][0] >= 5 and trainer.state.save_seconds > 0
 
 
+def test_a_save_is_announced_at_the_first_step_boundary_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, written, announced = trainer_of(), threading.Event(), dict[int | None, int]()
+    report = trainer.report_background_done
+
+    def told() -> None:
+        report()
+        written.set()
+
+    monkeypatch.setattr(trainer, "report_background_done", told)
+    Checkpoint(tmp_path, background=True).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: written.wait(30))
+    trainer.add_event_handler(
+        TrainingEvents.CHECKPOINT_SAVED,
+        lambda: announced.__setitem__(trainer.state.saved_iteration, trainer.state.iteration),
+    )
+    trainer.run(numbers_loader(), max_iters=9)
+
+    assert announced.keys() == {2, 9} and 3 <= announced[2] <= 5
+
+
 def test_what_a_save_took_is_told_once_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it, not only what training waited for."""
     save = CheckpointStore.save

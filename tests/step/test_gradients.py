@@ -180,19 +180,21 @@ def test_limit_must_be_positive() -> None:
         clip_gradients([], -1)
 
 
-def test_norm_of_sharded_gradients_is_that_of_the_whole_ones(tmp_path: Any) -> None:
+@pytest.mark.parametrize("is_split", [True, False])
+def test_norm_of_sharded_gradients_is_that_of_the_whole_ones(tmp_path: Any, is_split: bool) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+    placements = [Shard(0) if is_split else Replicate()]
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         whole = parameters([torch.float32] * 3)
         sharded: list[Tensor] = []
         for each in whole[:2]:
-            parameter = nn.Parameter(distribute_tensor(each.detach(), mesh, [Shard(0)]))
-            parameter.grad = distribute_tensor(each.grad.clone(), mesh, [Shard(0)])  # type: ignore[union-attr]
+            parameter = nn.Parameter(distribute_tensor(each.detach(), mesh, placements))
+            parameter.grad = distribute_tensor(each.grad.clone(), mesh, placements)  # type: ignore[union-attr]
             sharded.append(parameter)
         sharded.append(copy.deepcopy(whole[2]))
         sharded[2].grad = whole[2].grad.clone()  # type: ignore[union-attr]  # beside them one that is not sharded
