@@ -70,6 +70,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             "tests/test_update",
             "tests/test_schedules.py",
+            "tests/test_rng.py",
             "tests/test_trainer.py",
             "tests/step",
             "tests/handlers/test_lr_schedule.py",
