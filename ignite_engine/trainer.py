@@ -111,6 +111,7 @@ class Trainer(Engine):
         self.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
         self.resume_state = ResumeState()
         self.registry = Registry(self.resume_state)
+        self.registry.update = update
         self.requests = StopRequests()
         self.intervals = Intervals()
         self.progress = Progress(
@@ -391,7 +392,7 @@ class Trainer(Engine):
             apart.check()
         start.begin(arguments, state, self.progress, self.registry, self.resume_state)
         if apart is not None:
-            apart.watch(self, self.update, boundary=TrainingEvents.RESUME_POINT)
+            apart.watch(self, boundary=TrainingEvents.RESUME_POINT)
         limits = {"max_epochs": state.max_epochs, "max_iters": state.max_iters}
         limit = ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
         if state.start is Start.FRESH:

@@ -107,7 +107,7 @@ def hashes(tensors: Sequence[Tensor]) -> Tensor:
 
 def _words(tensor: Tensor) -> Tensor:
     """The bits of a tensor, eight bytes at a time, shape ``(n,)``; a copy only where they are not aligned so."""
-    values = tensor.contiguous().view(-1)
+    values = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     if values.is_complex():
         values = torch.view_as_real(values).view(-1)
     if values.numel() * values.element_size() % 8:

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-
-from ignite_engine.ranks import agreement
 
 
 def share_buffers(model: object) -> None:
@@ -25,10 +22,15 @@ def share_buffers(model: object) -> None:
             _share_buffers(wrapped)
 
 
-def _share_buffers(wrapped: DistributedDataParallel) -> None:
-    group = wrapped.process_group
+def shared_buffers(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
+    """Those that all ranks get from rank 0 before each forward in training, so that they may differ after it."""
     ignored = wrapped.parameters_to_ignore
-    buffers = [buffer for name, buffer in wrapped.module.named_buffers() if name not in ignored]
+    named = wrapped.module.named_buffers() if wrapped.broadcast_buffers else ()
+    return [buffer for name, buffer in named if name not in ignored]
+
+
+def _share_buffers(wrapped: DistributedDataParallel) -> None:
+    group, buffers = wrapped.process_group, shared_buffers(wrapped)
     for kind in dict.fromkeys((buffer.dtype, buffer.device) for buffer in buffers):
         same = [buffer for buffer in buffers if (buffer.dtype, buffer.device) == kind]
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
@@ -50,31 +52,6 @@ def own_buffers(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
     finally:
         for wrapped, value in zip(models, before, strict=True):
             wrapped.require_forward_param_sync = value
-
-
-def unshared_state(model: object) -> str | None:
-    """Why what a checkpoint holds of the model is not what every rank has, but rank 0's; None: it is."""
-    if agreement.world_size() == 1 or not isinstance(model, nn.Module):
-        return None
-    parallel = data_parallel(model)
-    broadcast = {id(module) for wrapped in parallel if wrapped.broadcast_buffers for module in wrapped.modules()}
-    for name, module in model.named_modules():
-        own = None
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            own = "rescales its weights (max_norm) on each rank by itself"
-        elif isinstance(module, _NormBase) and module.running_mean is not None:
-            shared = id(module) in broadcast or isinstance(module, nn.SyncBatchNorm)
-            own = None if shared else "keeps statistics of each rank's own"
-        if own is not None:
-            return f"{str(name).removeprefix('module.')} {own}, and those of rank 0 alone are saved"
-    for wrapped in parallel:
-        saved = {} if wrapped.broadcast_buffers else wrapped.module.state_dict()
-        for name, buffer in wrapped.module.named_buffers():
-            if name in saved and buffer.is_floating_point():
-                return (
-                    f"the buffer {name} is each rank's own (broadcast_buffers=False), and that of rank 0 alone is saved"
-                )
-    return None
 
 
 def data_parallel(model: object) -> list[DistributedDataParallel]:

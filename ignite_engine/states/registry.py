@@ -44,6 +44,8 @@ class Registry:
         self.shared: set[str] = set()
         self.kinds: dict[str, str] = {}
         """What each object is: ``model``, ``optimizer``, ``schedule``, ``average``, ``metric``, ... or ``other``."""
+        self.update: Any = None
+        """What the Trainer calls in each iteration."""
         self.of_update: list[str] = []
         """Names of what the update's bits depend on."""
         self.nameless: list[str] = []
@@ -64,7 +66,7 @@ class Registry:
         if self._trained_apart is None and agreement.world_size() > 1:
             from ignite_engine.states.trained import TrainedApart
 
-            self._trained_apart = TrainedApart(self.objects)
+            self._trained_apart = TrainedApart(self.objects, self.shared, self.update)
         return self._trained_apart
 
     def register(self, name: str, obj: Any, *, shared: bool = False, kind: str | None = None) -> None:

@@ -1,24 +1,26 @@
-"""What trains on several ranks: each parameter, its optimizer, what reduces its gradient, and where it is saved."""
+"""What trains on several ranks: each parameter, its optimizer, what reduces its gradient, and what is not alike."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ignite_engine.checkpointing.digests import digests, hashes, tensor_sha256
 from ignite_engine.errors import shortened
 from ignite_engine.held import held
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.ranks.ddp_buffers import data_parallel
+from ignite_engine.ranks.ddp_buffers import data_parallel, shared_buffers
 from ignite_engine.states.model_and_optimizer import (
     ModelState,
     OptimizerState,
@@ -72,39 +74,56 @@ def trained_parameters(objects: Mapping[str, Any]) -> list[Trained]:
     return list(rows.values())
 
 
+_Key = tuple[str, str, str]
+"""What it is, ``""`` for a parameter; the registered part, or the attribute of the update; the name in it."""
+
+
+class _Seen(NamedTuple):
+    """What one rank has under a key."""
+
+    hashes: Any
+    is_saved: bool
+    """One rank's is saved for all."""
+    trained: bool = False
+    reduced_by: str | None = None
+    forgotten_by_ddp: bool = False
+    is_copy: bool = False
+    """Of a buffer that DDP shares."""
+
+
 class TrainedApart:
-    """Notices parameters that each rank trains by itself, so that the ranks' weights drift apart.
+    """Notices what all ranks should have alike and have not, as a rule because each rank trains it by itself.
 
     Known to be reduced are DTensors whose mesh has all data-parallel ranks, what DDP or another wrapper with
     ``no_sync`` holds, everything with ``rank_invariant``, and a parameter with a gradient hook, which may reduce it.
     Anything else that an Update trains is named at the start. Whether the ranks agree is seen within the run, whose
-    iterations 1, 2, 4, 8, ... and last one are followed by a comparison of the weights of all ranks. A custom update
-    function may reduce gradients itself, and is judged by these comparisons alone: they include its optimizers' states,
-    its loss scaler and buffers, as a step may leave weights alone (a rate of 0, an overflow), and iterations before the
-    first that changes anything are not counted.
+    iterations 1, 2, 4, 8, ... and last one are followed by a comparison: of all parameters, and of the saved buffers
+    that DDP does not share. An update function or a step of the user's own may reduce gradients itself, and is judged
+    by these comparisons alone: they include its optimizers' states and its loss scaler, as a step may leave weights
+    alone (a rate of 0, an overflow), and iterations before the first that changes anything are not counted.
 
     Args:
         objects: those of the registry, by name.
+        shared: the names of those of which one rank's state is saved for all. The others may differ.
+        update: what the run calls in each iteration.
     """
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
-        self._objects = objects
+    def __init__(self, objects: Mapping[str, Any], shared: Collection[str], update: Any) -> None:
+        self._objects, self._shared = objects, shared
+        self._custom_update = None if _is_the_engines(update) else update
         self._told: set[str] = set()
-        self._custom_update: Any = None
         self._begun = 0
-        self._before: list[Any] = []
-        """By rank what a custom update trains, before the first iteration that changes it."""
         self._uncounted_left = _UNCOUNTED
-        self._first: dict[str, Any] = {}
-        """What was compared first, to tell what is trained without an optimizer."""
-        self._apart: set[int] = set()
-        """The ids of the parameters that were seen to differ between the ranks."""
-        self._differ: set[str] = set()
-        """What else was seen to."""
+        self._before: list[str] = []
+        """By rank a digest of what a custom update trains, before the first iteration that changes it."""
+        self._first: dict[_Key, Any] = {}
+        """What was there first in this run, to tell what is trained without an optimizer."""
+        self._found: dict[_Key, tuple[_Seen, tuple[int, ...]]] = {}
+        """What was seen to differ, on all ranks the same: as one of them has it, and which of them have it."""
         self.compares = False
-        """Parameters are compared within the run."""
+        """The ranks are compared within the run."""
 
-    def watch(self, engine: Engine, update: Any, *, boundary: Any) -> None:
+    def watch(self, engine: Engine, *, boundary: Any) -> None:
         """A run has its position: compare within it what all ranks should have alike.
 
         Args:
@@ -112,10 +131,13 @@ class TrainedApart:
         """
         self._begun, self._before, self._first = engine.state.iteration, [], {}
         self._uncounted_left = _UNCOUNTED
-        if self.compares or mesh.data_size() == 1 or "rank_invariant" in self._objects:
+        if mesh.data_size() == 1 or "rank_invariant" in self._objects:
+            return
+        if self._custom_update is not None:
+            self._seen()  # what is there before the first iteration
+        if self.compares:
             return
         self.compares = True
-        self._custom_update = None if hasattr(update, "stateful") else update
         engine.add_event_handler(Events.ITERATION_COMPLETED(event_filter=self.is_compared), self._compare)
         engine.add_event_handler(boundary, self._compare_at_end)
 
@@ -125,31 +147,73 @@ class TrainedApart:
         return done & (done - 1) == 0
 
     def check(self, *, refuse: bool = True) -> None:
-        """Warn once of what trains apart.
+        """Warn once of parameters that are not alike.
 
         Raises:
             ValueError: a parameter inside of DDP needs a gradient now and did not when DDP was made; not with
                 ``refuse=False``, at the end of a run.
         """
-        if not (rows := self._rows()):
-            return
-        forgotten = [row.name for row in rows if row.forgotten_by_ddp]
+        forgotten = [row.name for row in self._unreduced() if row.forgotten_by_ddp]
+        found = [key[2] for key, (seen, _) in self._found.items() if seen.forgotten_by_ddp]
+        forgotten = list(dict.fromkeys([*forgotten, *found]))
         if forgotten and refuse:
             raise ValueError(
                 f"DistributedDataParallel was made while {shortened(forgotten)} needed no gradient, so it does not "
                 "reduce it, and each rank would train its own: wrap the model while everything that is ever trained "
                 "needs a gradient, with find_unused_parameters=True, and freeze after that; or wrap it again."
             )
-        if agreement.rank() == 0 and not self._told.issuperset(row.name for row in rows):
-            for reason, remedy in _reasons(rows):
-                logger.warning("%s: %s.", reason, remedy)
-        self._told.update(row.name for row in rows)
+        reasons = list(self._reasons())
+        new = {name for reason in reasons for name in reason.names} - self._told
+        if agreement.rank() == 0 and new:
+            for reason in reasons:
+                logger.warning("%s: %s.", reason.text, reason.remedy)
+        self._told |= new
 
     def reasons(self) -> list[str]:
         """Why a resumed run would have other bits: rank 0's weights are saved for all."""
-        found = [reason for reason, _ in _reasons(self._rows())]
-        found += [f"each rank has its own {shortened(sorted(self._differ))}"] if self._differ else []
-        return [f"{reason}, and rank 0's are saved" for reason in found]
+        others = {
+            f"{what} {name}".strip() for what, part, name in self._found if what and ("", part, name) not in self._found
+        }
+        found = [reason.text if reason.of_some_ranks else f"{reason.text}{_SAVED}" for reason in self._reasons()]
+        return found + ([f"each rank has its own {shortened(sorted(others))}{_SAVED}"] if others else [])
+
+    def _unreduced(self) -> list[Trained]:
+        """What an Update trains without anything that reduces it."""
+        if self._custom_update is not None or mesh.data_size() == 1:
+            return []
+        judged = {name for name, obj in self._objects.items() if isinstance(obj, OptimizerState)}
+        rows = trained_parameters(self._objects)
+        return [row for row in rows if not row.reduced_by and row.optimizer in judged]
+
+    def _reasons(self) -> Iterator[_Reason]:
+        """Of parameters: why a resumed run would have other bits."""
+        unreduced = [row.name for row in self._unreduced()]
+        held, of_some, different = dict[str, list[str]](), dict[tuple[int, ...], list[str]](), list[str]()
+        for (what, _, name), (seen, ranks) in self._found.items():
+            if what or name in unreduced:
+                continue
+            if len(ranks) < agreement.world_size():
+                of_some.setdefault(ranks, []).append(name)
+            elif not seen.trained:
+                different.append(name)
+            else:
+                (unreduced if seen.reduced_by is None else held.setdefault(seen.reduced_by, [])).append(name)
+        if unreduced:
+            text = (
+                f"each rank trains {shortened(unreduced)} by itself ({len(unreduced)} of the parameters), as nothing "
+                "reduces it"
+            )
+            of_the_loss = all(name.startswith("parameters/") for name in unreduced)
+            yield _Reason(unreduced, text, _OF_THE_LOSS if of_the_loss else _UNWRAPPED)
+        for holder, names in held.items():
+            text = f"the ranks have trained {shortened(names)} apart, though {holder} is to reduce it"
+            yield _Reason(names, text, _BYPASSED)
+        if different:
+            yield _Reason(different, f"the ranks have different values of {shortened(different)}", _BUILT_OTHERWISE)
+        for ranks, names in of_some.items():
+            which = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} alone"
+            text = f"{which} {'have' if len(ranks) > 1 else 'has'} {shortened(names)}"
+            yield _Reason(names, text, _OF_SOME, of_some_ranks=True)
 
     # -- comparing ------------------------------------------------------------------------------------------------
 
@@ -165,98 +229,143 @@ class TrainedApart:
     _compare_at_end.phase = -1  # type: ignore[attr-defined]  # before a save, whose report has what is found
 
     def _look(self, engine: Engine) -> None:
-        rows, beside = dict(zip(*_numbered(self._compared()), strict=True)), dict[str, str]()
-        hashed = hashes([row.parameter.detach() for row in rows.values()]).tolist()
-        weights: dict[str, Any] = dict(zip(rows, hashed, strict=True))
-        if self._custom_update is not None:
-            objects = self._used()
-            weights = {key: (weights[key], repr(digests(_state_of(row, objects)))) for key, row in rows.items()}
-            beside = {name: tensor_sha256(buffer) for name, buffer in self._buffers()}
-            scalers = [obj.state_dict() for obj in objects.values() if isinstance(obj, GradScaler)]
-            beside |= {"loss scaler": repr(digests(scalers))} if scalers else {}
-        first = self._first = self._first or weights
-        trained = [key for key, row in rows.items() if row.optimizer or first.get(key) != weights[key]]
-        everyone = agreement.gather_objects({**{key: weights[key] for key in trained}, **beside})
-        names = set[str]().union(*everyone)
-        found = {name for name in names if len({of_rank.get(name) for of_rank in everyone}) > 1}
-        apart = [row for key, row in rows.items() if key in found]
-        if "loss scaler" in found:
-            apart += [row for row in rows.values() if row.reduced_by is None]
-        self._apart |= {id(row.parameter) for row in apart}
-        self._differ |= found - rows.keys()
-        if self._custom_update is not None and self._uncounted_left and any(everyone):
-            if everyone == self._before:
+        mine = self._seen()
+        trained = {key: seen for key, seen in mine.items() if seen.trained}
+        digests_of_all = agreement.gather_objects((_digest(mine), _digest(trained)))
+        if len({digest for digest, _ in digests_of_all}) > 1:
+            self._note(agreement.gather_objects(mine))
+        now = [digest for _, digest in digests_of_all]
+        if self._custom_update is not None and self._uncounted_left and any(now):
+            if now == self._before:
                 self._begun, self._uncounted_left = engine.state.iteration, self._uncounted_left - 1
             elif self._before:
                 self._uncounted_left = 0
-            self._before = everyone
+            self._before = now
 
-    def _compared(self) -> list[Trained]:
-        """What all ranks hold whole and train: by optimizers, and, where an update is a custom one, by itself."""
-        used = self._used()
-        rows = trained_parameters(used)
-        if self._custom_update is not None:
-            known, reducers = {id(row.parameter) for row in rows}, _Reducers(used)
-            for model in _models_of(used):
-                for name, parameter in named_parameters(model):
-                    if parameter.requires_grad and id(parameter) not in known:
-                        rows.append(reducers.row(name, parameter, ""))
-        return [row for row in rows if not hasattr(row.parameter, "device_mesh")]
+    def _note(self, everyone: list[dict[_Key, _Seen]]) -> None:
+        for key in dict.fromkeys(key for mine in everyone for key in mine):
+            ranks = tuple(rank for rank, mine in enumerate(everyone) if key in mine)
+            seen = [everyone[rank][key] for rank in ranks]
+            before = [self._found[key][0]] if key in self._found else []
+            trained = any(one.trained for one in [*before, *seen])
+            differ = len(ranks) < len(everyone) or len({one.hashes for one in seen}) > 1
+            if differ and (trained or seen[0].is_saved) and not all(one.is_copy for one in seen):
+                self._found[key] = seen[0]._replace(trained=trained), ranks
 
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint holds of rank 0 alone: buffers of the registered models whose DDP does not share them."""
-        for model in _models_of(self._objects):
-            if not any(wrapped.broadcast_buffers for wrapped in data_parallel(model)):
-                inner = unwrap(model)
-                saved = inner.state_dict(keep_vars=True)
-                for name, buffer in inner.named_buffers():
-                    if name in saved and not hasattr(buffer, "device_mesh"):
-                        yield f"buffer {clean_name(name)}", buffer
+    def _seen(self) -> dict[_Key, _Seen]:
+        """What this rank has of what all ranks should have alike; what is sharded is not compared."""
+        used, custom = self._used(), self._custom_update is not None
+        rows = {key: row for key, row in _parameters(used).items() if not self._may_differ(key[1])}
+        tensors = {key: [row.parameter] for key, row in rows.items()}
+        if custom:
+            states = {(_STATE, *key[1:]): self._state_of(row, used) for key, row in rows.items()}
+            tensors |= {key: state for key, state in states.items() if state}
+        buffers, shared = _buffers({name: obj for name, obj in used.items() if name in self._shared}, used)
+        tensors |= {key: [buffer] for key, buffer in buffers.items()}
+        compared = [tensor for group in tensors.values() for tensor in group]
+        hashed = _hashed([*compared, *(shared if buffers else [])])
+        numbers, copied = iter(hashed), {*hashed[len(compared) :]}
+        found = {}
+        for key, group in tensors.items():
+            own, row = tuple(next(numbers) for _ in group), rows.get(key)
+            seen = _Seen(own, key[1] in self._shared)
+            if row is not None:
+                trained = bool(row.optimizer) or self._first.setdefault(key, own) != own
+                seen = seen._replace(trained=trained, reduced_by=row.reduced_by, forgotten_by_ddp=row.forgotten_by_ddp)
+            found[key] = seen._replace(
+                trained=seen.trained or key[0] == _STATE, is_copy=key in buffers and own[0] in copied
+            )
+        scalers = {
+            name: obj for name, obj in used.items() if isinstance(obj, GradScaler) and not self._may_differ(name)
+        }
+        for name, scaler in scalers.items() if custom else ():
+            found[_SCALER, name, ""] = _Seen(repr(digests(scaler.state_dict())), name in self._shared, trained=True)
+        return found
 
     def _used(self) -> dict[str, Any]:
         """What is registered, and what a custom update holds beside it."""
-        if self._custom_update is None:
-            return dict(self._objects)
-        found = held({"": self._custom_update}, (nn.Module, Optimizer, GradScaler))
-        named = ((name.removeprefix("."), value) for name, value in found)
-        return {**self._objects, **{name: value for name, value in named if name not in self._objects}}
+        used = dict(self._objects)
+        owners = {} if self._custom_update is None else {"": self._custom_update}
+        known = {id(obj) for obj in used.values()}
+        for name, value in held(owners, (nn.Module, Optimizer, GradScaler)):
+            if id(value) not in known:
+                name = name.removeprefix(".")
+                used[name if name not in used else f"{name} of the update"] = value
+        return used
 
-    def _rows(self) -> list[Trained]:
-        """What trains apart: seen to, or, of an Update, without anything that reduces it."""
-        if mesh.data_size() == 1:
+    def _may_differ(self, name: str) -> bool:
+        """Whether this is a part of which each rank saves its own."""
+        return name in self._objects and name not in self._shared
+
+    def _state_of(self, row: Trained, objects: Mapping[str, Any]) -> list[Tensor]:
+        """What its optimizer holds of it."""
+        if (holder := objects.get(row.optimizer)) is None or self._may_differ(row.optimizer):
             return []
-        judged = set[str]()
-        if self._custom_update is None:
-            judged = {name for name, obj in self._objects.items() if isinstance(obj, OptimizerState)}
-        rows = self._compared() if self._custom_update is not None else trained_parameters(self._objects)
-        apart = self._apart
-        return [row for row in rows if id(row.parameter) in apart or (not row.reduced_by and row.optimizer in judged)]
+        optimizer: Optimizer = holder.optimizer if isinstance(holder, OptimizerState) else holder
+        state: Mapping[str, Any] = optimizer.state.get(row.parameter, {})
+        # numbers may be of this rank alone, such as the loss that LBFGS keeps
+        return [value for value in state.values() if isinstance(value, Tensor) and _is_comparable(value)]
 
 
-def _numbered(rows: Iterable[Trained]) -> tuple[list[str], list[Trained]]:
-    """Keys of rows, the same on all ranks: parameters of two models may have one name."""
-    keys, times = list[str](), Counter[str]()
-    for row in (rows := [*rows]):
-        times[row.name] += 1
-        keys.append(f"{row.name} {times[row.name]}")
-    return keys, rows
+class _Reason(NamedTuple):
+    """Why a resumed run would have other bits, and what to do about it."""
+
+    names: list[str]
+    """Of parameters."""
+    text: str
+    remedy: str
+    of_some_ranks: bool = False
 
 
-def _reasons(rows: Iterable[Trained]) -> Iterator[tuple[str, str]]:
-    """Why the ranks' weights drift apart, each with what to do about it."""
-    unreduced, held = list[str](), dict[str, list[str]]()
-    for row in rows:
-        (unreduced if row.reduced_by is None else held.setdefault(row.reduced_by, [])).append(row.name)
-    if unreduced:
-        yield (
-            (
-                f"each rank trains {shortened(unreduced)} by itself ({len(unreduced)} of the parameters), as nothing "
-                "reduces it"
-            ),
-            _OF_THE_LOSS if all(name.startswith("parameters/") for name in unreduced) else _UNWRAPPED,
-        )
-    for holder, names in held.items():
-        yield f"the ranks have trained {shortened(names)} apart, though {holder} is to reduce it", _BYPASSED
+def _is_the_engines(update: Any) -> bool:
+    """Whether its step is that of Update or Updates, in which nothing of the user's own reduces gradients."""
+    methods = [getattr(type(update), name, None) for name in ("__call__", "accumulate", "_step")]
+    own = [getattr(method, "__module__", "") for method in methods if method is not None]
+    if not all(module.startswith("ignite_engine.update.") for module in own):
+        return False
+    return all(_is_the_engines(part) for part in getattr(update, "updates", {}).values())
+
+
+def _parameters(objects: Mapping[str, Any]) -> dict[_Key, Trained]:
+    """Those of all models and optimizers, each once, but for what is sharded or has no values."""
+    reducers, rows = _Reducers(objects), {id(row.parameter): row for row in trained_parameters(objects)}
+    found: dict[int, tuple[_Key, Trained]] = {}
+    for label, model in _models_of(objects):
+        for name, parameter in named_parameters(model):
+            key = id(parameter)
+            if key not in found:
+                found[key] = ("", label, name), rows.get(key) or reducers.row(name, parameter, "")
+    found = {key: (("", row.optimizer, row.name), row) for key, row in rows.items()} | found
+    return {key: row for key, row in found.values() if _is_comparable(row.parameter)}
+
+
+def _buffers(objects: Mapping[str, Any], used: Mapping[str, Any]) -> tuple[dict[_Key, Tensor], list[Tensor]]:
+    """The saved buffers of the models in ``objects`` that no DDP in ``used`` shares, and those that one does."""
+    wrapped = [ddp for _, model in _models_of(used) for ddp in data_parallel(model)]
+    shared = {id(buffer): buffer for ddp in wrapped for buffer in shared_buffers(ddp)}
+    found: dict[int, tuple[_Key, Tensor]] = {}
+    for label, model in _models_of(objects):
+        inner = unwrap(model)
+        saved = inner.state_dict(keep_vars=True)
+        for name, buffer in inner.named_buffers():
+            if name in saved and id(buffer) not in shared and _is_comparable(buffer):
+                found.setdefault(id(buffer), (("buffer", label, clean_name(name)), buffer))
+    return dict(found.values()), [buffer for buffer in shared.values() if _is_comparable(buffer)]
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    """Whether its values are here and plain: not sharded, of a lazy module, or of a kind with its own storage."""
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return plain and not (is_lazy(tensor) or tensor.is_meta or tensor.is_quantized)
+
+
+def _hashed(tensors: Sequence[Tensor]) -> list[int | str]:
+    strided = iter(hashes([tensor for tensor in tensors if tensor.layout == torch.strided]).tolist())
+    return [next(strided) if tensor.layout == torch.strided else tensor_sha256(tensor) for tensor in tensors]
+
+
+def _digest(seen: Mapping[_Key, _Seen]) -> str:
+    return hashlib.sha256(repr(seen).encode()).hexdigest() if seen else ""
 
 
 _OF_THE_LOSS = (
@@ -270,6 +379,13 @@ _BYPASSED = (
     "call the wrapped model itself and not the module inside, leave no_sync to the engine, give hooks that average "
     "over all ranks, use no max_norm, and let each rank begin with the same weights"
 )
+_BUILT_OTHERWISE = (
+    "build it on all ranks from the same seed or file, or inside of DistributedDataParallel, which gives all ranks "
+    "rank 0's"
+)
+_OF_SOME = "let every rank have it, or train it outside of the update"
+_SAVED = ", and rank 0's are saved"
+_STATE, _SCALER = "optimizer state of", "loss scaler"
 
 
 class _Reducers:
@@ -279,7 +395,7 @@ class _Reducers:
         self._everything = "rank_invariant" if "rank_invariant" in objects else None
         self._reducer_of: dict[int, str] = {}
         self._forgotten: set[int] = set()
-        for model in _models_of(objects):
+        for _, model in _models_of(objects):
             for module in reducing_modules(model):
                 self._add(module)
 
@@ -304,24 +420,16 @@ class _Reducers:
         return Trained(name, parameter, optimizer, by, by is None and key in self._forgotten)
 
 
-def _models_of(objects: Mapping[str, Any]) -> list[nn.Module]:
+def _models_of(objects: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
     """Each model of the registered objects once, loss functions that are modules among them."""
-    found: dict[int, nn.Module] = {}
-    for obj in objects.values():
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for label, obj in objects.items():
         loss_module = getattr(getattr(obj, "outside", None), "loss_module", None)
         model = getattr(obj, "model", None) if isinstance(obj, ModelState | OptimizerState) else None
-        found |= {id(module): module for module in (obj, model, loss_module) if isinstance(module, nn.Module)}
+        for module in (obj, model, loss_module):
+            if isinstance(module, nn.Module):
+                found.setdefault(id(module), (label, module))
     return list(found.values())
-
-
-def _state_of(row: Trained, objects: Mapping[str, Any]) -> dict[str, Any]:
-    """What its optimizer holds of it."""
-    if (holder := objects.get(row.optimizer)) is None:
-        return {}
-    optimizer: Optimizer = holder.optimizer if isinstance(holder, OptimizerState) else holder
-    state: Mapping[str, Any] = optimizer.state.get(row.parameter, {})
-    # numbers may be of this rank alone, such as the loss that LBFGS keeps
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.checkpointing import NotExact
 from ignite_engine.errors import RanksDiffer
 from ignite_engine.handlers import Checkpoint, WeightDrift
+from ignite_engine.ranks import agreement
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
 from ignite_engine.states.trained import TrainedApart, trained_parameters
 from tests.builders import Numbers, mse
 from tests.ranks.forkserver import on_ranks
@@ -244,7 +248,9 @@ def _own_functions(rank: int, folder: str) -> None:
     assert "trains sgd.2 by itself (1 of" in trained(DistributedDataParallel(_linear()), outside=apart)[1][0]
     with pytest.raises(NotExact, match="by itself"):
         trained(_linear(), strict=True)
-    assert trained(_linear(), lr=0.0)[1] == reasons, "weights that a rate of 0 leaves alone were taken for a proof"
+    assert trained(_linear(), lr=0.0)[1] == [
+        "each rank has its own optimizer state of bias, optimizer state of weight, and rank 0's are saved"
+    ], "weights that a rate of 0 leaves alone were taken for a proof"
     assert trained(nn.Sequential(nn.BatchNorm1d(3), _linear()), reduces=True)[1] == [
         "each rank has its own buffer 0.running_mean, buffer 0.running_var, and rank 0's are saved"
     ]
@@ -376,11 +382,217 @@ def _own_functions_late(rank: int, folder: str) -> None:
     assert any("buffer 0.running_mean" in reason for reason in found), found
 
 
+class _Moving(nn.Module):
+    """A mean, or a count, of this rank's inputs that is added to them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, dtype=dtype))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            moved = 0.1 * inputs.detach().mean() if self.seen.is_floating_point() else (inputs > 0).sum()
+            self.seen += moved.to(self.seen.dtype)
+        return inputs + 0.01 * self.seen
+
+
+class _Constant(nn.Module):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", value)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.value  # type: ignore[no-any-return]
+
+
+def _reasons_of(trainer: Trainer, iterations: int = 3) -> list[str]:
+    _run(trainer, iterations=iterations)
+    return [reason for reason in trainer.reproducibility() if "rank" in reason]
+
+
+def _of_buffers(rank: int, folder: str) -> None:
+    """Of an Update: those that DDP does not share are compared by value."""
+    own = "each rank has its own buffer {}, and rank 0's are saved"
+
+    def sharded(*layers: nn.Module) -> nn.Module:
+        model = nn.Sequential(*layers)
+        fully_shard(model)
+        return model
+
+    assert _reasons_of(_trainer(nn.Sequential(DistributedDataParallel(_linear()), _Moving()))) == [own.format("1.seen")]
+    assert _reasons_of(_trainer(sharded(_Moving(), _linear()))) == [own.format("0.seen")]
+    statistics = "0.running_mean, buffer 0.running_var"
+    assert _reasons_of(_trainer(sharded(nn.BatchNorm1d(3), _linear()))) == [own.format(statistics)]
+    for layer, found in ((_Moving(torch.int64), [own.format("0.seen")]), (_Constant(torch.ones(1)), [])):
+        model = DistributedDataParallel(nn.Sequential(layer, _linear()), broadcast_buffers=False)
+        assert _reasons_of(_trainer(model)) == found
+    strict = _trainer(sharded(_Moving(), _linear()))
+    Checkpoint(f"{folder}/strict", strict=True).attach(strict)
+    with pytest.raises(NotExact, match=r"its own buffer 0\.seen"):
+        _run(strict)
+    assert strict.state.iteration == 1
+
+    layers = nn.Sequential(nn.BatchNorm1d(3), _Moving(), _linear())
+    ignored = DistributedDataParallel
+    ignored._set_params_and_buffers_to_ignore_for_model(layers, ["1.seen"])  # type: ignore[no-untyped-call]
+    trainer = _trainer(ignored(layers))
+    assert _reasons_of(trainer) == [own.format("1.seen")], "what DDP is told to ignore is not shared"
+    # rank 1's statistics are replaced before the next forward, and so are copies of them
+    model = nn.Sequential(nn.BatchNorm1d(3), _linear())
+    trainer = _trainer(DistributedDataParallel(model))
+    average = AveragedModel(model)
+    trainer.register("average", average, shared=True)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: average.update_parameters(model))
+    assert _reasons_of(trainer) == []
+    everyones = agreement.gather_objects(model[0].running_mean.tolist())
+    assert everyones[0] != everyones[1]
+
+
+def _of_frozen_parameters(rank: int, folder: str) -> None:
+    """What no rank trains is compared, too: a resumed rank has rank 0's."""
+    found = ["the ranks have different values of 0.weight, 0.bias, and rank 0's are saved"]
+    for wrap in (DistributedDataParallel, fully_shard):
+        torch.manual_seed(rank)
+        frozen, trained = nn.Linear(3, 3).requires_grad_(False), wrap(_linear())
+        said = _records()
+        assert _reasons_of(_trainer(nn.Sequential(frozen, trained), parameters=[*trained.parameters()])) == found
+        lines = [record.getMessage() for record in said.records if "different values" in record.getMessage()]
+        assert len(lines) == (rank == 0) and all("from the same seed" in line for line in lines)
+
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 3), DistributedDataParallel(_linear()))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    trainer = Trainer(_step_of(model, optimizer))
+    trainer.register("model", model, shared=True)
+    trainer.register("optimizer", optimizer, shared=True)
+    assert _reasons_of(trainer) == found
+
+    kept = Trainer(_step_of(model[1], optimizer))
+    kept.register("model", model[1], shared=True)
+    kept.register("each rank's own", model[0])
+    assert _reasons_of(kept) == [], "each rank saves its own"
+
+
+def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def update(engine: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return update
+
+
+class _OwnUpdate:
+    """As in the documentation: a class that says what it saves."""
+
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer | None, *, reduces: bool = False) -> None:
+        self.net, self.optimizer, self.reduces = net, optimizer, reduces
+
+    def stateful(self) -> Iterator[tuple[str, Any, bool]]:
+        yield "model", ModelState(self.net), True
+        if self.optimizer is not None:
+            yield "optimizer", OptimizerState(self.optimizer, self.net), True
+
+    def __call__(self, engine: Engine, batch: Any) -> None:
+        gradients = torch.autograd.grad(mse(self.net, batch), [*self.net.parameters()])
+        for parameter, gradient in zip(self.net.parameters(), gradients, strict=True):
+            if self.reduces:
+                dist.all_reduce(gradient)
+            parameter.grad = gradient
+            if self.optimizer is None:
+                parameter.data -= 0.1 * gradient
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+class _Averages(Update):
+    """Averages gradients itself, over a model that is in nothing."""
+
+    def accumulate(self, engine: Engine, micro_batches: Any, scales: list[float]) -> dict[str, Tensor]:
+        output = super().accumulate(engine, micro_batches, scales)
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+        return output
+
+
+def _of_own_classes(rank: int, folder: str) -> None:
+    """An update class of the user's is judged by what the ranks have, as a function is."""
+
+    def found(net: nn.Module, kind: Any = torch.optim.SGD, lr: float = 0.1, *, reduces: bool = False) -> list[str]:
+        optimizer = None if kind is None else kind(net.parameters(), lr=lr)
+        trainer = Trainer(_OwnUpdate(net, optimizer, reduces=reduces))
+        assert trainer.reproducibility() == [], "judged before anything was trained"
+        return _reasons_of(trainer)
+
+    apart = (
+        "each rank trains weight, bias by itself (2 of the parameters), as nothing reduces it, and rank 0's are saved"
+    )
+    assert found(_linear()) == found(_linear(), None) == [apart]
+    assert found(_linear(), reduces=True) == found(_linear(), None, reduces=True) == []
+    moving = nn.Sequential(_Moving(), _linear())
+    assert found(moving, reduces=True) == ["each rank has its own buffer 0.seen, and rank 0's are saved"]
+    states = "each rank has its own optimizer state of bias, optimizer state of weight, and rank 0's are saved"
+    assert found(_linear(), torch.optim.Adam, lr=0.0) == [states]
+
+    model = _linear()
+    assert _reasons_of(Trainer(_Averages(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))) == []
+
+
+class _Marked(torch.optim.SGD):
+    """Keeps a number of its rank's in its state, which steers nothing."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["rank"] = torch.tensor(float(dist.get_rank()))
+        return super().step(closure)
+
+
+def _of_odd_parts(rank: int, folder: str) -> None:
+    """What has no values, a conjugate, a state that steers nothing, a model of one rank."""
+
+    def found(update: Any, **parts: Any) -> list[str]:
+        trainer = Trainer(update)
+        for name, part in parts.items():
+            trainer.register(name, part, shared=True)
+        return _reasons_of(trainer)
+
+    model = DistributedDataParallel(_linear())
+    optimizer = _Marked(model.parameters(), lr=0.1)
+    states = "each rank has its own optimizer state of bias, optimizer state of weight, and rank 0's are saved"
+    assert found(_step_of(model, optimizer), model=model, optimizer=optimizer) == [states]
+
+    with_lazy = nn.ModuleList([model, nn.LazyLinear(1)])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert found(_step_of(model, sgd), model=with_lazy, sgd=sgd) == []
+
+    holder = nn.Module()
+    holder.weight = nn.Parameter(torch.full((3,), 1 + 1j + rank).conj())
+    (reason,) = found(lambda engine, batch: holder.weight, model=holder)
+    assert reason.startswith("the ranks have different values of weight")
+
+    probe = nn.Linear(1, 1) if rank == 0 else None
+    of_probe = None if probe is None else torch.optim.SGD(probe.parameters(), lr=0.1)
+
+    def probed(engine: Any, batch: Any) -> None:
+        _step_of(model, sgd)(engine, batch)
+        if probe is not None and of_probe is not None:
+            _step_of(probe, of_probe)(engine, (model(batch[0]).detach(), batch[1]))
+
+    assert found(probed, model=model, sgd=sgd) == ["rank 0 alone has weight, bias"]
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "work", [_trains_apart, _is_reduced, _unfrozen_late, _own_functions, _held_and_not_reduced, _own_functions_late]
 )
 def test_ranks(work: Any, tmp_path: Path) -> None:
+    on_ranks(2, work, tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("work", [_of_buffers, _of_frozen_parameters, _of_own_classes, _of_odd_parts])
+def test_what_differs_between_ranks_is_seen_by_its_values(work: Any, tmp_path: Path) -> None:
     on_ranks(2, work, tmp_path)
 
 
@@ -394,9 +606,10 @@ def test_one_process_trains_nothing_apart() -> None:
 
 
 def test_an_own_update_is_compared_at_iterations_that_come_twice_as_far_from_where_the_run_began() -> None:
-    engine, compared = Engine(lambda engine, batch: None), TrainedApart({})
+    engine = Engine(lambda engine, batch: None)
+    compared = TrainedApart({}, (), engine._process_function)
     for began in (0, 10):
         engine.state.iteration = began
-        compared.watch(engine, lambda engine, batch: None, boundary=Events.COMPLETED)
+        compared.watch(engine, boundary=Events.COMPLETED)
         at = [done for done in range(1, 20) if compared.is_compared(engine, began + done)]
         assert at == [1, 2, 4, 8, 16]
