@@ -31,7 +31,16 @@ class Kept:
         self.state = dict(state)
 
 
-KINDS = ["resets", "counts", "appends", "torch's schedule", "Ignite's schedule", "rate by hand", "metric"]
+KINDS = [
+    "resets",
+    "resets a tensor",
+    "counts",
+    "appends",
+    "torch's schedule",
+    "Ignite's schedule",
+    "rate by hand",
+    "metric",
+]
 
 
 def plant(kind: str, trainer: Trainer) -> None:
@@ -41,6 +50,8 @@ def plant(kind: str, trainer: Trainer) -> None:
     def begin(engine: Engine) -> None:
         if kind == "resets":
             kept.state = {**kept.state, "sum": 0.0, "hidden": torch.zeros(2)}
+        elif kind == "resets a tensor":
+            kept.state["hidden"].zero_()
         elif kind == "counts":
             kept.state["epochs"] += 1
         elif kind == "appends":
