@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
@@ -85,82 +85,85 @@ def _is_closed(value: Any, kind: type) -> bool:
     return package in _LIBRARIES and package not in _OPEN
 
 
-def parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(name: str, value: Any) -> list[tuple[str, Any]]:
     """What an object holds directly."""
     kind = type(value)
     if issubclass(kind, FunctionType):
-        yield from _of_function(name, value)
-    elif issubclass(kind, MethodType):
-        yield name, value.__self__
-        yield name, value.__func__
-    elif issubclass(kind, partial):
-        yield name, value.func
-        yield from _elements(name, value.args)
-        yield from ((f"{name}.{key}", argument) for key, argument in value.keywords.items())
-    elif issubclass(kind, type):
-        yield from _of_class(name, value)
+        return _of_function(name, value)
+    if issubclass(kind, type):
+        return _of_class(name, value)
+    if issubclass(kind, MethodType):
+        return [(name, value.__self__), (name, value.__func__)]
+    if kind.__name__ in _NOT_IN_PYTHON:
+        return [(name, getattr(value, "__self__", None))]
+    found: list[tuple[str, Any]] = []
+    if issubclass(kind, partial):
+        found.append((name, value.func))
+        found += [(f"{name}[{place}]", element) for place, element in enumerate(value.args)]
+        found += [(f"{name}.{key}", element) for key, element in value.keywords.items()]
     elif issubclass(kind, dict):
         for place, (key, element) in enumerate(islice(dict.items(value), _MOST_ELEMENTS)):
-            yield f"{name}[{repr(key) if type(key) in _PLAIN else place}]", element
-    elif kind.__name__ in _NOT_IN_PYTHON:
-        yield name, getattr(value, "__self__", None)
+            found.append((f"{name}[{repr(key) if type(key) in _PLAIN else place}]", element))
     else:
         for base in _COLLECTIONS:
             if issubclass(kind, base):
-                elements = _elements(name, base.__iter__(value))
-                yield from ((name + UNORDERED, part) for _, part in elements) if base in _SETS else elements
-    yield from _attributes(name, value, kind)
-
-
-def _elements(name: str, elements: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"{name}[{place}]", element) for place, element in enumerate(islice(elements, _MOST_ELEMENTS)))
-
-
-def _attributes(name: str, value: Any, kind: type) -> Iterator[tuple[str, Any]]:
+                elements = islice(base.__iter__(value), _MOST_ELEMENTS)
+                is_set = base in _SETS
+                found = [
+                    (name + UNORDERED if is_set else f"{name}[{place}]", element)
+                    for place, element in enumerate(elements)
+                ]
     try:
-        own = {} if issubclass(kind, type) else vars(value)
+        own = vars(value)
     except (TypeError, ReferenceError):  # it has none, or is a proxy of what is gone
         own = {}
     if issubclass(kind, nn.Module):
-        yield from ((f"{name}.{key}", module) for key, module in value._modules.items())
+        found += [(f"{name}.{key}", module) for key, module in value._modules.items()]
         own = {key: attribute for key, attribute in own.items() if key not in _OF_EVERY_MODULE}
-    yield from ((f"{name}.{key}", attribute) for key, attribute in own.items())
+    found += [(f"{name}.{key}", attribute) for key, attribute in own.items()]
     if is_of_user(kind.__module__):
-        bases = (vars(base).items() for base in kind.__mro__ if is_of_user(base.__module__))
-        for key, slot in (item for items in bases for item in items):
-            if isinstance(slot, MemberDescriptorType):
-                with suppress(AttributeError):  # it is not set
-                    yield f"{name}.{key}", slot.__get__(value)
-        yield name, kind
+        for base in kind.__mro__:
+            if is_of_user(base.__module__):
+                for key, slot in vars(base).items():
+                    if isinstance(slot, MemberDescriptorType):
+                        with suppress(AttributeError):  # it is not set
+                            found.append((f"{name}.{key}", slot.__get__(value)))
+        found.append((name, kind))
+    return found
 
 
-def _of_function(name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
+def _of_function(name: str, function: FunctionType) -> list[tuple[str, Any]]:
+    code, found = function.__code__, list[tuple[str, Any]]()
     if is_of_user(function.__module__ or ""):
         used = _names_in(code)
         for key in used:
-            if isinstance(value := function.__globals__.get(key), ModuleType):
-                if is_of_user(value.__name__):
-                    yield from ((f"{name}.{key}.{other}", vars(value)[other]) for other in used if other in vars(value))
-            elif value is not None:
-                yield f"{name}.{key}", value
+            value = function.__globals__.get(key)
+            if not isinstance(value, ModuleType):
+                found.append((f"{name}.{key}", value))
+            elif is_of_user(value.__name__):
+                found += [(f"{name}.{key}.{other}", vars(value)[other]) for other in used if other in vars(value)]
     arguments = zip(reversed(code.co_varnames[: code.co_argcount]), reversed(function.__defaults__ or ()), strict=False)
-    yield from ((f"{name}.{key}", value) for key, value in arguments)
-    yield from ((f"{name}.{key}", value) for key, value in (function.__kwdefaults__ or {}).items())
+    found += [(f"{name}.{key}", value) for key, value in arguments]
+    found += [(f"{name}.{key}", value) for key, value in (function.__kwdefaults__ or {}).items()]
     for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # a variable that is not bound yet
-            yield f"{name}.{key}", cell.cell_contents
+            found.append((f"{name}.{key}", cell.cell_contents))
+    return found + [(f"{name}.{key}", value) for key, value in vars(function).items()]
 
 
-def _names_in(code: CodeType) -> list[str]:
+@cache
+def _names_in(code: CodeType) -> tuple[str, ...]:
     """What it uses of its module or of objects, in functions within it, too."""
-    inside = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return list(dict.fromkeys((*code.co_names, *(name for names in inside for name in names))))
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names += _names_in(constant)
+    return tuple(dict.fromkeys(names))
 
 
-def _of_class(name: str, kind: type) -> Iterator[tuple[str, Any]]:
+def _of_class(name: str, kind: type) -> list[tuple[str, Any]]:
     """The methods that are called once an object is there, and what they call of the class; its other attributes."""
-    functions = dict[str, FunctionType]()
+    functions, found = dict[str, FunctionType](), list[tuple[str, Any]]()
     for base in reversed(kind.__mro__):
         if is_of_user(base.__module__):
             for key, value in vars(base).items():
@@ -168,8 +171,9 @@ def _of_class(name: str, kind: type) -> Iterator[tuple[str, Any]]:
                 if isinstance(value, FunctionType):
                     functions[key] = value
                 elif not key.startswith("__"):
-                    yield f"{name}.{key}", value
+                    found.append((f"{name}.{key}", value))
     called = [key for key in functions if key == "forward" or (key.startswith("__") and key not in _MAKERS)]
     for key in called:  # it grows
-        yield name, functions[key]
+        found.append((name, functions[key]))
         called += [other for other in _names_in(functions[key].__code__) if other in functions and other not in called]
+    return found

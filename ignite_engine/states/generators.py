@@ -104,20 +104,19 @@ def _is_of(value: Any, package: str) -> bool:
     return type(value).__module__.partition(".")[0] == package
 
 
-def unsaved_generators(objects: Mapping[str, Any], update: Any) -> Iterator[str]:
+def unsaved_generators(objects: Mapping[str, Any], update: Any, saved: set[int]) -> Iterator[str]:
     """One reason for each generator of the models and of what ``update`` uses that no checkpoint holds.
 
     Args:
         objects: those of the registry, by name.
+        saved: of :func:`saved_generators`.
     """
     for part in _own_generators(objects):
         yield from part.changed
     models = {name: obj.model if isinstance(obj, ModelState) else obj for name, obj in objects.items()}
     owners = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
-    saved = _saved(objects)
-    for name, generator in generators_of(
-        {**owners, "weight_fn": getattr(update, "weight_fn", None), **owners_in(update)}
-    ).items():
+    used = {"weight_fn": getattr(update, "weight_fn", None), **owners_in(update)}
+    for name, generator in generators_of({**owners, **used}).items():
         if id(generator) in saved:
             continue
         if name.startswith("weight_fn."):
@@ -131,11 +130,15 @@ def unsaved_generators(objects: Mapping[str, Any], update: Any) -> Iterator[str]
             )
 
 
-def unsaved_of_data(objects: Mapping[str, Any], makers: Mapping[str, Any], *, in_workers: bool) -> Iterator[str]:
-    """One reason for each of ``makers``, what makes samples and batches, with a generator that no checkpoint holds."""
-    saved = set[int]() if in_workers else _saved(objects)
+def unsaved_of_data(objects: Mapping[str, Any], makers: Mapping[str, Any], saved: set[int]) -> Iterator[str]:
+    """One reason for each of ``makers``, what makes samples and batches, with a generator that no checkpoint holds.
+
+    Args:
+        objects: those of the registry, by name, of which the data may be one; none where workers draw from copies.
+        saved: of :func:`saved_generators`; empty likewise.
+    """
     for label, maker in makers.items():
-        if not in_workers and any(getattr(maker, "__self__", maker) is obj for obj in objects.values()):
+        if any(getattr(maker, "__self__", maker) is obj for obj in objects.values()):
             continue
         found = generators_of({"": maker}).items()
         if (first := next((name for name, generator in found if id(generator) not in saved), None)) is not None:
@@ -154,7 +157,7 @@ def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _saved(objects: Mapping[str, Any]) -> set[int]:
+def saved_generators(objects: Mapping[str, Any]) -> set[int]:
     """The ids of the generators that the parts of an update and other objects of a registry, but for models, hold."""
     of_update = (generator for part in _own_generators(objects) for generator in part.held().values())
     of_user = (obj for obj in objects.values() if not isinstance(obj, nn.Module))

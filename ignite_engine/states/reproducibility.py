@@ -13,7 +13,7 @@ from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import shortened
 from ignite_engine.held import held
 from ignite_engine.ranks.ddp_buckets import unsettled_buckets
-from ignite_engine.states.generators import unsaved_generators, unsaved_of_data
+from ignite_engine.states.generators import saved_generators, unsaved_generators, unsaved_of_data
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.states.registry import Registry
@@ -60,9 +60,11 @@ def reasons_of(
     reasons = _of_states(registry)
     if registry.filters:  # there is a checkpoint to miss it
         reasons += _unsaved_of(update, registry)
-        reasons += (
-            [] if source is None else unsaved_of_data(registry.objects, source.makers, in_workers=source.in_workers)
-        )
+        saved = saved_generators(registry.objects)
+        reasons += unsaved_generators(registry.objects, update, saved)
+        if source is not None:
+            objects, saved = ({}, set()) if source.in_workers else (registry.objects, saved)
+            reasons += unsaved_of_data(objects, source.makers, saved)
     if source is not None and source.inexact is not None:
         reasons.append(source.inexact)
     if source is not None and source.changed is not None:
@@ -96,19 +98,17 @@ def _holds_parameters(registry: Registry) -> bool:
 
 
 def _unsaved_of(update: Callable[..., Any], registry: Registry) -> list[str]:
-    """One reason per unregistered optimizer, loss scaler or generator that ``update`` uses.
-
-    Looked at are the attributes of an object, and what a function closes over or uses of its module.
-    """
+    """One reason per unregistered optimizer or loss scaler that a custom ``update`` uses."""
+    if type(update).__module__.startswith("ignite_engine."):
+        return []  # it registers its own
     objects = registry.objects.values()
-    generators = list(unsaved_generators(registry.objects, update))
     saved = [registered.optimizer if isinstance(registered, OptimizerState) else registered for registered in objects]
     return [
         f"{name} ({type(obj).__name__}) of the update is not saved (trainer.register({last!r}, {last}, shared=True))"
         for name, obj in _used_by(update)
         for last in (name.rpartition(".")[2],)
         if not any(obj is registered for registered in saved)
-    ] + generators
+    ]
 
 
 def _used_by(update: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

@@ -471,4 +471,4 @@ def test_one_of_the_data_that_is_saved_is_drawn_from_in_workers_all_the_same(tmp
 
 def test_global_ones_that_data_holds_are_saved_as_such() -> None:
     data = NoisyNumbers(4, [random.SystemRandom(), np.random.mtrand._rand, random._inst, torch.default_generator])
-    assert [*generators.unsaved_of_data({}, {"dataset": data}, in_workers=False)] == []
+    assert [*generators.unsaved_of_data({}, {"dataset": data}, set())] == []
