@@ -13,6 +13,7 @@ from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import shortened
 from ignite_engine.held import held
 from ignite_engine.ranks.ddp_buckets import unsettled_buckets
+from ignite_engine.ranks.ddp_buffers import rescaled_weights
 from ignite_engine.states.generators import saved_generators, unsaved_generators, unsaved_of_data
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import OptimizerState
@@ -69,6 +70,8 @@ def reasons_of(
         reasons.append(source.inexact)
     if source is not None and source.changed is not None:
         reasons.append(source.changed.rstrip("."))
+    if (rescaled := rescaled_weights(getattr(update, "model", None))) is not None:
+        reasons.append(rescaled)
     reasons += [reason for model in models if (reason := unsettled_buckets(model)) is not None]
     return reasons + [reason for left_out in filters for reason in left_out.reasons(registry.capture, registry.kinds)]
 

@@ -38,6 +38,7 @@ def flip_one_bit(tensor: Tensor, place: int) -> None:
         torch.tensor(2.0),
         torch.arange(7, dtype=torch.uint8),
         torch.randn(9, dtype=torch.complex64),
+        torch.randn(8, dtype=torch.complex64).conj(),
         torch.tensor([True, False, True]),
         torch.randn(50)[1:10],  # not where a word begins
         torch.randn(6, 8).t(),
@@ -46,7 +47,7 @@ def flip_one_bit(tensor: Tensor, place: int) -> None:
 )
 def test_hash_sees_one_bit_and_is_of_the_values(tensor: Tensor) -> None:
     before = hashed(tensor)
-    same = tensor.contiguous().clone()
+    same = tensor.resolve_conj().contiguous().clone()
     assert torch.equal(hashed(same), before) and before.dtype is torch.int64
     places = same.numel() * same.element_size()
     for place in {0, places // 2, places - 1} if tensor.dtype is not torch.bool else {}:

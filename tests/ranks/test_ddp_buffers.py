@@ -53,8 +53,9 @@ def _rescales() -> list[str]:
         return nn.functional.mse_loss(model(rows), batch[1])
 
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
+    before = trainer.reproducibility()
     trainer.run(loader(Numbers(24), 2), max_epochs=1)
-    return trainer.reproducibility()
+    return before + trainer.reproducibility()
 
 
 def _of_two_models(rank: int) -> tuple[torch.Tensor, bool]:
@@ -91,8 +92,9 @@ def test_each_rank_evaluates_the_statistics_that_are_saved(tmp_path: Path) -> No
     assert all(torch.equal(end[name], end_without[name]) for name in end)
     assert exactness == []
     assert inexact == ["each rank has its own buffer 1.running_mean, buffer 1.running_var, and rank 0's are saved"]
-    (rescaled,) = torch.load(tmp_path / "rescaled_0.pt", weights_only=True)
-    assert rescaled.startswith("the ranks have trained 0.weight apart, though DistributedDataParallel is to reduce it")
+    before, by_value, after = torch.load(tmp_path / "rescaled_0.pt", weights_only=True)
+    assert before == after and before.startswith("0 rescales its weights (max_norm) on each rank by itself")
+    assert by_value.startswith("the ranks have trained 0.weight apart, though DistributedDataParallel is to reduce it")
     for rank in range(2):
         mean, shares = torch.load(tmp_path / f"two_{rank}.pt", weights_only=True)
         assert not mean.any() and shares
