@@ -88,18 +88,18 @@ def owners_in(update: Any) -> dict[str, Any]:
     """What an update uses and may hold a generator, by the first part of its name; the update comes last."""
     optimizers = getattr(update, "optimizers", None)
     held = optimizers if isinstance(optimizers, Mapping) else {}
-    named = [(name, optimizer) for name, optimizer in held.items() if not _is_of(optimizer, "torch")]
+    named = [(name, optimizer) for name, optimizer in held.items() if not is_of(optimizer, "torch")]
     # ranks weigh a batch before it is trained on: at a step boundary the generator is ahead
     weighs_ahead = agreement.world_size() > 1
     return {
         "loss_fn": getattr(update, "loss_fn", None),
         **({} if weighs_ahead else {"weight_fn": getattr(update, "weight_fn", None)}),
         **{name if name == "optimizer" else f"optimizer/{name}": optimizer for name, optimizer in named},
-        **({} if _is_of(update, "ignite_engine") else {"update": update}),
+        **({} if is_of(update, "ignite_engine") else {"update": update}),
     }
 
 
-def _is_of(value: Any, package: str) -> bool:
+def is_of(value: Any, package: str) -> bool:
     """Whether the class is a package's own, which has no generator; a subclass of the user's may have one."""
     return type(value).__module__.partition(".")[0] == package
 

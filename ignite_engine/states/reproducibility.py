@@ -14,7 +14,7 @@ from ignite_engine.errors import shortened
 from ignite_engine.held import held
 from ignite_engine.ranks.ddp_buckets import unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import rescaled_weights
-from ignite_engine.states.generators import saved_generators, unsaved_generators, unsaved_of_data
+from ignite_engine.states.generators import is_of, saved_generators, unsaved_generators, unsaved_of_data
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.states.registry import Registry
@@ -102,7 +102,7 @@ def _holds_parameters(registry: Registry) -> bool:
 
 def _unsaved_of(update: Callable[..., Any], registry: Registry) -> list[str]:
     """One reason per unregistered optimizer or loss scaler that a custom ``update`` uses."""
-    if type(update).__module__.startswith("ignite_engine."):
+    if is_of(update, "ignite_engine"):
         return []  # it registers its own
     objects = registry.objects.values()
     saved = [registered.optimizer if isinstance(registered, OptimizerState) else registered for registered in objects]
