@@ -162,6 +162,8 @@ class OptimizerSection(Section):
                 raise _fault(key, f"got {display(value)}, expected a number.")
             if type(known[key]) is bool and not isinstance(value, bool):
                 raise _fault(key, f"got {display(value)}, expected true or false.")
+        if options.keys() == {"lr"} and self.lr > 0:
+            return self  # any takes it; to make an optimizer imports torch._dynamo: as default a fifth of each command
         try:  # the optimizer itself validates the values
             self.type([torch.zeros(1, 1, requires_grad=True)], **options)  # 2-d: Muon takes nothing else
         except Exception as error:

@@ -87,8 +87,8 @@ def generators_of(owners: Mapping[str, Any]) -> dict[str, Any]:
 def owners_in(update: Any) -> dict[str, Any]:
     """What an update uses and may hold a generator, by the first part of its name; the update comes last."""
     optimizers = getattr(update, "optimizers", None)
-    held = optimizers if isinstance(optimizers, Mapping) else {}
-    named = [(name, optimizer) for name, optimizer in held.items() if not is_of(optimizer, "torch")]
+    by_name = optimizers if isinstance(optimizers, Mapping) else {}
+    named = [(name, optimizer) for name, optimizer in by_name.items() if not is_of(optimizer, "torch")]
     # ranks weigh a batch before it is trained on: at a step boundary the generator is ahead
     weighs_ahead = agreement.world_size() > 1
     return {

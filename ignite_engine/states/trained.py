@@ -188,7 +188,7 @@ class TrainedApart:
     def _reasons(self) -> Iterator[_Reason]:
         """Of parameters: why a resumed run would have other bits."""
         unreduced = [row.name for row in self._unreduced()]
-        held, of_some, different = dict[str, list[str]](), dict[tuple[int, ...], list[str]](), list[str]()
+        bypassed, of_some, different = dict[str, list[str]](), dict[tuple[int, ...], list[str]](), list[str]()
         for (what, _, name), (seen, ranks) in self._found.items():
             if what or name in unreduced:
                 continue
@@ -197,7 +197,7 @@ class TrainedApart:
             elif not seen.trained:
                 different.append(name)
             else:
-                (unreduced if seen.reduced_by is None else held.setdefault(seen.reduced_by, [])).append(name)
+                (unreduced if seen.reduced_by is None else bypassed.setdefault(seen.reduced_by, [])).append(name)
         if unreduced:
             text = (
                 f"each rank trains {shortened(unreduced)} by itself ({len(unreduced)} of the parameters), as nothing "
@@ -205,7 +205,7 @@ class TrainedApart:
             )
             of_the_loss = all(name.startswith("parameters/") for name in unreduced)
             yield _Reason(unreduced, text, _OF_THE_LOSS if of_the_loss else _UNWRAPPED)
-        for holder, names in held.items():
+        for holder, names in bypassed.items():
             text = f"the ranks have trained {shortened(names)} apart, though {holder} is to reduce it"
             yield _Reason(names, text, _BYPASSED)
         if different:
@@ -400,15 +400,15 @@ class _Reducers:
                 self._add(module)
 
     def _add(self, module: nn.Module) -> None:
-        held = {id(parameter): name for name, parameter in module.named_parameters()}
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
         if isinstance(module, DistributedDataParallel):
             ignored = {f"module.{name}" for name in module.parameters_to_ignore}
             reduced = _reduced_by_ddp(module)
-            self._forgotten |= {key for key, name in held.items() if key not in reduced and name not in ignored}
-            held = {key: held[key] for key in held if key in reduced}
+            self._forgotten |= {key for key, name in names.items() if key not in reduced and name not in ignored}
+            names = {key: names[key] for key in names if key in reduced}
         elif hasattr(module, "set_requires_gradient_sync"):
             return  # FSDP2: what it shards is a DTensor, what it ignores is each rank's own
-        self._reducer_of |= dict.fromkeys(held, type(module).__name__)
+        self._reducer_of |= dict.fromkeys(names, type(module).__name__)
 
     def row(self, name: str, parameter: Any, optimizer: str) -> Trained:
         key = id(parameter)
@@ -445,10 +445,10 @@ def _reduced_by_ddp(wrapped: DistributedDataParallel) -> set[int]:
         try:
             buckets = wrapped.reducer._get_zeros_like_grad_buckets()
         except RuntimeError:  # one with sparse gradients has no zeros; but it says how many it reduces
-            held = list(wrapped.parameters())
-            trained = [parameter for parameter in held if parameter.requires_grad]
+            parameters = list(wrapped.parameters())
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
             count = wrapped._get_ddp_logging_data()["num_parameter_tensors"]
-            _reduced[wrapped] = {id(parameter) for parameter in (trained if len(trained) == count else held)}
+            _reduced[wrapped] = {id(parameter) for parameter in (trained if len(trained) == count else parameters)}
         else:
             _reduced[wrapped] = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
     return _reduced[wrapped]

@@ -25,6 +25,19 @@ def test_every_optimizer_without_a_closure_can_be_named() -> None:
     assert section.options == {"lr": 0.01, "betas": (0.5, 0.6), "fused": True}
 
 
+def test_rate_alone_makes_no_optimizer_but_one_that_may_not_be_taken_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValidationError, match="SparseAdam says: Invalid learning rate"):
+        OptimizerSection.model_validate({"name": "SparseAdam", "lr": 0})
+    made = list[object]()
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", lambda *_, **__: made.append(1))
+    for options, count in (({}, 0), ({"lr": 0.5}, 0), ({"eps": 1e-6}, 1)):
+        OptimizerSection.model_validate(options)
+
+        assert len(made) == count
+
+
 def test_run_has_a_length_in_epochs_or_iterations_or_both() -> None:
     with pytest.raises(ValidationError, match="expected one of max_iterations and max_epochs, or both, got neither"):
         RunSection.model_validate({})
