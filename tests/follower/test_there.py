@@ -132,6 +132,21 @@ def test_what_is_evaluated_elsewhere_is_kept_in_both_places_while_its_follower_l
     assert [path.name for path in store.apply(Retention(keep_last=1))] == ["iteration_00000001"]
 
 
+def test_a_checkpoint_that_is_gone_is_not_held_however_often_it_is_asked_for(tmp_path: Path) -> None:
+    remote = Remote(str(tmp_path / "mirror"))
+    saved = [
+        CheckpointInfo(path, read_manifest(path))
+        for path in (save(CheckpointStore(tmp_path / "mirror"), iteration, run_id="a") for iteration in (1, 2))
+    ]
+    place = there.There(remote, RunDirectory(tmp_path / "elsewhere"), wait_s=1)
+    shutil.rmtree(saved[0].path)
+
+    assert [place.hold(checkpoint) for checkpoint in (*saved, *saved)] == [False, True, False, True]
+    place.let_go(saved[1])
+    assert place.hold(saved[1])
+    assert (read_note(remote, FOLLOWER) or {})["holds"] == ["iteration_00000002"]
+
+
 @pytest.mark.parametrize("value", [0.5, 2.0])
 def test_the_best_is_kept_in_the_mirror_whether_its_value_comes_before_or_after_the_next_save(
     tmp_path: Path, value: float
