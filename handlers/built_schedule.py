@@ -1,32 +1,46 @@
-"""What a scheduler is built as: its kind, and the settings that torch's keep among their progress.
+"""What a scheduler is built as: its kind, and the settings that torch's and Ignite's keep among their progress.
 
-Where they are others than those saved, a copy of the scheduler as it is built now is stepped to the saved step: its
-state is then one of the new schedule, and never a mixture of both.
+Where those of torch's are others than the saved ones, a copy of the scheduler as it is built now is stepped to the
+saved step: its state is then one of the new schedule, and never a mixture of both. Ignite's are refused.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from types import FunctionType
+from dataclasses import fields, is_dataclass
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
-from ignite.handlers.param_scheduler import ParamGroupScheduler, ParamScheduler
+from ignite.handlers.param_scheduler import CyclicalScheduler, ParamGroupScheduler, ParamScheduler, PiecewiseLinear
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, SequentialLR
 
 from ignite_engine.errors import StateMismatch, leave_out, one_line
+from ignite_engine.held import is_of_user
 from ignite_engine.schedules import Schedule, set_lr
 
 # the base rates are the optimizer's
-_NOT_SETTINGS = frozenset(("base_lrs", "last_epoch", "_step_count", "_last_lr", "T_cur", "T_i"))
+_NOT_SETTINGS = frozenset(
+    ("base_lrs", "last_epoch", "_step_count", "_last_lr", "T_cur", "T_i", "_save_history", "_state_attrs")
+)
+_FIRST_STEP = "last_epoch"
 # OneCycleLR, CyclicLR and SWALR keep these in the parameter groups
 _OF_GROUPS = ("max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 # what an override scales
 _RATES = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_lrs")
+_OF_IGNITE = ("start_value", "end_value", "values")
 _PLAIN = (bool, int, float, str, type(None))
+_FUNCTIONS = (FunctionType, partial, MethodType)
+_OTHER = object()
+_MOST_ELEMENTS = 1000
 _LONGEST_SHOWN = 60
 
 
@@ -34,11 +48,20 @@ def kind_of(scheduler: Any) -> str:
     """Its class, with those inside of a torch scheduler; the ones of the engine and of Ignite are one kind each."""
     if isinstance(scheduler, Schedule):
         return "Schedule"
-    if isinstance(scheduler, ParamScheduler | ParamGroupScheduler):
-        return "scheduler of Ignite"
     # no module: a class of the script that is run is in __main__ at one start and elsewhere at another
-    name, parts = type(scheduler).__name__, getattr(scheduler, "_schedulers", ())
-    return f"{name}({', '.join(map(kind_of, parts))})" if parts and isinstance(scheduler, LRScheduler) else name
+    name, parts = type(scheduler).__name__, [part for _, part in _parts_of(scheduler)]
+    if isinstance(scheduler, ParamScheduler) and scheduler.param_name != "lr":
+        name = f"{name} of {scheduler.param_name}"
+    return f"{name}({', '.join(map(kind_of, parts))})" if parts else name
+
+
+def _parts_of(scheduler: Any) -> list[tuple[str, Any]]:
+    """The schedulers that one of torch or Ignite steps."""
+    if not isinstance(scheduler, LRScheduler | ParamScheduler | ParamGroupScheduler):
+        return []
+    inner = getattr(scheduler, "_schedulers", getattr(scheduler, "schedulers", ()))
+    kept = [(f"{key}.", value) for key, value in vars(scheduler).items() if isinstance(value, LRScheduler)]
+    return [*((f"{number}.", part) for number, part in enumerate(inner)), *kept]
 
 
 def closed_form_lrs(scheduler: Any) -> list[float] | None:
@@ -62,7 +85,7 @@ def _owner_of(method: str, scheduler: Any) -> type | None:
 
 
 class Settings:
-    """The plain values of a torch scheduler as it was built, by name; none of other schedulers.
+    """The settings of a scheduler of torch or Ignite as it was built, by name; none of other schedulers.
 
     Args:
         scheduler: not stepped yet.
@@ -71,20 +94,25 @@ class Settings:
 
     def __init__(self, scheduler: Any, name: str) -> None:
         self._scheduler, self._name = scheduler, name
+        self._first_step = _step_of(scheduler)
         self._built = _values(scheduler)
+        if isinstance(scheduler, LRScheduler):
+            self._built[_FIRST_STEP] = self._first_step
         self._groups: list[dict[str, Any]] = []
         if isinstance(scheduler, LRScheduler):
             self._groups = [_options(group) for group in scheduler.optimizer.param_groups]
-        self._first_step = _step_of(scheduler)
         self._fresh: Any = None
 
     def saved(self) -> dict[str, Any]:
         return deepcopy(self._built)
 
-    def load(self, state: Mapping[str, Any], before: Mapping[str, Any], *, is_alone: bool) -> list[str] | None:
+    def load(
+        self, state: Mapping[str, Any], before: Mapping[str, Any], lrs: Sequence[float], *, is_alone: bool
+    ) -> list[str] | None:
         """Load a scheduler's state; if settings were others ``before``, be the schedule that is built now at its step.
 
         Args:
+            lrs: of each group, as they were saved.
             is_alone: no other schedule sets the rates of the optimizer.
 
         Returns:
@@ -100,13 +128,13 @@ class Settings:
                 self._fresh = self._copied()
             self._scheduler.load_state_dict(state)
             loaded = _values(self._scheduler)
-            rebuilt = {name for name in others if loaded.get(name) == before[name]}
+            # the saved one; or the one of now, which the state does not bring, such as of a function
+            rebuilt = {
+                name for name in others if name not in loaded or loaded[name] in (before[name], self._built[name])
+            }
             if not rebuilt:
                 return None
-            if not is_alone:
-                raise ValueError("another schedule sets the rates of its optimizer, too.")
-            if len(self._scheduler.optimizer.param_groups) != len(self._groups):
-                raise ValueError("the run has added parameter groups.")
+            self._check_that_it_can_be_rebuilt(others, lrs, is_alone=is_alone)
             stepped = self._stepped(rebuilt, loaded)
             self._scheduler.load_state_dict(stepped.state_dict())
             self._set_options(stepped.optimizer.param_groups)
@@ -118,11 +146,26 @@ class Settings:
                 f"with those of now is not known: {one_line(error).rstrip('.')}. Build it with the saved ones, or "
                 f"begin it again with {leave_out(self._name)}."
             ) from error
-        now = _values(self._scheduler)
-        return [f"{name} {_change(was, now[name])}" for name, was in loaded.items() if was != now.get(name, was)]
+        now, was = _values(self._scheduler), loaded | {name: before[name] for name in rebuilt}
+        return [f"{name} {_change(was[name], now[name])}" for name in was if was[name] != now.get(name, was[name])]
+
+    def _check_that_it_can_be_rebuilt(self, others: set[str], lrs: Sequence[float], *, is_alone: bool) -> None:
+        if not is_alone:
+            raise ValueError("another schedule sets the rates of its optimizer, too.")
+        if len(self._scheduler.optimizer.param_groups) != len(self._groups):
+            raise ValueError("the run has added parameter groups.")
+        if _FIRST_STEP in others:
+            raise ValueError("it began at another step.")
+        schedulers = [owner for _, owner in owners(self._scheduler) if isinstance(owner, LRScheduler)]
+        are_torchs = all(type(scheduler).__module__ == LRScheduler.__module__ for scheduler in schedulers)
+        of_the_saved = (are_torchs and closed_form_lrs(self._scheduler)) or lrs
+        if not all(math.isclose(lr, other, rel_tol=1e-4, abs_tol=1e-12) for lr, other in zip(lrs, of_the_saved)):
+            raise ValueError("the run has changed its rates.")
 
     def _copied(self) -> Any:
         """The scheduler as it was built, with an optimizer of its own."""
+        if not isinstance(self._scheduler, LRScheduler):
+            raise ValueError("one of Ignite's is not built again.")
         if self._first_step is None or _step_of(self._scheduler) != self._first_step:
             raise ValueError("it was stepped in this process, or has no last_epoch.")
         theirs = self._scheduler.optimizer
@@ -144,7 +187,7 @@ class Settings:
             for index in kept:
                 bases[index] = saved[index]
         for name, values, key in _places(stepped):
-            if key in _RATES and name not in rebuilt and name in loaded:
+            if key in _RATES and name not in rebuilt and name in loaded and _is_plain(values[key]):
                 values[key] = deepcopy(loaded[name])
         with warnings.catch_warnings():  # no step of an optimizer goes before
             warnings.simplefilter("ignore")
@@ -162,7 +205,12 @@ class Settings:
         """Set in the parameter groups what the scheduler sets, as it is in ``options``."""
         for built, new, group in zip(self._groups, options, getattr(self._scheduler.optimizer, "param_groups", ())):
             set_lr(group, float(new["lr"]))
-            held = {*_settings_of(new), *(("momentum", "betas") if "max_momentum" in new else ())}
+            # those of a cycle that the new one has not
+            gone = [key for key in group if key in _OF_GROUPS and key not in new]
+            for key in gone:
+                del group[key]
+            cycled = "max_momentum" in new or "max_momentum" in gone
+            held = {*_settings_of(new), *(("momentum", "betas") if cycled else ())}
             changed = {key for key, value in new.items() if value != built.get(key)} - {"lr", "initial_lr"}
             for key in new.keys() & (held | changed):
                 group[key] = (new[key][0], *group[key][1:]) if key == "betas" else new[key]
@@ -174,11 +222,28 @@ def _step_of(scheduler: Any) -> Any:
 
 
 def _values(scheduler: Any) -> dict[str, Any]:
-    return {name: deepcopy(values[key]) for name, values, key in _places(scheduler)}
+    """Each setting, and what stands for each function that gives rates; rates of Ignite's as parts of the highest."""
+    values = {name: deepcopy(_plain(values[key])) for name, values, key in _places(scheduler)}
+    for prefix, owner in owners(scheduler):
+        if highest := highest_rate(owner):
+            of_ignite = {key: vars(owner)[key] for key in _OF_IGNITE if key in vars(owner)}
+            values |= {prefix + key: _as_parts(rates, highest) for key, rates in of_ignite.items()}
+    return values | {name: _fingerprint(function) for name, function in _functions(scheduler)}
+
+
+def highest_rate(scheduler: Any) -> float | None:
+    """Of a scheduler of Ignite's that has a curve of its own."""
+    if isinstance(scheduler, CyclicalScheduler):
+        return float(max(abs(scheduler.start_value), abs(scheduler.end_value)))
+    return float(max(map(abs, scheduler.values))) if isinstance(scheduler, PiecewiseLinear) else None
+
+
+def _as_parts(rates: Any, whole: float) -> list[float]:
+    return [float(f"{rate / whole:.9g}") for rate in (rates if isinstance(rates, list | tuple) else [rates])]
 
 
 def _all_base_lrs(scheduler: Any) -> list[list[Any]]:
-    return [owner.base_lrs for _, owner in _owners(scheduler, "") if hasattr(owner, "base_lrs")]
+    return [owner.base_lrs for _, owner in owners(scheduler) if hasattr(owner, "base_lrs")]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,27 +272,83 @@ def _of_group(option: str, index: int) -> str:
 
 def _places(scheduler: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Each setting: its name, the dictionary that has it, and the key."""
-    if not isinstance(scheduler, LRScheduler):
+    if not isinstance(scheduler, LRScheduler | ParamScheduler | ParamGroupScheduler):
         return
-    for prefix, owner in _owners(scheduler, ""):
+    for prefix, owner in owners(scheduler):
         for key, value in [*vars(owner).items()]:
-            if key not in _NOT_SETTINGS and _is_plain(value):
+            if key not in _NOT_SETTINGS and _plain(value) is not _OTHER:
                 yield prefix + key.lstrip("_"), vars(owner), key
-    for index, group in enumerate(scheduler.optimizer.param_groups):
-        for key in _settings_of(group):
-            if _is_plain(group[key]):
-                yield _of_group(key, index), group, key
+    if isinstance(scheduler, LRScheduler):
+        for index, group in enumerate(scheduler.optimizer.param_groups):
+            for key in _settings_of(group):
+                if _is_plain(group[key]):
+                    yield _of_group(key, index), group, key
 
 
-def _owners(scheduler: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def owners(scheduler: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The scheduler, those inside, and the callable objects whose attributes torch saves with it."""
     yield prefix, scheduler
-    for number, part in enumerate(getattr(scheduler, "_schedulers", ())):
-        yield from _owners(part, f"{prefix}{number}.")
-    functions = [*getattr(scheduler, "lr_lambdas", ()), getattr(scheduler, "_scale_fn_custom", None)]
-    for number, function in enumerate(functions):
-        if hasattr(function, "__dict__") and not isinstance(function, FunctionType):
+    for name, part in _parts_of(scheduler):
+        yield from owners(part, prefix + name)
+    for number, function in enumerate(_own_functions(scheduler)):
+        if hasattr(function, "__dict__") and not isinstance(function, _FUNCTIONS):
             yield f"{prefix}{number}.", function
+
+
+def _functions(scheduler: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for number, function in enumerate(_own_functions(scheduler)):
+        if isinstance(function, _FUNCTIONS):
+            yield f"{prefix}function {number}", function
+    for name, part in _parts_of(scheduler):
+        yield from _functions(part, prefix + name)
+
+
+def _own_functions(scheduler: Any) -> list[Any]:
+    return [*getattr(scheduler, "lr_lambdas", ()), getattr(scheduler, "_scale_fn_custom", None)]
+
+
+def _fingerprint(function: Any) -> str:
+    """A hash of what a function does: its code, and what is plain of its defaults, arguments and variables."""
+    return hashlib.sha256(repr(_described(function, set())).encode()).hexdigest()
+
+
+def _described(value: Any, seen: set[int]) -> Any:
+    """Plain values in lists; each function and collection once."""
+    parts: list[Any]
+    if isinstance(value, FunctionType) and is_of_user(value.__module__ or ""):
+        code = value.__code__
+        parts = [code, value.__defaults__, value.__kwdefaults__, *map(value.__globals__.get, code.co_names)]
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # a variable that is not bound yet
+                parts.append(cell.cell_contents)
+    elif isinstance(value, CodeType):
+        parts = [value.co_code, value.co_names, *value.co_consts]
+    elif isinstance(value, partial):
+        parts = [value.func, value.args, value.keywords]
+    elif isinstance(value, MethodType):
+        parts = [value.__func__, getattr(value.__self__, "__dict__", {})]
+    elif isinstance(value, Mapping):
+        parts = [part for item in value.items() for part in item]
+    elif isinstance(value, list | tuple):
+        parts = [*value]
+    else:
+        plain = value if isinstance(value, bytes) else _plain(value)
+        return getattr(value, "__qualname__", type(value).__name__) if plain is _OTHER else plain
+    if id(value) in seen:
+        return ""
+    seen.add(id(value))
+    return [_described(part, seen) for part in parts]
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared and saved; :data:`_OTHER`: it has none."""
+    if isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) <= _MOST_ELEMENTS:
+        return value.tolist()
+    if isinstance(value, set | frozenset) and _is_plain(list(value)):
+        return sorted(value, key=repr)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    return value if _is_plain(value) else _OTHER
 
 
 def _is_plain(value: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ignite_engine import Trainer, Updates
 from ignite_engine.errors import StateMismatch, change_on_resume, leave_out
 from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.handlers.built_schedule import Settings, kind_of
+from ignite_engine.handlers.built_schedule import Settings, highest_rate, kind_of, owners
 from ignite_engine.handlers.followed_metric import FollowedMetric
 from ignite_engine.ranks import agreement
 from ignite_engine.schedules import Schedule, set_lr
@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 _PARTS = ("optimizer", "step", "state_dict", "load_state_dict")
 # the history of a ReduceLROnPlateau; its settings are those given now
-_PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+_OF_VALUES = ("best", "num_bad_epochs", "cooldown_counter")
+_PLATEAU_STATE = (*_OF_VALUES, "last_epoch")
 
 
 class LRSchedule:
@@ -177,11 +178,12 @@ class LRSchedule:
         lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         used = [float(lr) for lr in self._used]
         state = {"scheduler": self.scheduler.state_dict(), "lrs": lrs, "used": used, "kind": kind_of(self.scheduler)}
+        state["steps"] = self._unit
         if self._settings is not None:
             state["built"] = self._settings.saved()
         if self._followed is not None:
             state["scheduler"] = {key: state["scheduler"][key] for key in _PLATEAU_STATE}
-            state["seen_at"] = self._followed.seen_at
+            state |= {"seen_at": self._followed.seen_at, "follows": self._follows}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -204,10 +206,16 @@ class LRSchedule:
                 f"The saved state of LRSchedule {self.name!r} is that of {was}, and this is {kind}: "
                 f"build the same kind, or leave it out with {leave_out(self.name)}."
             )
+        if (unit := state.get("steps", self._unit)) != self._unit:
+            raise StateMismatch(
+                f"LRSchedule {self.name!r} was saved as one that steps per {unit}, and now it steps per "
+                f"{self._unit}: attach it as it was, or begin it again with {leave_out(self.name)}."
+            )
         if self._followed is not None:
             self._followed.seen_at = state["seen_at"]
         built = _bases(self.scheduler)
-        was_loaded = [float(group["lr"]) for group in groups] == state["lrs"]  # the optimizer, which has said it
+        # the optimizer, which has said it; the rates of Ignite's schedulers are their own
+        was_loaded = not self._called and [float(group["lr"]) for group in groups] == state["lrs"]
         self._load_scheduler(state)
         if not was_loaded and built != (bases := _bases(self.scheduler)) and agreement.rank() == 0:
             logger.warning(
@@ -221,12 +229,12 @@ class LRSchedule:
         """Load it and the LRs of the next update, or be the one that is built now with other settings."""
         changes, groups = None, self._optimizer.param_groups
         if self._settings is None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            self.scheduler.load_state_dict(self._of_plateau(state))
         else:
             others = [obj for obj in self._registered.values() if isinstance(obj, LRSchedule) and obj is not self]
             of_rates = (other for other in others if getattr(other.scheduler, "param_name", "lr") == "lr")
             is_alone = not any(other._optimizer is self._optimizer for other in of_rates)
-            changes = self._settings.load(state["scheduler"], state.get("built", {}), is_alone=is_alone)
+            changes = self._settings.load(state["scheduler"], state.get("built", {}), state["lrs"], is_alone=is_alone)
         if changes is None:
             for group, lr in zip(groups, state["lrs"]):
                 set_lr(group, lr)
@@ -236,6 +244,27 @@ class LRSchedule:
             logger.warning(
                 "%s goes on as it is built now, not as it was saved: %s%s.", self.name, ", ".join(changes), follows
             )
+
+    def _of_plateau(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved history, without that of the values of another metric or mode."""
+        history = dict(state["scheduler"])
+        if (was := state.get("follows", self._follows)) != self._follows:
+            history = {key: value for key, value in history.items() if key not in _OF_VALUES}
+            if agreement.rank() == 0:
+                logger.warning(
+                    "%s follows the %s now, and followed the %s when it was saved: its best value and its patience "
+                    "begin anew.",
+                    *(self.name, self._follows, was),
+                )
+        return history
+
+    @property
+    def _follows(self) -> str:
+        return f"{self.scheduler.mode} of {self._followed.key}" if self._followed is not None else ""
+
+    @property
+    def _unit(self) -> str:
+        return "update" if self._per_update else "epoch"
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -335,8 +364,9 @@ class LRSchedule:
 
 
 def _bases(scheduler: Any) -> list[float]:
-    """The base LRs of a scheduler that has some."""
-    return [float(base) for base in getattr(scheduler, "base_lrs", ())]
+    """The base LRs of a scheduler that has some; of Ignite's the highest."""
+    rates = (highest_rate(part) for _, part in owners(scheduler) if getattr(part, "param_name", "lr") == "lr")
+    return [float(base) for base in getattr(scheduler, "base_lrs", ())] or [max(filter(None, rates), default=0.0)]
 
 
 def _rates(lrs: list[float]) -> str:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -588,6 +588,14 @@ class Falling:
         (constant, lambda o: torch_schedulers.CosineAnnealingLR(o, 18)),
         (lambda o: torch_schedulers.StepLR(o, 2), lambda o: CosineAnnealingScheduler(o, "lr", 1.0, 0.0, 10)),
         (lambda o: CosineAnnealingScheduler(o, "lr", 1.0, 0.0, 10), lambda o: torch_schedulers.StepLR(o, 2)),
+        (
+            lambda o: CosineAnnealingScheduler(o, "lr", 1.0, 0.0, 10),
+            lambda o: LinearCyclicalScheduler(o, "lr", 1.0, 0.0, 10),
+        ),
+        (
+            lambda o: CosineAnnealingScheduler(o, "lr", 1.0, 0.0, 10),
+            lambda o: CosineAnnealingScheduler(o, "weight_decay", 1.0, 0.0, 10),
+        ),
     ],
 )
 def test_another_scheduler_than_the_saved_one_is_a_one_line_error(
@@ -709,6 +717,51 @@ class Decaying(torch_schedulers.StepLR):
             group["weight_decay"] = group["weight_decay"] * self.gamma
 
 
+class Warmed(torch_schedulers.LRScheduler):
+    """A warm-up before another scheduler, which it keeps in an attribute and steps."""
+
+    def __init__(self, optimizer: Optimizer, after: torch_schedulers.LRScheduler) -> None:
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch < 3:
+            return [base * (self.last_epoch + 1) / 4 for base in self.base_lrs]
+        self.after.step()
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {key: value for key, value in vars(self).items() if key not in ("optimizer", "after")}
+        return own | {"after": self.after.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.after.load_state_dict(state_dict["after"])
+        vars(self).update({key: value for key, value in state_dict.items() if key != "after"})
+
+
+class Counted(torch_schedulers.StepLR):
+    """Saves its progress and no setting; a factor is a tensor, which one cannot ask whether it is another."""
+
+    def __init__(self, optimizer: Optimizer, size: int, factor: float) -> None:
+        self.factor, self.at = torch.tensor([factor, 1.0]), {1, size}
+        super().__init__(optimizer, size)
+
+    def get_lr(self) -> list[Any]:
+        ratio = float(self.factor[0]) if self.last_epoch in self.at else 1.0
+        return [group["lr"] * ratio for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+
+def to_the_power(ratio: float, function: Callable[..., Any] = torch_schedulers.LambdaLR) -> Callable[[Optimizer], Any]:
+    return lambda o: function(o, lambda step: ratio**step)
+
+
+def power(ratio: float, step: int) -> float:
+    return ratio**step
+
+
 one_cycle = partial(torch_schedulers.OneCycleLR, total_steps=11)
 cyclic = partial(torch_schedulers.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=3)
 restarts = torch_schedulers.CosineAnnealingWarmRestarts
@@ -735,6 +788,31 @@ REBUILT: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer], Any]]
     ),
     "cyclic, mode": (cyclic, partial(cyclic, mode="exp_range", gamma=0.5)),
     "cyclic, peak": (cyclic, partial(cyclic, max_lr=0.5)),
+    "function": (to_the_power(0.5), to_the_power(0.25)),
+    "another function": (to_the_power(0.5), lambda o: torch_schedulers.LambdaLR(o, lambda step: 1 / (1 + step))),
+    "partial": (
+        lambda o: torch_schedulers.LambdaLR(o, partial(power, 0.5)),
+        lambda o: torch_schedulers.LambdaLR(o, partial(power, 0.25)),
+    ),
+    "method": (
+        lambda o: torch_schedulers.LambdaLR(o, Falling(0.5).__call__),
+        lambda o: torch_schedulers.LambdaLR(o, Falling(0.25).__call__),
+    ),
+    "factor": (
+        lambda o: torch_schedulers.MultiplicativeLR(o, lambda step: 0.9),
+        lambda o: torch_schedulers.MultiplicativeLR(o, lambda step: 0.5),
+    ),
+    "scale": (
+        partial(cyclic, scale_fn=lambda cycle: 1 / cycle),
+        partial(cyclic, scale_fn=lambda cycle: 0.5 / cycle),
+    ),
+    "one inside": (
+        lambda o: Warmed(o, torch_schedulers.ExponentialLR(o, 0.9)),
+        lambda o: Warmed(o, torch_schedulers.ExponentialLR(o, 0.5)),
+    ),
+    "not saved": (lambda o: Counted(o, 3, 0.5), lambda o: Counted(o, 3, 0.25)),
+    "in a set": (lambda o: Counted(o, 3, 0.5), lambda o: Counted(o, 2, 0.5)),
+    "no cycle of the momentum": (partial(one_cycle, max_lr=0.5), partial(one_cycle, max_lr=0.5, cycle_momentum=False)),
     "restarts": (lambda o: restarts(o, 2), lambda o: restarts(o, 5)),
     "longer restarts": (lambda o: restarts(o, 2, T_mult=2), lambda o: restarts(o, 5, T_mult=2)),
 }
@@ -766,7 +844,8 @@ def test_a_rebuilt_torch_scheduler_goes_on_as_if_it_had_been_so_from_the_start(
     rest, resumed = stepped_by_hand(now, 10 - stop, stepped_by_hand(was, stop)[1])
 
     assert rest == whole[stop:]
-    assert resumed["schedule"]["scheduler"] == state["schedule"]["scheduler"]
+    now_saved = resumed["schedule"]["scheduler"]
+    assert now_saved | state["schedule"]["scheduler"] == now_saved
     (line,) = caplog.messages
     assert line.startswith("lr_schedule goes on as it is built now, not as it was saved: ")
 
@@ -799,6 +878,15 @@ def test_with_the_same_settings_nothing_is_copied_or_stepped(monkeypatch: pytest
     assert resumed.scheduler.last_epoch == 5
 
 
+def warmed_ignite(optimizer: Optimizer, gamma: float) -> Any:
+    return create_lr_scheduler_with_warmup(torch_schedulers.ExponentialLR(optimizer, gamma), 0.0, 3)
+
+
+def begun_at(optimizer: Optimizer, step: int) -> Any:
+    optimizer.param_groups[0]["initial_lr"] = BASE
+    return torch_schedulers.ExponentialLR(optimizer, 0.5, last_epoch=step)
+
+
 class Uncopied(torch_schedulers.StepLR):
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("It holds a file.")
@@ -816,6 +904,10 @@ class Twice(torch_schedulers.StepLR):
         (lambda o, size: one_cycle(o, 0.5, total_steps=size), 11, 3, "Tried to step 4 times"),
         (lambda o, size: Uncopied(o, size), 2, 3, r"It holds a file\."),
         (lambda o, size: Twice(o, size), 2, 3, "its last_epoch is not the number of its steps"),
+        (lambda o, size: CosineAnnealingScheduler(o, "lr", 1.0, 0.0, size), 10, 20, "one of Ignite's is not built"),
+        (lambda o, end: PiecewiseLinear(o, "lr", [(1, 1.0), (9, end)]), 0.5, 0.1, "one of Ignite's is not built"),
+        (warmed_ignite, 0.5, 0.1, "one of Ignite's is not built again"),
+        (begun_at, -1, 10, "it began at another step"),
     ],
 )
 def test_other_settings_whose_rates_are_not_known_are_refused_in_one_line(
@@ -908,6 +1000,74 @@ def test_other_settings_of_one_of_two_schedules_are_refused(tmp_path: Path) -> N
     Momenta(tmp_path, lambda o: make(o, 0.9), seconds=True).train(stop=4)
     with pytest.raises(StateMismatch, match="another schedule sets the rates of its optimizer"):
         Momenta(tmp_path, lambda o: make(o, 0.5), seconds=True).train()
+
+
+def test_other_settings_of_a_schedule_whose_rate_the_run_has_changed_are_refused(tmp_path: Path) -> None:
+    def changed(gamma: float) -> Momenta:
+        run = Momenta(tmp_path, lambda o: torch_schedulers.ExponentialLR(o, gamma))
+
+        @run.trainer.on(Events.ITERATION_COMPLETED(once=2))
+        def lower() -> None:
+            run.optimizer.param_groups[0]["lr"] *= 0.1
+
+        return run
+
+    changed(0.9).train(stop=4)
+    with pytest.raises(StateMismatch, match="the run has changed its rates"):
+        changed(0.5).train()
+    assert len(changed(0.9).train()) == 6
+
+
+def test_another_highest_rate_of_ignites_schedules_stays_the_saved_one_and_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cosine(highest: float) -> Callable[[Optimizer], Any]:
+        return lambda o: CosineAnnealingScheduler(o, "lr", highest, 0.1 * highest, 20)
+
+    whole = Momenta(tmp_path / "whole", cosine(1.0)).train()
+    Momenta(tmp_path / "run", cosine(1.0)).train(stop=4)
+    caplog.clear()
+    assert Momenta(tmp_path / "run", cosine(2.0)).train() == whole[4:]
+    (line,) = [line for line in caplog.messages if "Resumed" not in line]
+    assert line.startswith("lr_schedule restores the base LR 1 and not 2, with which the optimizer was built.")
+
+
+def test_what_a_schedule_steps_with_is_part_of_its_state(tmp_path: Path) -> None:
+    def train(event: Any, stop: int) -> None:
+        model = linear()
+        optimizer = SGD(model.parameters(), lr=BASE)
+        trainer = Trainer(Update(model, optimizer, mse))
+        LRSchedule(torch_schedulers.ExponentialLR(optimizer, 0.5)).attach(trainer, *event)
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda trainer: trainer.request_stop("asked"))
+        trainer.run(loader(Numbers(20), 2), max_epochs=2)
+
+    train([Events.EPOCH_COMPLETED], 12)
+    with pytest.raises(StateMismatch, match="saved as one that steps per epoch, and now it steps per update: attach"):
+        train([], 12)
+    train([Events.EPOCH_COMPLETED], 15)
+
+
+@pytest.mark.parametrize(("mode", "metric"), [("max", "val/loss"), ("min", "val/other")])
+def test_plateau_of_another_metric_or_mode_forgets_the_best_value_and_says_so(
+    mode: Literal["min", "max"], metric: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = LRSchedule(torch_schedulers.ReduceLROnPlateau(sgd(), patience=2), metric="val/loss")
+    before.scheduler.step(2.0)
+    before.scheduler.step(3.0)
+    same = LRSchedule(torch_schedulers.ReduceLROnPlateau(sgd(), patience=2), metric="val/loss")
+    same.load_state_dict(through_a_file(before.state_dict()))
+    assert (same.scheduler.best, same.scheduler.num_bad_epochs) == (2.0, 1) and not caplog.messages
+
+    other = LRSchedule(torch_schedulers.ReduceLROnPlateau(sgd(), mode, patience=2), metric=metric)
+    other.load_state_dict(through_a_file(before.state_dict()))
+    assert (abs(other.scheduler.best), other.scheduler.num_bad_epochs) == (math.inf, 0)
+    assert caplog.messages == [
+        f"lr_schedule follows the {mode} of {metric} now, and followed the min of val/loss when it was saved: its best "
+        "value and its patience begin anew."
+    ]
 
 
 def test_a_schedule_is_loaded_after_the_optimizer_whichever_is_registered_first(tmp_path: Path) -> None:
