@@ -40,8 +40,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """The modules of ``model`` that FSDP2 shards."""
-    return [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
+    """The modules of ``model`` that FSDP2 shards; those of ``replicate()`` set their reduction too, and stay whole."""
+    marks = ("set_requires_gradient_sync", "reshard")
+    return [module for module in model.modules() if all(hasattr(module, mark) for mark in marks)]
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine import Trainer, loader
+from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint
-from tests.builders import Numbers, linear, mse
+from tests.builders import Numbers, linear, mse, one
 from tests.ranks.forkserver import on_ranks
 
 
@@ -59,3 +61,22 @@ def _is_resumed(rank: int, folder: str) -> None:
 @pytest.mark.distributed
 def test_torchs_own_optimizer_of_a_sharded_model_is_resumed(tmp_path: Path) -> None:
     on_ranks(2, _is_resumed, tmp_path)
+
+
+def _is_trained_as_by_ddp(rank: int, folder: str) -> None:
+    ends = []
+    for name, wrap in (("ddp", DistributedDataParallel), ("replicate", replicate)):
+        for iterations in (3, 6):  # the second goes on where the first has ended
+            model: nn.Module = wrap(linear())  # type: ignore[operator]
+            trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=0.1), mse), 2)
+            checkpoint = Checkpoint(f"{folder}/{name}")
+            checkpoint.attach(trainer)
+            checkpoint.resume()
+            trainer.run(loader(Numbers(48), 2), max_iters=iterations)
+        ends.append(one(model))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.distributed
+def test_a_model_that_replicate_prepares_is_trained_and_resumed_as_by_ddp(tmp_path: Path) -> None:
+    on_ranks(2, _is_trained_as_by_ddp, tmp_path)
