@@ -212,7 +212,7 @@ def load_again(
 
 def _replace(registry: Registry, states: Mapping[str, Any], table: LoadTable, reset_optimizers: bool) -> None:
     for name, state in states.items():
-        registry.objects[name].load_state_dict(state)
+        registry.load_into(name, state)
     if not reset_optimizers or "model" not in states:
         return
     for name, obj in registry.objects.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -241,7 +241,7 @@ class OptimizerState:
         known = inspect.signature(kind).parameters
         options = {name: value for name, value in self.optimizer.defaults.items() if name in known}
         for parameter in (parameters[name] for name in names if name in parameters):
-            if self.optimizer.state.pop(parameter, None) and self._made_with_state:
+            if self.optimizer.state.pop(parameter, None) is not None and self._made_with_state:
                 self.optimizer.state[parameter] = kind([parameter], **options).state[parameter]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -278,19 +278,14 @@ class OptimizerState:
         held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         other = _copied_to(state.get("other", {}), held[0].device) if held else {}
         defaults = dict(self.optimizer.defaults)
-        self.optimizer.load_state_dict({"state": {**numbered, **other}, "param_groups": groups})
+        loaded = {"state": {**numbered, **other}, "param_groups": groups}
+        self.optimizer.load_state_dict(loaded)
         self.optimizer.defaults.clear()
         self.optimizer.defaults.update(defaults)  # torch adds one, which groups that are added later would get
-        # what is built around another optimizer may have an empty state of its own
-        inside = {} if self.optimizer.state else self.optimizer.state_dict()["state"]
+        restore_types(self.optimizer, loaded)
         for name, values in state["state"].items():
             if name not in index_of and name in parameters:
                 self.optimizer.state[parameters[name]] = _copied_to(values, parameters[name].device)
-            elif name in parameters:
-                loaded = self.optimizer.state.get(parameters[name]) or inside.get(index_of[name], {})
-                for key, value in values.items():  # torch casts them to the parameter's type
-                    if isinstance(value, Tensor) and key in loaded and loaded[key].dtype != value.dtype:
-                        loaded[key] = value.to(loaded[key].device, copy=True)
 
     def in_force(self, settings: Mapping[str, Any], base_lrs: Sequence[Any] = ()) -> dict[str, Any]:
         """The options in the place of which a resumed run has restored or replaced others, with these.
@@ -395,6 +390,30 @@ class OptimizerState:
                 ", ".join(said),
                 change_on_resume(self.part, changed, len(built)),
             )
+
+
+def restore_types(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give tensors that an optimizer has loaded their saved types: torch casts them to those of the parameters."""
+    _typed(optimizer.state_dict(), state)  # also inside of what is built around another optimizer
+    own, saved = optimizer.state, state.get("state", {})
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(held):  # a parameter's state may be no mapping
+        if parameter in own and index in saved:
+            own[parameter] = _typed(own[parameter], saved[index])
+
+
+def _typed(loaded: Any, saved: Any) -> Any:
+    """What was loaded, as far as possible the same object, with tensors of the types that were saved."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
+    if isinstance(loaded, MutableMapping) and isinstance(saved, Mapping):
+        loaded.update({key: _typed(value, saved[key]) for key, value in loaded.items() if key in saved})
+    elif type(loaded) in (list, tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
+        values = map(_typed, loaded, saved)
+        if isinstance(loaded, tuple):
+            return tuple(values)
+        loaded[:] = values
+    return loaded
 
 
 def _names_of(groups: Iterable[Mapping[str, Any]]) -> list[set[str]]:

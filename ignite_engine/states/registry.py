@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.ranks import agreement
 from ignite_engine.states.metrics import MetricState
-from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, restore_types
 from ignite_engine.states.resume_state import Adapt, ResumeState, unchanged
 
 if TYPE_CHECKING:
@@ -201,10 +201,17 @@ class Registry:
         """Give a registered object its part of what was loaded."""
         resume, obj = self._resume, self.objects[name]
         state = resume.adapt(name, resume.unclaimed.pop(name))
-        obj.load_state_dict(state)
+        self.load_into(name, state)
         resume.loaded.add(name)
         if isinstance(obj, MetricState):
             resume.metrics.append((obj, state))
+
+    def load_into(self, name: str, state: Any) -> None:
+        """Load a state into the registered object of this name."""
+        obj = self.objects[name]
+        obj.load_state_dict(state)
+        if isinstance(obj, Optimizer):
+            restore_types(obj, state)
 
     def evaluated_with(self) -> dict[str, str]:
         """The part of the average that takes the place of the weights, by the name of the evaluation; else none."""

@@ -14,6 +14,7 @@ from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, Update, loader
+from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
@@ -538,6 +539,73 @@ def test_state_inside_of_an_optimizer_or_under_keys_of_its_own_is_resumed(
     resumed = trained(tmp_path / "cut", 6)
 
     assert torch.equal(resumed[0], whole[0]) and resumed[1] == whole[1]
+
+
+class _InFp32(torch.optim.SGD):
+    """Keeps one sum of gradients for each parameter in fp32, in whatever ``around`` puts it."""
+
+    around: Callable[[Tensor], Any]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            known = walk(self.state[parameter])
+            total = parameter.grad.float() + (known[0][1] / 3 if known else 0)
+            self.state[parameter] = type(self).around(total)
+            parameter.data -= 0.1 * total.to(parameter.dtype)
+
+
+def _in_fp32(around: Callable[[Tensor], Any]) -> type[_InFp32]:
+    return type("_InFp32", (_InFp32,), {"around": staticmethod(around)})
+
+
+def _trained(folder: Path, iterations: int, make: Callable[..., Any], dtype: torch.dtype, own: bool) -> Any:
+    """An optimizer and its model after a run that goes on where one in the folder has ended."""
+    model = linear(dtype=dtype)
+    optimizer = make(model.parameters())
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return mse(model, [each.to(dtype) for each in batch])
+
+    def update(engine: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+
+    trainer = Trainer(update if own else Update(model, optimizer, loss_fn))
+    if own:
+        trainer.register("model", model, shared=True)
+        trainer.register("optimizer", optimizer, shared=True)
+    checkpoint = Checkpoint(folder, strict=True)
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+    trainer.run(loader(Numbers(16), 2), max_iters=iterations)
+    return optimizer, one(model)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.NAdam,
+        torch.optim.ASGD,
+        _in_fp32(lambda value: {"sum": value}),
+        _in_fp32(lambda value: {"sums": [value]}),
+        _in_fp32(lambda value: {"sums": ({"inside": value},)}),
+        _in_fp32(lambda value: value),
+    ],
+)
+def test_state_of_any_form_is_resumed_in_its_own_type(kind: Any, own: bool, tmp_path: Path) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return kind(parameters, lr=0.1)  # type: ignore[no-any-return]
+
+    whole, weights = _trained(tmp_path / "whole", 7, make, torch.bfloat16, own)
+    _trained(tmp_path / "cut", 3, make, torch.bfloat16, own)
+    resumed, weights_again = _trained(tmp_path / "cut", 7, make, torch.bfloat16, own)
+    states = [walk([*optimizer.state.values()]) for optimizer in (whole, resumed)]
+
+    assert torch.equal(weights_again, weights) and len(states[0]) == len(states[1]) > 0
+    for (path, value), (again, loaded) in zip(*states, strict=True):
+        assert path == again and value.dtype == loaded.dtype and torch.equal(value, loaded), path
 
 
 class _Flat:
