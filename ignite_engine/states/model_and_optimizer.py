@@ -180,7 +180,7 @@ class OptimizerState:
     Beside it, under ``built``, how the optimizer was made: its kind, and the groups and frozen parameters that it had
     before the run. A run that changes them (unfreezing) is resumed by the program that made it: to what was built, the
     saved groups and frozen parameters are restored. Under ``other`` is the state that the optimizer keeps under keys
-    that are no parameters, if it has any.
+    that are no parameters, and under ``beside`` what its ``state_dict`` has beside state and groups, if it has any.
 
     Args:
         outside: names the parameters that are not the model's.
@@ -202,6 +202,11 @@ class OptimizerState:
         self._made_with_state = bool(optimizer.state)  # Adagrad's is there before the first step
 
     def state_dict(self) -> dict[str, Any]:
+        """By name.
+
+        Raises:
+            StateMismatch: the optimizer's own has no state, or no groups.
+        """
         own, parameters = self.optimizer.state, self.parameters()
         names = self.names(parameters)
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
@@ -215,9 +220,16 @@ class OptimizerState:
             state = self.optimizer.state_dict()
         finally:
             own.update(left)
+        if missing := [key for key in _STATE_KEYS if key not in state]:
+            raise StateMismatch(
+                f"The state_dict of {self._kind} has no {missing[0]!r}, by which Update saves an optimizer; it has "
+                f"{', '.join(map(str, state))}: add it there, or give Trainer an update function of your own and "
+                "register the optimizer with trainer.register(name, optimizer)."
+            )
         known = {id(parameter): name for name, parameter in parameters.items()}
         groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
         other = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
+        beside = {key: value for key, value in state.items() if key not in _STATE_KEYS}
         return {
             "state": {names[key]: value for key, value in state["state"].items() if key not in other}
             | {known[id(parameter)]: value for parameter, value in left.items() if id(parameter) in known},
@@ -225,6 +237,7 @@ class OptimizerState:
             "frozen": _frozen(parameters),
             "built": {"kind": self._kind, "groups": self._built_groups, "frozen": self._built_frozen},
             **({"other": other} if other else {}),
+            **({"beside": beside} if beside else {}),
         }
 
     def unsaved(self) -> list[str]:
@@ -276,9 +289,9 @@ class OptimizerState:
         ]
         numbered = {index_of[name]: values for name, values in state["state"].items() if name in index_of}
         held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        other = _copied_to(state.get("other", {}), held[0].device) if held else {}
+        other, beside = (_copied_to(state.get(key, {}), held[0].device) if held else {} for key in ("other", "beside"))
         defaults = dict(self.optimizer.defaults)
-        loaded = {"state": {**numbered, **other}, "param_groups": groups}
+        loaded = {**beside, "state": {**numbered, **other}, "param_groups": groups}
         self.optimizer.load_state_dict(loaded)
         self.optimizer.defaults.clear()
         self.optimizer.defaults.update(defaults)  # torch adds one, which groups that are added later would get
@@ -390,6 +403,10 @@ class OptimizerState:
                 ", ".join(said),
                 change_on_resume(self.part, changed, len(built)),
             )
+
+
+_STATE_KEYS = ("state", "param_groups")
+"""What the ``state_dict`` of each optimizer of torch has."""
 
 
 def restore_types(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -608,6 +608,62 @@ def test_state_of_any_form_is_resumed_in_its_own_type(kind: Any, own: bool, tmp_
         assert path == again and value.dtype == loaded.dtype and torch.equal(value, loaded), path
 
 
+class _Lookahead(torch.optim.SGD):
+    """Saves what it keeps in attributes, under names of its own."""
+
+    def __init__(self, params: Any, *, with_state: bool) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.with_state, self.steps = with_state, 0
+        self.slow: dict[int, Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.steps += 1
+        for index, parameter in enumerate(self.param_groups[0]["params"]):
+            slow = self.slow.setdefault(index, parameter.detach().clone())
+            slow += (parameter.detach() - slow) / (1 + self.steps)
+            parameter.data.copy_(slow)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        own = {"steps": self.steps, "slow": {"by_index": self.slow}}
+        return own | (state if self.with_state else {"fast": state["state"], "param_groups": state["param_groups"]})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        fast = state_dict["state" if self.with_state else "fast"]
+        super().load_state_dict({"state": fast, "param_groups": state_dict["param_groups"]})
+        self.steps, self.slow = state_dict["steps"], state_dict["slow"]["by_index"]
+
+
+@pytest.mark.parametrize(("own", "with_state"), [(False, True), (True, True), (True, False)])
+def test_what_an_optimizer_saves_beside_its_state_is_resumed(own: bool, with_state: bool, tmp_path: Path) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return _Lookahead(parameters, with_state=with_state)
+
+    whole, weights = _trained(tmp_path / "whole", 7, make, torch.float32, own)
+    _trained(tmp_path / "cut", 3, make, torch.float32, own)
+    resumed, weights_again = _trained(tmp_path / "cut", 7, make, torch.float32, own)
+
+    assert torch.equal(weights_again, weights) and resumed.steps == whole.steps == 7
+
+
+def test_an_optimizer_whose_state_dict_has_no_state_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    made: list[_Lookahead] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made.append(_Lookahead(parameters, with_state=False))
+        return made[0]
+
+    with pytest.raises(StateMismatch) as caught:
+        _trained(tmp_path, 1, make, torch.float32, own=False)
+    assert str(caught.value) == (
+        "The state_dict of _Lookahead has no 'state', by which Update saves an optimizer; it has steps, slow, fast, "
+        "param_groups: add it there, or give Trainer an update function of your own and register the optimizer with "
+        "trainer.register(name, optimizer)."
+    )
+    assert made[0].steps == 0
+
+
 class _Flat:
     """The tensors of an optimizer's state in order."""
 
