@@ -6,25 +6,19 @@ saved step: its state is then one of the new schedule, and never a mixture of bo
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
-from functools import partial
-from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from ignite.handlers.param_scheduler import CyclicalScheduler, ParamGroupScheduler, ParamScheduler, PiecewiseLinear
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, SequentialLR
 
 from ignite_engine.errors import StateMismatch, leave_out, one_line
-from ignite_engine.held import is_of_user
+from ignite_engine.handlers.comparable import FUNCTIONS, OTHER, fingerprint, is_plain, plain
 from ignite_engine.schedules import Schedule, set_lr
 
 # the base rates are the optimizer's
@@ -37,10 +31,6 @@ _OF_GROUPS = ("max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 # what an override scales
 _RATES = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_lrs")
 _OF_IGNITE = ("start_value", "end_value", "values")
-_PLAIN = (bool, int, float, str, type(None))
-_FUNCTIONS = (FunctionType, partial, MethodType)
-_OTHER = object()
-_MOST_ELEMENTS = 1000
 _LONGEST_SHOWN = 60
 
 
@@ -187,7 +177,7 @@ class Settings:
             for index in kept:
                 bases[index] = saved[index]
         for name, values, key in _places(stepped):
-            if key in _RATES and name not in rebuilt and name in loaded and _is_plain(values[key]):
+            if key in _RATES and name not in rebuilt and name in loaded and is_plain(values[key]):
                 values[key] = deepcopy(loaded[name])
         with warnings.catch_warnings():  # no step of an optimizer goes before
             warnings.simplefilter("ignore")
@@ -223,12 +213,12 @@ def _step_of(scheduler: Any) -> Any:
 
 def _values(scheduler: Any) -> dict[str, Any]:
     """Each setting, and what stands for each function that gives rates; rates of Ignite's as parts of the highest."""
-    values = {name: deepcopy(_plain(values[key])) for name, values, key in _places(scheduler)}
+    values = {name: deepcopy(plain(values[key])) for name, values, key in _places(scheduler)}
     for prefix, owner in owners(scheduler):
         if highest := highest_rate(owner):
             of_ignite = {key: vars(owner)[key] for key in _OF_IGNITE if key in vars(owner)}
             values |= {prefix + key: _as_parts(rates, highest) for key, rates in of_ignite.items()}
-    return values | {name: _fingerprint(function) for name, function in _functions(scheduler)}
+    return values | {name: fingerprint(function) for name, function in _functions(scheduler)}
 
 
 def highest_rate(scheduler: Any) -> float | None:
@@ -251,7 +241,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: deepcopy(value)
         for key, value in group.items()
-        if _is_plain(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        if is_plain(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     }
 
 
@@ -276,12 +266,12 @@ def _places(scheduler: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
         return
     for prefix, owner in owners(scheduler):
         for key, value in [*vars(owner).items()]:
-            if key not in _NOT_SETTINGS and _plain(value) is not _OTHER:
+            if key not in _NOT_SETTINGS and plain(value) is not OTHER:
                 yield prefix + key.lstrip("_"), vars(owner), key
     if isinstance(scheduler, LRScheduler):
         for index, group in enumerate(scheduler.optimizer.param_groups):
             for key in _settings_of(group):
-                if _is_plain(group[key]):
+                if is_plain(group[key]):
                     yield _of_group(key, index), group, key
 
 
@@ -291,13 +281,13 @@ def owners(scheduler: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, part in _parts_of(scheduler):
         yield from owners(part, prefix + name)
     for number, function in enumerate(_own_functions(scheduler)):
-        if hasattr(function, "__dict__") and not isinstance(function, _FUNCTIONS):
+        if hasattr(function, "__dict__") and not isinstance(function, FUNCTIONS):
             yield f"{prefix}{number}.", function
 
 
 def _functions(scheduler: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for number, function in enumerate(_own_functions(scheduler)):
-        if isinstance(function, _FUNCTIONS):
+        if isinstance(function, FUNCTIONS):
             yield f"{prefix}function {number}", function
     for name, part in _parts_of(scheduler):
         yield from _functions(part, prefix + name)
@@ -305,53 +295,3 @@ def _functions(scheduler: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _own_functions(scheduler: Any) -> list[Any]:
     return [*getattr(scheduler, "lr_lambdas", ()), getattr(scheduler, "_scale_fn_custom", None)]
-
-
-def _fingerprint(function: Any) -> str:
-    """A hash of what a function does: its code, and what is plain of its defaults, arguments and variables."""
-    return hashlib.sha256(repr(_described(function, set())).encode()).hexdigest()
-
-
-def _described(value: Any, seen: set[int]) -> Any:
-    """Plain values in lists; each function and collection once."""
-    parts: list[Any]
-    if isinstance(value, FunctionType) and is_of_user(value.__module__ or ""):
-        code = value.__code__
-        parts = [code, value.__defaults__, value.__kwdefaults__, *map(value.__globals__.get, code.co_names)]
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # a variable that is not bound yet
-                parts.append(cell.cell_contents)
-    elif isinstance(value, CodeType):
-        parts = [value.co_code, value.co_names, *value.co_consts]
-    elif isinstance(value, partial):
-        parts = [value.func, value.args, value.keywords]
-    elif isinstance(value, MethodType):
-        parts = [value.__func__, getattr(value.__self__, "__dict__", {})]
-    elif isinstance(value, Mapping):
-        parts = [part for item in value.items() for part in item]
-    elif isinstance(value, list | tuple):
-        parts = [*value]
-    else:
-        plain = value if isinstance(value, bytes) else _plain(value)
-        return getattr(value, "__qualname__", type(value).__name__) if plain is _OTHER else plain
-    if id(value) in seen:
-        return ""
-    seen.add(id(value))
-    return [_described(part, seen) for part in parts]
-
-
-def _plain(value: Any) -> Any:
-    """A value that can be compared and saved; :data:`_OTHER`: it has none."""
-    if isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) <= _MOST_ELEMENTS:
-        return value.tolist()
-    if isinstance(value, set | frozenset) and _is_plain(list(value)):
-        return sorted(value, key=repr)
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    return value if _is_plain(value) else _OTHER
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(_is_plain(part) for item in value.items() for part in item)
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
