@@ -22,7 +22,7 @@ TOP_FOLDERS = {".ci", "benchmarks", "configs", "docs", "examples", "handlers", "
 # Parts that several handlers share.
 SHARED_HANDLER_MODULES = {
     *("history", "sinks", "columns", "media", "meters", "followed_metric", "host_memory", "metric_values", "glyphs"),
-    *("compilations", "built_schedule"),
+    *("compilations", "built_schedule", "comparable"),
 }
 # Imported only inside the function that needs them.
 HEAVY = {"clearml", "tensorboard", "matplotlib", "pydantic"}
