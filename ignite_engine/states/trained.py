@@ -345,11 +345,11 @@ def _buffers(objects: Mapping[str, Any], used: Mapping[str, Any]) -> tuple[dict[
     shared = {id(buffer): buffer for ddp in wrapped for buffer in shared_buffers(ddp)}
     found: dict[int, tuple[_Key, Tensor]] = {}
     for label, model in _models_of(objects):
-        inner = unwrap(model)
-        saved = inner.state_dict(keep_vars=True)
-        for name, buffer in inner.named_buffers():
-            if name in saved and id(buffer) not in shared and _is_comparable(buffer):
-                found.setdefault(id(buffer), (("buffer", label, clean_name(name)), buffer))
+        for path, module in unwrap(model).named_modules():
+            unsaved = getattr(module, "_non_persistent_buffers_set", ())  # a state_dict may be the user's own
+            for name, buffer in module.named_buffers(path, recurse=False):
+                if name.rpartition(".")[2] not in unsaved and id(buffer) not in shared and _is_comparable(buffer):
+                    found.setdefault(id(buffer), (("buffer", label, clean_name(name)), buffer))
     return dict(found.values()), [buffer for buffer in shared.values() if _is_comparable(buffer)]
 
 

@@ -385,9 +385,9 @@ def _own_functions_late(rank: int, folder: str) -> None:
 class _Moving(nn.Module):
     """A mean, or a count, of this rank's inputs that is added to them."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, *, persistent: bool = True) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(1, dtype=dtype))
+        self.register_buffer("seen", torch.zeros(1, dtype=dtype), persistent=persistent)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
@@ -582,6 +582,24 @@ def _of_odd_parts(rank: int, folder: str) -> None:
     assert found(probed, model=model, sgd=sgd) == ["rank 0 alone has weight, bias"]
 
 
+class _OwnState(nn.Linear):
+    """Saves itself without the arguments that torch's method has."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"w": self.weight.detach(), "b": self.bias.detach()}
+
+
+def _of_saved_buffers(rank: int, folder: str) -> None:
+    """Which buffers are saved is known without a call of the model's own state_dict."""
+    assert _reasons_of(_trainer(DistributedDataParallel(_OwnState(3, 1)))) == []
+    for persistent, found in ((True, ["each rank has its own buffer 1.seen, and rank 0's are saved"]), (False, [])):
+        model = nn.Sequential(DistributedDataParallel(_OwnState(3, 1)), _Moving(persistent=persistent))
+        update = _step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = Trainer(update)
+        trainer.register("model", model, shared=True)
+        assert _reasons_of(trainer) == found
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "work", [_trains_apart, _is_reduced, _unfrozen_late, _own_functions, _held_and_not_reduced, _own_functions_late]
@@ -594,6 +612,11 @@ def test_ranks(work: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("work", [_of_buffers, _of_frozen_parameters, _of_own_classes, _of_odd_parts])
 def test_what_differs_between_ranks_is_seen_by_its_values(work: Any, tmp_path: Path) -> None:
     on_ranks(2, work, tmp_path)
+
+
+@pytest.mark.distributed
+def test_a_model_may_have_a_state_dict_without_arguments(tmp_path: Path) -> None:
+    on_ranks(2, _of_saved_buffers, tmp_path)
 
 
 def test_one_process_trains_nothing_apart() -> None:
