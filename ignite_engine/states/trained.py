@@ -97,8 +97,8 @@ class TrainedApart:
     Known to be reduced are DTensors whose mesh has all data-parallel ranks, what DDP or another wrapper with
     ``no_sync`` holds, everything with ``rank_invariant``, and a parameter with a gradient hook, which may reduce it.
     Anything else that an Update trains is named at the start. Whether the ranks agree is seen within the run, whose
-    iterations 1, 2, 4, 8, ... and last one are followed by a comparison: of all parameters, and of the saved buffers
-    that DDP does not share. An update function or a step of the user's own may reduce gradients itself, and is judged
+    iterations 1, 2, 4, 8, ... and last one are followed by a comparison: of all parameters, of the saved buffers
+    that DDP does not share, and of extra states. An update function or a step of the user's own may reduce gradients itself, and is judged
     by these comparisons alone: they include its optimizers' states and its loss scaler, as a step may leave weights
     alone (a rate of 0, an overflow), and iterations before the first that changes anything are not counted.
 
@@ -260,12 +260,13 @@ class TrainedApart:
         if custom:
             states = {(_STATE, *key[1:]): self._state_of(row, used) for key, row in rows.items()}
             tensors |= {key: state for key, state in states.items() if state}
-        buffers, shared = _buffers({name: obj for name, obj in used.items() if name in self._shared}, used)
+        saved = {name: obj for name, obj in used.items() if name in self._shared}
+        buffers, shared = _buffers(saved, used)
         tensors |= {key: [buffer] for key, buffer in buffers.items()}
         compared = [tensor for group in tensors.values() for tensor in group]
         hashed = _hashed([*compared, *(shared if buffers else [])])
         numbers, copied = iter(hashed), {*hashed[len(compared) :]}
-        found = {}
+        found = {key: _Seen(state, is_saved=True) for key, state in _extra_states(saved).items()}
         for key, group in tensors.items():
             own, row = tuple(next(numbers) for _ in group), rows.get(key)
             seen = _Seen(own, key[1] in self._shared)
@@ -351,6 +352,17 @@ def _buffers(objects: Mapping[str, Any], used: Mapping[str, Any]) -> tuple[dict[
                 if name.rpartition(".")[2] not in unsaved and id(buffer) not in shared and _is_comparable(buffer):
                     found.setdefault(id(buffer), (("buffer", label, clean_name(name)), buffer))
     return dict(found.values()), [buffer for buffer in shared.values() if _is_comparable(buffer)]
+
+
+def _extra_states(objects: Mapping[str, Any]) -> dict[_Key, str]:
+    """What the models' modules save beside their tensors."""
+    found: dict[int, tuple[_Key, str]] = {}
+    for label, model in _models_of(objects):
+        for path, module in unwrap(model).named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state and id(module) not in found:
+                state = repr(digests(module.get_extra_state()))
+                found[id(module)] = ("extra state", label, clean_name(path)), state
+    return dict(found.values())
 
 
 def _is_comparable(tensor: Tensor) -> bool:

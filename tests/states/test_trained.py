@@ -600,6 +600,39 @@ def _of_saved_buffers(rank: int, folder: str) -> None:
         assert _reasons_of(trainer) == found
 
 
+class _Largest(nn.Module):
+    """Divides by the largest input of its rank so far, which it saves beside its tensors."""
+
+    def __init__(self, *, of_all: bool) -> None:
+        super().__init__()
+        self.largest, self.of_all = torch.ones(()), of_all
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.largest = torch.maximum(self.largest, inputs.detach().abs().max())
+            if self.of_all:
+                dist.all_reduce(self.largest, dist.ReduceOp.MAX)
+        return inputs / self.largest
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"largest": self.largest, "of_all": self.of_all}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.largest = state["largest"]
+
+
+def _of_extra_states(rank: int, folder: str) -> None:
+    """What a module saves beside its tensors is one rank's, too."""
+    reason = "each rank has its own extra state 0, and rank 0's are saved"
+    for of_all, found in ((False, [reason]), (True, [])):
+        for wrap in (DistributedDataParallel, fully_shard):
+            assert _reasons_of(_trainer(wrap(nn.Sequential(_Largest(of_all=of_all), _linear())))) == found
+    strict = _trainer(DistributedDataParallel(nn.Sequential(_Largest(of_all=False), _linear())))
+    Checkpoint(f"{folder}/strict", strict=True).attach(strict)
+    with pytest.raises(NotExact, match="its own extra state 0"):
+        _run(strict)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "work", [_trains_apart, _is_reduced, _unfrozen_late, _own_functions, _held_and_not_reduced, _own_functions_late]
@@ -617,6 +650,11 @@ def test_what_differs_between_ranks_is_seen_by_its_values(work: Any, tmp_path: P
 @pytest.mark.distributed
 def test_a_model_may_have_a_state_dict_without_arguments(tmp_path: Path) -> None:
     on_ranks(2, _of_saved_buffers, tmp_path)
+
+
+@pytest.mark.distributed
+def test_an_extra_state_that_differs_between_ranks_is_named(tmp_path: Path) -> None:
+    on_ranks(2, _of_extra_states, tmp_path)
 
 
 def test_one_process_trains_nothing_apart() -> None:
