@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ignite_engine.checkpointing.digests import digests, hashes, tensor_sha256
 from ignite_engine.errors import shortened
-from ignite_engine.held import held
+from ignite_engine.held import UNORDERED, held
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.ranks.ddp_buffers import data_parallel, shared_buffers
 from ignite_engine.states.model_and_optimizer import (
@@ -98,9 +98,10 @@ class TrainedApart:
     ``no_sync`` holds, everything with ``rank_invariant``, and a parameter with a gradient hook, which may reduce it.
     Anything else that an Update trains is named at the start. Whether the ranks agree is seen within the run, whose
     iterations 1, 2, 4, 8, ... and last one are followed by a comparison: of all parameters, of the saved buffers
-    that DDP does not share, and of extra states. An update function or a step of the user's own may reduce gradients itself, and is judged
-    by these comparisons alone: they include its optimizers' states and its loss scaler, as a step may leave weights
-    alone (a rate of 0, an overflow), and iterations before the first that changes anything are not counted.
+    that DDP does not share, and of extra states. An update function or a step of the user's own may reduce gradients
+    itself, and is judged by these comparisons alone: they include its optimizers' states and its loss scaler, as a step
+    may leave weights alone (a rate of 0, an overflow), and iterations before the first that changes anything are not
+    counted.
 
     Args:
         objects: those of the registry, by name.
@@ -281,7 +282,7 @@ class TrainedApart:
         }
         for name, scaler in scalers.items() if custom else ():
             found[_SCALER, name, ""] = _Seen(repr(digests(scaler.state_dict())), name in self._shared, trained=True)
-        return found
+        return _in_one_order(found)
 
     def _used(self) -> dict[str, Any]:
         """What is registered, and what a custom update holds beside it."""
@@ -365,6 +366,19 @@ def _extra_states(objects: Mapping[str, Any]) -> dict[_Key, str]:
     return dict(found.values())
 
 
+def _in_one_order(found: Mapping[_Key, _Seen]) -> dict[_Key, _Seen]:
+    """What sets hold, which each rank has in an order of its own, in the order of what it is and of its values."""
+    ordered = {key: seen for key, seen in found.items() if UNORDERED not in key[1]}
+    in_sets = [(key, seen) for key, seen in found.items() if UNORDERED in key[1]]
+    in_sets.sort(key=lambda item: (not item[1].trained, item[1].reduced_by or "", str(item[1].hashes)))
+    for (what, part, name), seen in in_sets:
+        part, name = part.replace("'", ""), name.replace("'", "")  # which tell equal names apart
+        while (what, part, name) in ordered:
+            part += "'"
+        ordered[what, part, name] = seen
+    return ordered
+
+
 def _is_comparable(tensor: Tensor) -> bool:
     """Whether its values are here and plain: not sharded, of a lazy module, or of a kind with its own storage."""
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -377,7 +391,7 @@ def _hashed(tensors: Sequence[Tensor]) -> list[int | str]:
 
 
 def _digest(seen: Mapping[_Key, _Seen]) -> str:
-    return hashlib.sha256(repr(seen).encode()).hexdigest() if seen else ""
+    return hashlib.sha256(repr(sorted(seen.items())).encode()).hexdigest() if seen else ""
 
 
 _OF_THE_LOSS = (

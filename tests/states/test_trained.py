@@ -633,6 +633,54 @@ def _of_extra_states(rank: int, folder: str) -> None:
         _run(strict)
 
 
+class _Placed(nn.Linear):
+    """Its place in a set is given."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(3, 1)
+        self.place = place
+
+    def __hash__(self) -> int:
+        return self.place
+
+
+def _of_sets(rank: int, folder: str) -> None:
+    """What a set holds is compared, though each rank has it in an order of its own."""
+    for apart in (False, True):
+        torch.manual_seed(0)
+        first, second = _Placed(rank), _Placed(1 - rank)
+        models = {first, second}
+        assert agreement.gather_objects(next(iter(models)) is first) == [True, False]
+        optimizers = {torch.optim.Adam(model.parameters(), lr=0.1) for model in models}
+
+        def update(engine: Any, batch: Any, models: Any = models, optimizers: Any = optimizers) -> None:
+            for model in sorted(models, key=lambda each: float(each.bias)):
+                mse(model, batch).backward()  # type: ignore[no-untyped-call]
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def alone(engine: Any, batch: Any, update: Any = update, models: Any = models) -> None:
+            update(engine, batch)
+            with torch.no_grad():
+                max(models, key=lambda each: float(each.bias)).bias.add_(0.01 * dist.get_rank())
+
+        trainer = Trainer(alone if apart else update)
+        trainer.register("hyper", _Hyper(), shared=True)
+        found = _reasons_of(trainer)
+        assert len(found) == apart and all("trains bias" in reason and "weight" not in reason for reason in found)
+
+
+class _Hyper:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "work", [_trains_apart, _is_reduced, _unfrozen_late, _own_functions, _held_and_not_reduced, _own_functions_late]
@@ -655,6 +703,11 @@ def test_a_model_may_have_a_state_dict_without_arguments(tmp_path: Path) -> None
 @pytest.mark.distributed
 def test_an_extra_state_that_differs_between_ranks_is_named(tmp_path: Path) -> None:
     on_ranks(2, _of_extra_states, tmp_path)
+
+
+@pytest.mark.distributed
+def test_sets_may_have_another_order_on_each_rank(tmp_path: Path) -> None:
+    on_ranks(2, _of_sets, tmp_path)
 
 
 def test_one_process_trains_nothing_apart() -> None:
