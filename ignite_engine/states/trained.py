@@ -101,7 +101,7 @@ class TrainedApart:
     that DDP does not share, and of extra states. An update function or a step of the user's own may reduce gradients
     itself, and is judged by these comparisons alone: they include its optimizers' states and its loss scaler, as a step
     may leave weights alone (a rate of 0, an overflow), and iterations before the first that changes anything are not
-    counted.
+    counted. An optimizer that is not torch's, or has a hook before its step, may reduce them, too.
 
     Args:
         objects: those of the registry, by name.
@@ -182,9 +182,10 @@ class TrainedApart:
         """What an Update trains without anything that reduces it."""
         if self._custom_update is not None or mesh.data_size() == 1:
             return []
-        judged = {name for name, obj in self._objects.items() if isinstance(obj, OptimizerState)}
-        rows = trained_parameters(self._objects)
-        return [row for row in rows if not row.reduced_by and row.optimizer in judged]
+        optimizers = {name: obj.optimizer for name, obj in self._objects.items() if isinstance(obj, OptimizerState)}
+        judged = {name for name, optimizer in optimizers.items() if not _may_reduce(optimizer)}
+        rows = [row for row in trained_parameters(self._objects) if not row.reduced_by and row.optimizer in optimizers]
+        return [row for row in rows if row.forgotten_by_ddp or row.optimizer in judged]
 
     def _reasons(self) -> Iterator[_Reason]:
         """Of parameters: why a resumed run would have other bits."""
@@ -326,6 +327,12 @@ def _is_the_engines(update: Any) -> bool:
     if not all(module.startswith("ignite_engine.update.") for module in own):
         return False
     return all(_is_the_engines(part) for part in getattr(update, "updates", {}).values())
+
+
+def _may_reduce(optimizer: Optimizer) -> bool:
+    """Whether its step runs code of others, which may reduce gradients."""
+    known = type(optimizer).__module__.partition(".")[0] in ("torch", "ignite_engine")
+    return not known or bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
 
 
 def _parameters(objects: Mapping[str, Any]) -> dict[_Key, Trained]:

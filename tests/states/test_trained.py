@@ -681,6 +681,47 @@ class _Hyper:
         pass
 
 
+class _Reducing(torch.optim.SGD):
+    """Averages gradients itself in its step, or does not."""
+
+    reduces = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.reduces:
+            _average(self)
+        return super().step(closure)
+
+
+def _average(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            dist.all_reduce(parameter.grad)
+
+
+def _of_optimizers(rank: int, folder: str) -> None:
+    """An optimizer that may reduce gradients itself is judged by what the ranks have."""
+    said = _records()
+
+    def trainer(kind: Any, hook: Any = None, *, reduces: bool = True) -> Trainer:
+        model = _linear()
+        optimizer = kind(model.parameters(), lr=0.1)
+        optimizer.reduces = reduces
+        if hook is not None:
+            optimizer.register_step_pre_hook(hook)
+        return Trainer(Update(model, optimizer, mse))
+
+    for reducing in (trainer(_Reducing), trainer(torch.optim.SGD, _average)):
+        assert _reasons_of(reducing) == [] and said.records == []
+    apart = [
+        "each rank trains weight, bias by itself (2 of the parameters), as nothing reduces it, and rank 0's are saved"
+    ]
+    for number, alone in enumerate([trainer(_Reducing, reduces=False), trainer(torch.optim.SGD, lambda *_: None)]):
+        Checkpoint(f"{folder}/{number}", strict=True).attach(alone)
+        with pytest.raises(NotExact, match="by itself"):
+            _run(alone)
+        assert alone.state.iteration == 1 and [each for each in alone.reproducibility() if "rank" in each] == apart
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "work", [_trains_apart, _is_reduced, _unfrozen_late, _own_functions, _held_and_not_reduced, _own_functions_late]
@@ -708,6 +749,11 @@ def test_an_extra_state_that_differs_between_ranks_is_named(tmp_path: Path) -> N
 @pytest.mark.distributed
 def test_sets_may_have_another_order_on_each_rank(tmp_path: Path) -> None:
     on_ranks(2, _of_sets, tmp_path)
+
+
+@pytest.mark.distributed
+def test_an_optimizer_may_average_gradients_itself(tmp_path: Path) -> None:
+    on_ranks(2, _of_optimizers, tmp_path)
 
 
 def test_one_process_trains_nothing_apart() -> None:
