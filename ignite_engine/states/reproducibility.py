@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ReferenceType
 
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import shortened
-from ignite_engine.held import held
+from ignite_engine.held import held, parts_of
 from ignite_engine.ranks.ddp_buckets import unsettled_buckets
-from ignite_engine.ranks.ddp_buffers import rescaled_weights
+from ignite_engine.ranks.ddp_buffers import data_parallel, rescaled_weights
 from ignite_engine.states.generators import is_of, saved_generators, unsaved_generators, unsaved_of_data
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import OptimizerState
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from ignite_engine.checkpointing import SaveFilter
 
 _WITH_PARAMETERS = frozenset(("model", "parameters"))
+_WITHOUT_MEMORY = (type(None), int, float, str, ProcessGroup, ReferenceType)
+"""States of communication hooks that stay as they are; DDP gives a reference to itself to one of its own."""
 
 
 class Source(Protocol):
@@ -49,7 +53,7 @@ def reasons_of(
     update: Callable[..., Any],
     registry: Registry,
     source: Source | None,
-    models: Iterable[Any],
+    models: Collection[Any],
     filters: Iterable[SaveFilter],
 ) -> list[str]:
     """The reproducibility report; empty: it would be bit for bit.
@@ -73,6 +77,7 @@ def reasons_of(
     if (rescaled := rescaled_weights(getattr(update, "model", None))) is not None:
         reasons.append(rescaled)
     reasons += [reason for model in models if (reason := unsettled_buckets(model)) is not None]
+    reasons += _unsaved_of_hooks(models, registry)
     return reasons + [reason for left_out in filters for reason in left_out.reasons(registry.capture, registry.kinds)]
 
 
@@ -111,6 +116,19 @@ def _unsaved_of(update: Callable[..., Any], registry: Registry) -> list[str]:
         for name, obj in _used_by(update)
         for last in (name.rpartition(".")[2],)
         if not any(obj is registered for registered in saved)
+    ]
+
+
+def _unsaved_of_hooks(models: Collection[Any], registry: Registry) -> list[str]:
+    """One reason per communication hook of the user's that keeps something, unless a registered object holds it."""
+    found = {id(ddp): ddp for model in models for ddp in data_parallel(model)}.values()
+    states = [state for ddp in found if ddp.mixed_precision is None for _, state in getattr(ddp, "_comm_hooks", ())]
+    states = [state for state in states if not isinstance(state, _WITHOUT_MEMORY)]
+    saved = [part for obj in registry.objects.values() if states for _, part in [("", obj), *parts_of("", obj)]]
+    return [
+        f"the state of DistributedDataParallel's communication hook ({type(state).__name__}) is not saved"
+        for state in states
+        if not any(state is part for part in saved)
     ]
 
 

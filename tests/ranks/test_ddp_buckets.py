@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, Update, loader
@@ -112,3 +115,36 @@ def test_sparse_and_complex_parameters_have_a_part_of_their_layout() -> None:
     ddp_buckets._Zeros(embedding, parameters)().backward()
     assert embedding.weight.grad is not None and embedding.weight.grad.is_sparse
     assert spectrum.grad is not None and not spectrum.grad.any()
+
+
+class _Kept:
+    """Saves the state of a hook."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"hook": self.hook.__getstate__()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.hook.__setstate__(state["hook"])
+
+
+def _with_hooks(rank: int, folder: str) -> None:
+    def reasons(hook: Any, state: Any, kept: Any = None) -> list[str]:
+        model = DistributedDataParallel(nn.Linear(3, 1))
+        model.register_comm_hook(state, hook)
+        trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
+        if kept is not None:
+            trainer.register("kept", kept)
+        return trainer.reproducibility()
+
+    reason = "the state of DistributedDataParallel's communication hook (PowerSGDState) is not saved"
+    power = PowerSGDState(None)  # type: ignore[no-untyped-call]
+    assert reasons(powerSGD_hook, power) == [reason]
+    assert reasons(powerSGD_hook, power, _Kept(power)) == []
+    assert reasons(allreduce_hook, None) == reasons(allreduce_hook, dist.group.WORLD) == []
+
+
+def test_the_state_of_a_communication_hook_is_said_to_be_unsaved(tmp_path: Path) -> None:
+    on_ranks(2, _with_hooks, tmp_path)
