@@ -150,7 +150,8 @@ class Walk:
         own = dict_of(value)
         if issubclass(kind, nn.Module):
             yield from attributes_of(name, own.get("_modules", {}))
-            yield from hooks_of(name, own.get("_parameters", {}))
+            if parameters := own.get("_parameters"):
+                yield from hooks_of(name, parameters)
             own = {key: attribute for key, attribute in first(own.items) if key not in _OF_EVERY_MODULE}
         for key, attribute in attributes_of(name, own):
             if key.endswith("_hooks") and issubclass(type(attribute), dict):  # its keys count the hooks of all objects
@@ -245,7 +246,10 @@ def _is_nothing(value: Any) -> bool:
     if kind not in _MAY_BE_EMPTY or len(value) > _LONGEST_ROW:
         return kind in PLAIN
     elements = dict.values(value) if issubclass(kind, dict) else value
-    return PLAIN.issuperset(map(type, first(elements.__iter__)))
+    try:
+        return PLAIN.issuperset(map(type, elements))
+    except RuntimeError:  # another thread changes it
+        return False
 
 
 def _of_module(
