@@ -27,23 +27,25 @@ class OwnGenerators:
 
     def __init__(self, owners: Callable[[], Mapping[str, Any]]) -> None:
         self._owners = owners
-        self._names: frozenset[str] | None = None
+        self._begun: dict[str, Any] | None = None
         self.changed: list[str] = []
         """What the loaded state and the objects here do not share, as reasons."""
 
     def begin(self) -> bool:
         """From here on those are saved that are there now, by name. Whether there are any."""
-        self._names = None
-        self._names = frozenset(self.held())
-        return bool(self._names)
+        self._begun = None
+        self._begun = self.held()
+        return bool(self._begun)
 
     def held(self) -> dict[str, Any]:
-        """Each generator by name; one that several objects hold has the first."""
-        return {
-            name: generator
-            for name, generator in generators_of(self._owners()).items()
-            if UNORDERED not in name and (self._names is None or name in self._names)
-        }
+        """Each generator by name; one that several objects hold has the first, and keeps it."""
+        found = {name: each for name, each in generators_of(self._owners()).items() if UNORDERED not in name}
+        if self._begun is None:
+            return found
+        there = {id(each) for each in found.values()}
+        kept = {name: each for name, each in self._begun.items() if id(each) in there}
+        # another one has taken the place of one that is gone
+        return {name: kept.get(name, found.get(name)) for name in self._begun if name in kept or name in found}
 
     def state_dict(self) -> dict[str, Any]:
         return {name: _state_of(generator) for name, generator in self.held().items()}

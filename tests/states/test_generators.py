@@ -252,6 +252,28 @@ def test_one_generator_that_several_hold_is_saved_once(tmp_path: Path) -> None:
     assert list(trainer.registry.objects["generators"].state_dict()) == ["model.1.source"]
 
 
+def test_one_that_gets_a_shorter_name_later_is_saved_under_the_first(tmp_path: Path) -> None:
+    class Caching:
+        def __init__(self) -> None:
+            self.inner = {"deep": {"noise": torch.Generator()}}
+            self.cache: Any = None
+
+        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+            self.cache = self.inner["deep"]["noise"]
+            return mse(model, batch) * (1.0 + 0.1 * torch.rand((), generator=self.cache))
+
+    whole = weights_after(tmp_path / "whole", lambda: (linear(), Caching()), ())
+    assert torch.equal(whole, weights_after(tmp_path / "stopped", lambda: (linear(), Caching()), (3, 6)))
+
+
+def test_one_that_takes_the_place_of_another_is_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(linear(), Noise("torch"))
+    trainer, _ = made(tmp_path, model)
+    model[1].source = torch.Generator().manual_seed(9)
+    saved = trainer.registry.objects["generators"].state_dict()
+    assert torch.equal(saved["model.1.source"], model[1].source.get_state()) and trainer.reproducibility() == []
+
+
 def test_without_any_nothing_is_saved(tmp_path: Path) -> None:
     trainer, _ = made(tmp_path, linear())
     assert "generators" not in trainer.registry.objects
