@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from ignite_engine.held import UNORDERED, held, parts_of
 from ignite_engine.ranks import agreement
 from ignite_engine.rng import GENERATORS, is_generator
 from ignite_engine.states.model_and_optimizer import ModelState, unwrap
+
+_WORDS = len(random.Random(0).getstate()[1])
 
 
 class OwnGenerators:
@@ -60,7 +63,7 @@ class OwnGenerators:
         for name in here.keys() & state.keys():
             try:
                 _restore(here[name], state[name])
-            except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
                 kind = type(here[name]).__name__
                 raise StateMismatch(f"{name} is a {kind} now, and its state was saved of another kind.") from error
         anew = [
@@ -179,7 +182,11 @@ def _state_of(generator: Any) -> Any:
         return rng.plain_state(_bits_of(generator).state)
     if isinstance(generator, np.random.RandomState):
         return rng.plain_state(generator.get_state(legacy=False))
-    return generator.getstate()
+    state = generator.getstate()
+    if not _is_of_python(state):
+        return state  # of a subclass
+    version, words, gauss = state
+    return version, torch.from_numpy(np.array(words, dtype=np.uint32).view(np.uint8)), gauss
 
 
 def _restore(generator: Any, state: Any) -> None:
@@ -189,9 +196,16 @@ def _restore(generator: Any, state: Any) -> None:
         _bits_of(generator).state = rng.numpy_state(state)
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(rng.numpy_state(state))
+    elif _is_of_python(generator.getstate()):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words.numpy().view(np.uint32).tolist()), gauss))
     else:
-        version, internal, gauss = state
-        generator.setstate((version, tuple(internal), gauss))
+        generator.setstate(state)
+
+
+def _is_of_python(state: Any) -> bool:
+    """Whether a ``random.Random`` has the state that Python gives it: a version, many words, half of a pair."""
+    return isinstance(state, tuple) and len(state) == 3 and isinstance(state[1], tuple) and len(state[1]) == _WORDS
 
 
 def _bits_of(generator: Any) -> Any:
