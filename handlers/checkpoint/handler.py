@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from ignite.engine import Events
 
-from ignite_engine import Trainer, TrainingEvents
+from ignite_engine import Phase, Trainer, TrainingEvents
 from ignite_engine.checkpointing import (
     BestCheckpoint,
     CheckpointError,
@@ -99,6 +99,8 @@ class Checkpoint:
         self._elsewhere: list[str | Path] = []
         """Folders into which the next step boundary is saved, too."""
         self._named: set[str] = set()
+        self._found: CheckpointInfo | None = None
+        """What was resumed and no run has started from yet."""
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
         self._replaced = self._evaluated = 0  # `registry.times_replaced`, at the last boundary and evaluation
@@ -127,6 +129,7 @@ class Checkpoint:
             trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
         for place in self.places:
             place.attach(trainer)
+        trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._name_what_came_late)
 
     @property
     def store(self) -> CheckpointStore:
@@ -297,7 +300,7 @@ class Checkpoint:
         if found is None:
             self._override.begin_fresh(self._trainer)
             return None
-        self._ignored = (list(ignore), found.manifest.sequence)
+        self._ignored, self._found = (list(ignore), found.manifest.sequence), found
         self._saver.resumed(self._trainer, found, began, on_disk=elsewhere is None)
         self._measured = (found.iteration, found.manifest.metrics)  # of this boundary, if it is saved again
         # a script that sets up no logging shows warnings alone
@@ -429,6 +432,22 @@ class Checkpoint:
         """Name once what a resumed run would not have; ``strict`` refuses it."""
         mine = trainer.reproducibility(self._saver.filter)
         reasons = list(dict.fromkeys(reason for rank in agreement.gather_objects(mine) for reason in rank))
+        self._name(reasons)
+        opens = trainer.progress.windows is not None and trainer.last_event_name is not TrainingEvents.WINDOW_STARTED
+        if self._found is not None and not opens:
+            loading.name_unknown(trainer.registry, self._found, reasons)
+            self._named.update(trainer.registry.resumed_otherwise)
+            self._found = None
+
+    def _name_what_came_late(self, trainer: Trainer) -> None:
+        """As at the start, what a run has made since; the checkpoint is there."""
+        saved = self._saver.store.last_saved
+        if saved is not None and trainer.state.status not in ("created", "failed"):
+            self._name(saved.reproducibility)
+
+    _name_what_came_late.phase = Phase.LAST  # type: ignore[attr-defined]  # where strict ends the run
+
+    def _name(self, reasons: Sequence[str]) -> None:
         if self.options.strict:
             require_exact("This run", reasons)
         reasons = [reason for reason in reasons if reason not in self._named]

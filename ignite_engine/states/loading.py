@@ -97,6 +97,15 @@ def resume(
     return CheckpointInfo(path, manifest)
 
 
+def name_unknown(registry: Registry, found: CheckpointInfo, reasons: Container[str]) -> None:
+    """Name what a checkpoint was saved without and this run, whose ``reasons`` are given, does not know of."""
+    unknown = [each for each in found.manifest.reproducibility if each not in reasons]
+    if unknown:
+        registry.resumed_otherwise.append(f"{_RESUMED}{found.path.name}, which is not exact ({'; '.join(unknown)})")
+        if agreement.rank() == 0:
+            logger.warning("%s may go on with other bits: %s.", found.path.name, "; ".join(unknown))
+
+
 def _load_all(registry: Registry, loaded: Loaded, ignore: Iterable[str], adapt: Adapt) -> None:
     manifest, source = loaded.manifest, str(loaded.path)
     states = {**loaded.shared, **loaded.local}

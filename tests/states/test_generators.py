@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -443,6 +443,45 @@ def test_one_that_comes_after_the_trainer_is_named(tmp_path: Path) -> None:
     model[1].source = torch.Generator()
     (reason,) = trainer.reproducibility()
     assert reason.startswith("the generator model.1.source is not saved, as it was made after the Trainer")
+
+
+class Lazy:
+    """Makes its generator in the first update."""
+
+    @cached_property
+    def noise(self) -> torch.Generator:
+        return torch.Generator()
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return mse(model, batch) * (1.0 + 0.1 * torch.rand((), generator=self.noise))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_one_that_is_made_within_the_run_is_named_once_and_at_the_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    reason = "the generator loss_fn.noise is not saved, as it was made after the Trainer"
+    made(tmp_path, linear(), Lazy(), background=background)[0].run(loader(Numbers(8), 2), max_epochs=3)
+    (told,) = [line for line in caplog.messages if reason in line]
+    assert told.startswith("A run resumed from these checkpoints may have other bits: ")
+
+    caplog.clear()
+    trainer, checkpoint = made(tmp_path, linear(), Lazy())
+    checkpoint.resume()
+    trainer.run(loader(Numbers(8), 2), max_epochs=5)
+    told, again = [line for line in caplog.messages if reason in line]
+    assert told.startswith("iteration_00000012 may go on with other bits: ")
+    assert again.startswith(f"A run resumed from these checkpoints may have other bits: {reason}")
+    assert trainer.reproducibility()[0].startswith(f"resumed from iteration_00000012, which is not exact ({reason}")
+
+
+def test_one_that_is_made_within_the_run_ends_a_strict_one_at_the_first_save(tmp_path: Path) -> None:
+    for stop in (3, 99):  # a stop saves, too
+        trainer, checkpoint = made(tmp_path / str(stop), linear(), Lazy(), strict=True)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda: trainer.request_stop("test"))  # noqa: B023  # called in this turn
+        with pytest.raises(NotExact, match=r"^This run cannot be resumed .* loss_fn\.noise is not saved"):
+            trainer.run(loader(Numbers(8), 2), max_epochs=3)
+        assert [saved.iteration for saved in checkpoint.store.checkpoints()] == [min(stop, 4)]
 
 
 def test_one_in_a_registered_object_is_saved_there(tmp_path: Path) -> None:
