@@ -34,6 +34,7 @@ class _Evaluator(Engine):
     """An engine that can run again after a run that raised; Ignite's returns None then, without running."""
 
     model: nn.Module
+    predict: PredictFn
     step: Callable[[Engine, Any], Any]
 
     def __init__(self, step: Callable[[Engine, Any], Any]) -> None:
@@ -154,7 +155,7 @@ def create_evaluator(
             raise
 
     evaluator = _Evaluator(step)
-    evaluator.model = bare
+    evaluator.model, evaluator.predict = bare, predict
     several = agreement.world_size() > 1
     if several:
         reduce = evaluator.metrics_reduce

@@ -433,8 +433,9 @@ class Checkpoint:
         mine = trainer.reproducibility(self._saver.filter)
         reasons = list(dict.fromkeys(reason for rank in agreement.gather_objects(mine) for reason in rank))
         self._name(reasons)
-        opens = trainer.progress.windows is not None and trainer.last_event_name is not TrainingEvents.WINDOW_STARTED
-        if self._found is not None and not opens:
+        opened: Any = TrainingEvents.WINDOW_STARTED
+        is_known = trainer.progress.windows is None or trainer.last_event_name is opened
+        if self._found is not None and is_known:
             loading.name_unknown(trainer.registry, self._found, reasons)
             self._named.update(trainer.registry.resumed_otherwise)
             self._found = None

@@ -27,6 +27,7 @@ class WithState(Replayed):
     def __init__(self, data: Any) -> None:
         super().__init__(data)
         self.exhausted = False
+        self.generators = generators_of(data)
 
     @property
     def inexact(self) -> str | None:

@@ -33,6 +33,8 @@ class Replayed:
     """The data has a ``state_dict`` of its own, which holds the place in a pass."""
     exhausted = False
     """The loader has ended its pass, perhaps while the last group was gathered; only known of one with a state."""
+    generators: Sequence[Any] = ()
+    """Those whose states are saved with the place."""
 
     def __init__(self, data: Any) -> None:
         self.data = data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -78,6 +78,11 @@ class DataSource:
     def makers(self) -> dict[str, Any]:
         """What of the user's makes samples and batches without a state of its own, by what it is."""
         return self.reader.makers
+
+    @property
+    def generators(self) -> Sequence[Any]:
+        """Those whose states are saved with the place."""
+        return self.reader.generators
 
     @property
     def in_workers(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -101,6 +101,11 @@ class WindowedSource:
     def makers(self) -> dict[str, Any]:
         """What of the user's makes samples and batches without a state of its own, of the open window."""
         return {} if self.window is None else self.window.makers
+
+    @property
+    def generators(self) -> Sequence[Any]:
+        """Those whose states are saved with the place in the open window."""
+        return () if self.window is None else self.window.generators
 
     @property
     def in_workers(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ReferenceType
 
@@ -41,6 +41,10 @@ class Source(Protocol):
         """What of the user's makes samples and batches without a state of its own, by what it is."""
 
     @property
+    def generators(self) -> Sequence[Any]:
+        """Those whose states are saved with the data's place."""
+
+    @property
     def in_workers(self) -> bool:
         """They are made by other processes, from copies of what is here."""
 
@@ -68,8 +72,13 @@ def reasons_of(
         saved = saved_generators(registry.objects)
         reasons += unsaved_generators(registry.objects, update, saved)
         if source is not None:
-            objects, saved = ({}, set()) if source.in_workers else (registry.objects, saved)
-            reasons += unsaved_of_data(objects, source.makers, saved)
+            objects, known = (
+                ({}, set()) if source.in_workers else (registry.objects, saved | set(map(id, source.generators)))
+            )
+            reasons += unsaved_of_data(objects, source.makers, known)
+        for obj in registry.objects.values():
+            if isinstance(makers := getattr(obj, "evaluated_by", None), Mapping):
+                reasons += unsaved_of_data(registry.objects, makers, saved)
     if source is not None and source.inexact is not None:
         reasons.append(source.inexact)
     if source is not None and source.changed is not None:

@@ -14,7 +14,7 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import MeanSquaredError
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, Subset, default_collate
+from torch.utils.data import DataLoader, RandomSampler, Subset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Trainer, Update, Updates, create_evaluator, loader
@@ -415,6 +415,82 @@ def test_one_of_the_data_that_a_registered_object_saves_is_not_named(tmp_path: P
     trainer, _ = made(tmp_path, linear())
     trainer.register("noise", SavedHolder(generator))
     trainer.run(loader(NoisyNumbers(8, generator), 2), max_epochs=1)
+    assert trainer.reproducibility() == []
+
+
+class NoisyMetric(MeanSquaredError):
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.source = generator
+
+
+def predict_of(generator: Any) -> Any:
+    return lambda model, batch: (model(batch[0]) + 0.0 * generator.random(), batch[1])
+
+
+def plain_predict(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0]), batch[1]
+
+
+NOISY_EVALUATIONS: dict[str, tuple[Callable[[Any], tuple[Any, Any, Any]], str | None]] = {
+    "data": (
+        lambda each: (loader(NoisyNumbers(8, each), 2), plain_predict, MeanSquaredError()),
+        "data of evaluation val (dataset.source)",
+    ),
+    "plain data": (
+        lambda each: (DataLoader(NoisyNumbers(8, each), 2), plain_predict, MeanSquaredError()),
+        "data of evaluation val (source)",
+    ),
+    "data in workers": (
+        lambda each: (DataLoader(NoisyNumbers(8, each), 2, num_workers=1), plain_predict, MeanSquaredError()),
+        None,
+    ),
+    "collate": (
+        lambda each: (DataLoader(Numbers(8), 2, collate_fn=NoisyCollate(each)), plain_predict, MeanSquaredError()),
+        "collate function of evaluation val (source)",
+    ),
+    "function": (
+        lambda each: (lambda: loader(NoisyNumbers(8, each), 2), plain_predict, MeanSquaredError()),
+        "data of evaluation val (each)",
+    ),
+    "predict": (
+        lambda each: (loader(Numbers(8), 2), predict_of(each), MeanSquaredError()),
+        "predict function of evaluation val (generator)",
+    ),
+    "metric": (
+        lambda each: (loader(Numbers(8), 2), plain_predict, NoisyMetric(each)),
+        "metric mse of evaluation val (source)",
+    ),
+    "order": (
+        lambda each: (
+            DataLoader(Numbers(8), 2, shuffle=True, generator=torch.Generator()),
+            plain_predict,
+            MeanSquaredError(),
+        ),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("where", NOISY_EVALUATIONS)
+def test_one_of_an_evaluation_is_named(tmp_path: Path, where: str) -> None:
+    """What it measures may end the run."""
+    make, said = NOISY_EVALUATIONS[where]
+    data, predict, metric = make(np.random.default_rng(0))
+    trainer, _ = made(tmp_path, nn.Sequential(linear(), Noise("torch")))
+    Evaluation(create_evaluator(trainer.update.model, predict, {"mse": metric}), data).attach(trainer)  # type: ignore[attr-defined]  # an Update
+    assert trainer.reproducibility() == (
+        []
+        if said is None
+        else [f"a generator in the {said} is not saved: draw from the global ones of torch, NumPy or Python"]
+    )
+
+
+def test_one_that_a_loader_with_a_state_saves_is_not_named_where_its_data_draws_from_it(tmp_path: Path) -> None:
+    generator = torch.Generator()
+    trainer, _ = made(tmp_path, linear())
+    data = StatefulDataLoader(NoisyNumbers(8, generator), batch_size=2, shuffle=True, generator=generator)
+    trainer.run(data, max_epochs=1)
     assert trainer.reproducibility() == []
 
 
