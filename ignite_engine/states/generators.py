@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from ignite_engine.held import UNORDERED, held, parts_of
 from ignite_engine.ranks import agreement
 from ignite_engine.rng import GENERATORS, is_generator
 from ignite_engine.states.model_and_optimizer import ModelState, unwrap
+from ignite_engine.states.repeated_event import are_same_states
 
 _WORDS = len(random.Random(0).getstate()[1])
 
@@ -69,8 +70,7 @@ class OwnGenerators:
         anew = [
             f"the generator {name} begins anew, as none of its name was saved" for name in here if name not in state
         ]
-        lost = [f"the state of the generator {name} has none here to go to" for name in state if name not in here]
-        self.changed = anew + lost
+        self.changed = anew + lost(name for name in state if name not in here)
 
     @contextmanager
     def undrawn(self) -> Iterator[None]:
@@ -81,6 +81,18 @@ class OwnGenerators:
         finally:
             for generator, state in before:
                 _restore(generator, state)
+
+
+def lost(names: Iterable[str]) -> list[str]:
+    """One reason for each generator that was saved and is not here."""
+    return [f"the state of the generator {name} has none here to go to" for name in names]
+
+
+def are_states(part: str, state: Any) -> bool:
+    """Whether this part of a checkpoint is of :class:`OwnGenerators`."""
+    owners = ("model", "loss_fn", "weight_fn", "optimizer", "update")
+    is_named = part.partition("/")[0] == "generators" and isinstance(state, Mapping)
+    return is_named and all(isinstance(name, str) and name.startswith(owners) for name in state)
 
 
 def generators_of(owners: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,11 +175,25 @@ def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
 
 
 def saved_generators(objects: Mapping[str, Any]) -> set[int]:
-    """The ids of the generators that the parts of an update and other objects of a registry, but for models, hold."""
+    """The ids of the generators that the parts of an update and other objects of a registry, but for models, save."""
     of_update = (generator for part in _own_generators(objects) for generator in part.held().values())
     of_user = (obj for obj in objects.values() if not isinstance(obj, nn.Module))
-    directly = (part for obj in of_user for _, part in parts_of("", obj) if is_generator(part))
+    held_by = ((obj, part) for obj in of_user for _, part in parts_of("", obj) if is_generator(part))
+    directly = (part for obj, part in held_by if _is_in_state(part, obj))
     return {id(generator) for generator in (*of_update, *directly)}
+
+
+def _is_in_state(generator: Any, obj: Any) -> bool:
+    """Whether the state of the object that holds it is another one once it has drawn."""
+    before, own = obj.state_dict(), _state_of(generator)
+    try:
+        if isinstance(generator, torch.Generator):
+            torch.rand((), generator=generator, device=generator.device)
+        else:
+            (generator.random_raw if isinstance(generator, np.random.BitGenerator) else generator.random)()
+        return not are_same_states(before, obj.state_dict())
+    finally:
+        _restore(generator, own)
 
 
 def _own_generators(objects: Mapping[str, Any]) -> list[OwnGenerators]:

@@ -21,6 +21,7 @@ from ignite_engine.checkpointing.store import Checkpoints, Loaded
 from ignite_engine.checkpointing.weights_source import Source
 from ignite_engine.errors import CheckpointError, require_exact, shortened
 from ignite_engine.ranks import agreement
+from ignite_engine.states.generators import are_states, lost
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import Adapt
@@ -109,6 +110,14 @@ def name_unknown(registry: Registry, found: CheckpointInfo, reasons: Container[s
 def _load_all(registry: Registry, loaded: Loaded, ignore: Iterable[str], adapt: Adapt) -> None:
     manifest, source = loaded.manifest, str(loaded.path)
     states = {**loaded.shared, **loaded.local}
+    for part in [
+        each for each in states if each not in {*registry.objects, *ignore} and are_states(each, states[each])
+    ]:
+        # an update has one of this name as long as there is any
+        reasons = lost(states.pop(part))
+        registry.resumed_otherwise += reasons
+        if agreement.rank() == 0:
+            logger.warning("%s may go on with other bits: %s.", loaded.path.name, "; ".join(reasons))
     taken = registry.load(states, source=source, ignore=ignore, kinds=manifest.kinds, adapt=adapt)
     for part, names in manifest.left_out.items():
         if part in taken:
