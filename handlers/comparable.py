@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ignite_engine.held import is_of_user
+from ignite_engine.peek import is_of_user
 
 FUNCTIONS = (FunctionType, partial, MethodType)
 OTHER = object()

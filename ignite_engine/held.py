@@ -21,7 +21,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from ignite_engine.unrun import (
+from ignite_engine.peek import (
     KEYS,
     PLAIN,
     attributes_of,

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, TensorDataset
 
 from ignite_engine.held import held
-from ignite_engine.unrun import is_of_library, is_of_user
+from ignite_engine.peek import is_of_library, is_of_user
 
 
 class Mark:

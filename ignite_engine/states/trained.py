@@ -439,7 +439,7 @@ class _Reducers:
             reduced = _reduced_by_ddp(module)
             self._forgotten |= {key for key, name in names.items() if key not in reduced and name not in ignored}
             names = {key: names[key] for key in names if key in reduced}
-        elif hasattr(module, "set_requires_gradient_sync"):
+        elif hasattr(module, "set_requires_gradient_sync") and hasattr(module, "reshard"):
             return  # FSDP2: what it shards is a DTensor, what it ignores is each rank's own
         self._reducer_of |= dict.fromkeys(names, type(module).__name__)
 

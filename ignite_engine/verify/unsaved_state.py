@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ignite_engine.engine.bus import events_with_handlers, handlers_of
+from ignite_engine.peek import is_of_user
 from ignite_engine.states.generators import OwnGenerators
 from ignite_engine.states.model_and_optimizer import unwrap
-from ignite_engine.unrun import is_of_user
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer
