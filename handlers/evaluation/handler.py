@@ -170,7 +170,7 @@ class Evaluation:
 
         Workers that end with the pass draw from the same copies in each.
         """
-        data, predict = self.data, getattr(self.evaluator, "predict", self.evaluator._process_function)
+        data, predict = self.data, getattr(self.evaluator, "predict", None)
         afresh = getattr(data, "num_workers", 0) and not getattr(data, "persistent_workers", False)
         samples = {"data": getattr(data, "dataset", data), "collate function": getattr(data, "collate_fn", None)}
         metrics = {f"metric {name}": metric for name, metric in metrics_of(self.evaluator).items()}

@@ -17,7 +17,6 @@ from ignite_engine.held import UNORDERED, held, parts_of
 from ignite_engine.ranks import agreement
 from ignite_engine.rng import GENERATORS, is_generator
 from ignite_engine.states.model_and_optimizer import ModelState, unwrap
-from ignite_engine.states.repeated_event import are_same_states
 
 _WORDS = len(random.Random(0).getstate()[1])
 
@@ -175,25 +174,11 @@ def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
 
 
 def saved_generators(objects: Mapping[str, Any]) -> set[int]:
-    """The ids of the generators that the parts of an update and other objects of a registry, but for models, save."""
+    """The ids of the generators that the parts of an update and other objects of a registry, but for models, hold."""
     of_update = (generator for part in _own_generators(objects) for generator in part.held().values())
     of_user = (obj for obj in objects.values() if not isinstance(obj, nn.Module))
-    held_by = ((obj, part) for obj in of_user for _, part in parts_of("", obj) if is_generator(part))
-    directly = (part for obj, part in held_by if _is_in_state(part, obj))
+    directly = (part for obj in of_user for _, part in parts_of("", obj) if is_generator(part))
     return {id(generator) for generator in (*of_update, *directly)}
-
-
-def _is_in_state(generator: Any, obj: Any) -> bool:
-    """Whether the state of the object that holds it is another one once it has drawn."""
-    before, own = obj.state_dict(), _state_of(generator)
-    try:
-        if isinstance(generator, torch.Generator):
-            torch.rand((), generator=generator, device=generator.device)
-        else:
-            (generator.random_raw if isinstance(generator, np.random.BitGenerator) else generator.random)()
-        return not are_same_states(before, obj.state_dict())
-    finally:
-        _restore(generator, own)
 
 
 def _own_generators(objects: Mapping[str, Any]) -> list[OwnGenerators]:

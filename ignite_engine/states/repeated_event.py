@@ -39,7 +39,7 @@ def undone(registry: Registry) -> Iterator[None]:
         for group in optimizer.param_groups
     ]
     yield
-    own = [name for name, state in states.items() if not are_same_states(kept[name].state_dict(), state)]
+    own = [name for name, state in states.items() if not _are_same_states(kept[name].state_dict(), state)]
     changed = {name for names in agreement.gather_objects(own) for name in names}  # loading may be a collective
     for name in [name for name in kept if name in changed]:
         kept[name].load_state_dict(states[name])
@@ -59,7 +59,7 @@ def _deep_copy(state: Any) -> Any:
     return rebuilt(state, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else deepcopy(leaf))
 
 
-def are_same_states(first: Any, second: Any) -> bool:
+def _are_same_states(first: Any, second: Any) -> bool:
     before, after = walk(first), walk(second)
     return len(before) == len(after) and all(
         path == other_path and _same_leaf(value, other)

@@ -612,23 +612,6 @@ def test_the_last_one_that_is_gone_is_a_reason(tmp_path: Path, caplog: pytest.Lo
     assert trainer.reproducibility() == [reason] and sum(reason in line for line in caplog.messages) == 1
 
 
-def test_one_that_a_registered_object_holds_and_does_not_save_is_named(tmp_path: Path) -> None:
-    class Counting(SavedHolder):
-        def state_dict(self) -> Any:
-            return {"count": 1}
-
-    layer = Noise("torch")
-    for holder, names in (
-        (Counting(torch.Generator()), 1),
-        (SavedHolder(torch.Generator()), 0),
-    ):
-        trainer, _ = made(tmp_path, nn.Sequential(linear(), layer))
-        trainer.register("noise", holder)
-        before = holder.generator.get_state()
-        trainer.run(loader(NoisyNumbers(8, holder.generator), 2), max_epochs=1)
-        assert len(trainer.reproducibility()) == names and torch.equal(before, holder.generator.get_state())
-
-
 def test_one_that_comes_after_the_trainer_beside_another_is_named(tmp_path: Path) -> None:
     model = nn.Sequential(linear(), Noise("torch"))
     trainer, _ = made(tmp_path, model)
