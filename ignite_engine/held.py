@@ -126,17 +126,16 @@ class Walk:
         """What an object holds directly."""
         kind = type(value)
         if issubclass(kind, FunctionType):
-            yield from self._of_function(name, value)
-        elif issubclass(kind, type):
-            yield from self._of_class(name, value)
-        elif issubclass(kind, MethodType):
-            yield from ((name, value.__self__), (name, value.__func__))
-        elif name_of(kind) in _NOT_IN_PYTHON:
-            yield name, getattr(value, "__self__", None)
-        elif issubclass(kind, MappingProxyType):
-            yield from ((name, mapping) for mapping in gc.get_referents(value))
-        else:
-            yield from self._of_object(name, value, kind)
+            return self._of_function(name, value)
+        if issubclass(kind, type):
+            return self._of_class(name, value)
+        if issubclass(kind, MethodType):
+            return iter(((name, value.__self__), (name, value.__func__)))
+        if name_of(kind) in _NOT_IN_PYTHON:
+            return iter(((name, getattr(value, "__self__", None)),))
+        if issubclass(kind, MappingProxyType):
+            return iter([(name, mapping) for mapping in gc.get_referents(value)])
+        return self._of_object(name, value, kind)
 
     def _of_object(self, name: str, value: Any, kind: type) -> Parts:
         if issubclass(kind, partial):

@@ -81,11 +81,11 @@ def dict_of(value: Any) -> dict[str, Any]:
     return {}
 
 
-def attributes_of(name: str, own: Any) -> Iterator[tuple[str, Any]]:
+def attributes_of(name: str, own: Any) -> list[tuple[str, Any]]:
     """Those that are not plain, by name; of a scripted module's, which are in no dict, none."""
-    for key, value in first(partial(dict.items, own)) if issubclass(type(own), dict) else ():
-        if type(value) not in PLAIN and issubclass(type(key), str):
-            yield f"{name}.{str.__str__(key)}", value
+    items = first(partial(dict.items, own)) if own and issubclass(type(own), dict) else ()
+    others = [item for item in items if type(item[1]) not in PLAIN and issubclass(type(item[0]), str)]
+    return [(f"{name}.{str.__str__(key)}", value) for key, value in others] if others else []
 
 
 @cache
