@@ -44,6 +44,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/engine/test_continuing.py",
             "tests/ranks/test_agreed",
             "tests/ranks/test_shares",
+            "tests/ranks/test_other_ranks",
         ),
     ),
     "engine": (("ignite_engine/engine",), ("tests/engine", "tests/test_trainer.py", "tests/data", "tests/faults")),
