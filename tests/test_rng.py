@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 import ignite_engine
-from ignite_engine import loader, rng
+from ignite_engine import devices, loader, rng
 from ignite_engine.errors import StateMismatch
 
 
@@ -83,6 +83,18 @@ def test_one_seed_sets_every_generator_of_the_host() -> None:
 
         assert draw() == first
         assert (first[0], first[3]) != (other[0], other[3])
+
+
+def test_a_device_gets_the_seed_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[Any] = []
+    monkeypatch.setattr(devices, "seed_generator", lambda device, seed: seeded.append((device, seed)))
+    with rng.isolated():
+        rng.seed_host(5)
+        expected = draw()
+        for device in (torch.device("cpu"), torch.device("meta")):
+            rng.seed_device(5, device)
+            assert draw() == expected
+    assert seeded == [(torch.device("meta"), 5)]
 
 
 def test_mixed_seeds_are_spread_and_fixed() -> None:

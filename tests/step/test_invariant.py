@@ -125,6 +125,34 @@ def test_parameter_without_a_gradient_in_all_micro_batches_is_left_alone() -> No
     assert {each[1] for each in grads} == {False, True}
 
 
+def test_gradients_that_some_micro_batches_lack_are_summed_before_one_that_is_left_out() -> None:
+    """Each update has ``rare`` in other ones of its first three micro-batches; the fourth has no weight."""
+    batches = [
+        ((micro_batch, update >> micro_batch & 1), torch.tensor([[1.0 + update, micro_batch]], dtype=torch.float64))
+        for update in (4, 3, 7, 1, 6, 5, 2, 4)
+        for micro_batch in range(4)
+    ]
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        (_, is_rare), inputs = batch
+        output: Tensor = model["used"](inputs)
+        return (output + model["rare"](inputs) if is_rare else output).sum()
+
+    ends = []
+    for rank_invariant in (True, False):
+        model: Any = nn.ModuleDict({"used": linear(2, torch.float64), "rare": linear(2, torch.float64)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        update = Update(
+            model, optimizer, loss_fn, weight_fn=lambda batch: batch[0][0] < 3, rank_invariant=rank_invariant
+        )
+        trainer = Trainer(update, **{"global_micro_batches" if rank_invariant else "accumulation_steps": 4})
+        trainer.run(batches, max_epochs=1)
+        assert trainer.state.optimizer_steps == 8
+        ends.append(one(model))
+
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=0.0)
+
+
 def test_update_without_weight_is_skipped_and_one_micro_batch_without_is_left_out() -> None:
     weights = iter([0, 0, 0, 2, 0, 0])
     model, before = linear(), one(linear())

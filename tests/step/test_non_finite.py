@@ -160,6 +160,8 @@ def test_skip_is_the_loop_that_leaves_the_step_out(value: float, said: Callable[
         (3, 1, [[8, 9, 10, 11]]),
         (9, 2, [[8, 9, 10, 11]]),
     ]
+    norms = [norm for entry in journal for norm in entry["grad_norm"]]
+    assert list(map(math.isfinite, norms)) == [value == -1e3] * 2, "of a NaN alone gradients are finite"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
