@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
-from ignite_engine.data.workers import begin_pass, end_workers, note_dead_worker
+from ignite_engine.data.workers import WorkerInit, begin_pass, end_workers, note_dead_worker
 from tests.faults.commands import program
 
 PROGRAM = """
 import os, sys, time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from ignite_engine import loader
 
 class Slow:
@@ -79,6 +83,26 @@ def test_data_without_workers_is_left_alone() -> None:
     end_workers(iterator, data)
 
     assert list(iterator) == data
+
+
+class TellsWhatIsBlocked:
+    """Data over which an iteration gives the signals that were blocked when it began."""
+
+    def __init__(self, worker_init_fn: Any) -> None:
+        self.worker_init_fn = worker_init_fn
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def test_signals_are_blocked_while_workers_start_that_let_them_in_again_and_no_others() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    asking_to_stop = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+    assert set(begin_pass(TellsWhatIsBlocked(WorkerInit(None)))) == before | asking_to_stop
+    for others in (None, print):
+        assert set(begin_pass(TellsWhatIsBlocked(others))) == before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_worker_that_goes_before_its_tensors_are_taken_is_named_too() -> None:

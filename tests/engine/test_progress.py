@@ -95,7 +95,11 @@ def test_counters_say_what_was_done_before_an_update_failed() -> None:
 
 
 def growing(
-    folder: Path | None, stop: int | None = None, count: int = 22, epochs: int = 4
+    folder: Path | None,
+    stop: int | None = None,
+    count: int = 22,
+    epochs: int = 4,
+    max_iters: int | None = None,
 ) -> tuple[Trainer, list[int]]:
     """Four epochs of 11 batches; from the third on three of them are an iteration. The sizes of all groups."""
     trainer, sizes = trainer_of(linear(dropout=True), accumulation_steps=1), []
@@ -113,7 +117,7 @@ def growing(
         checkpoint.resume()
     if stop is not None:
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda trainer: trainer.request_stop("asked"))
-    trainer.run(numbers_loader(count, shuffle=True), max_epochs=epochs)
+    trainer.run(numbers_loader(count, shuffle=True), max_epochs=epochs, max_iters=max_iters)
     return trainer, sizes
 
 
@@ -153,6 +157,17 @@ def test_schedule_over_a_longer_run_follows_it_also_where_the_accumulation_has_c
     growing(tmp_path, epochs=5)
 
     assert "its schedule with it: from here on the LR follows the new curve" in caplog.text
+
+
+@pytest.mark.parametrize("max_iters", [40, 50])
+def test_of_two_limits_the_first_is_the_length_with_which_a_schedule_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, max_iters: int
+) -> None:
+    """Four epochs were 44 iterations when the run began, and are 30 since its accumulation has changed."""
+    growing(tmp_path, 26, max_iters=max_iters)
+    resumed, _ = growing(tmp_path, max_iters=max_iters)
+
+    assert resumed.state.iteration == 30 and "new curve" not in caplog.text
 
 
 def test_changed_accumulation_is_asked_for_in_a_trainer_that_groups() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import struct
@@ -130,6 +131,17 @@ def test_rank_for_which_the_others_timed_out_is_the_one_that_hangs(ranks: Ranks)
     assert (failure.ranks, failure.kind) == ((1,), "stuck")
     assert "while rank 0 waited (Timed out waiting 3000ms)" in failure.line
     assert failure.line.endswith("Last heartbeat: iteration 7, in loss_fn (task.py:3)")
+
+
+def test_of_several_ranks_that_hang_the_time_is_said_in_which_none_did_anything_new(ranks: Ranks) -> None:
+    for rank, seconds in ((1, 9_000.0), (2, 500.0)):
+        ranks.hub._ranks[rank].still_s = seconds
+    ranks.links[0].send(lost="Timed out waiting 3000ms")
+
+    failure = ranks.failure()
+    assert (failure.ranks, failure.kind) == ((1, 2), "stuck")
+    said = re.search(r"did the same thing for (\S+) s", failure.line)
+    assert said is not None and 500 <= float(said[1]) < 9_000
 
 
 def test_ranks_that_wait_for_each_other_are_all_named(ranks: Ranks) -> None:

@@ -116,6 +116,22 @@ def write_rank(local_rank: int, folder: Path) -> None:
     (folder / f"rank_{local_rank}").write_text(f"{agreement.rank()} of {agreement.world_size()}")
 
 
+@pytest.mark.distributed
+@pytest.mark.usefixtures("forked")
+def test_ranks_may_start_processes_of_their_own(tmp_path: Path) -> None:
+    """Such as the workers of a loader, which the standard library refuses to daemons."""
+    with Parallel(backend="gloo", nproc_per_node=2) as parallel:
+        parallel.run(have_it_written, tmp_path)
+
+    assert sorted(each.name for each in tmp_path.glob("of_*")) == ["of_0", "of_1"]
+
+
+def have_it_written(local_rank: int, folder: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=(folder / f"of_{local_rank}").touch)
+    process.start()
+    process.join()
+
+
 def test_groups_end_with_the_block_in_a_process_that_a_launcher_started(monkeypatch: pytest.MonkeyPatch) -> None:
     groups: dict[Any, Any] = {}
     monkeypatch.setattr(agreement, "_groups", groups)
@@ -399,6 +415,24 @@ def test_ranks_whose_launcher_was_killed_before_their_first_line_end(tmp_path: P
 
     assert process.returncode == -signal.SIGKILL
     assert group_is_gone(process.pid, timeout_s=45.0), "ranks wait for a store that is gone"
+
+
+@pytest.mark.distributed
+def test_rank_that_is_not_started_by_its_parent_any_more_ends() -> None:
+    """As one whose launcher was killed before its first line: by then another process is its parent."""
+    context = multiprocessing.get_context("fork")
+    received, report = context.Pipe(duplex=False)
+    place = rank_process.Place({}, os.getppid())
+    arguments = (place, (None, None, None), report, wait_to_be_ended, (), {})
+    process = context.Process(target=rank_process.rank_main, args=arguments)
+    process.start()
+    report.close()
+    assert received.recv().code == 143
+    process.join()
+
+
+def wait_to_be_ended(local_rank: int) -> None:
+    time.sleep(30)
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from ignite.engine import Engine
 from torch import Tensor, nn
 
+from ignite_engine import Update
 from ignite_engine.step.without_trace import without_trace
 
 
@@ -35,3 +37,17 @@ def test_generators_and_buffers_are_as_before_and_gradients_are_there() -> None:
     assert all(buffer is objects[name] for name, buffer in model.named_buffers())
     assert torch.equal(torch.get_rng_state(), generator)
     assert model[0].weight.grad.abs().sum() > 0
+
+
+def test_a_rank_without_a_batch_beside_peers_that_reduce_by_hooks_leaves_none_either() -> None:
+    """No wrapper reduces the gradients of its model, but its peers wait for it."""
+    model = nn.Sequential(nn.Embedding(3, 4, sparse=True), Mean())
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).sum())
+    engine, batch = Engine(update), torch.tensor([0, 2])
+    engine.run([batch])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    engine.state.padding = 1  # type: ignore[attr-defined]  # the batch is a repeated one
+    update.accumulate(engine, [batch], [0.0])
+
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert model[0].weight.grad._nnz() == 0

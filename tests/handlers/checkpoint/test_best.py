@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from pathlib import Path
@@ -72,6 +73,18 @@ def test_the_weights_that_were_evaluated_come_back(tmp_path: Path, average: str 
     assert load_weights(own, tmp_path, "best") == best.path and torch.equal(one(own), weights(trainer))
     load_weights(own, tmp_path / "best", ema=False)
     assert torch.equal(one(own), weights(trainer)) == (average in (None, "other"))
+
+
+def test_optimizers_keep_what_they_know_where_the_weights_of_the_best_come_back(tmp_path: Path) -> None:
+    trainer, checkpoint = run_of(tmp_path)
+    trainer.run(numbers_loader(), max_iters=20)
+    before = weights(trainer)
+    kept = copy.deepcopy(trainer.update.optimizers["optimizer"].state_dict())  # type: ignore[attr-defined]
+    checkpoint.restore_best()
+
+    assert not torch.equal(weights(trainer), before)
+    assert str(trainer.update.optimizers["optimizer"].state_dict()) == str(kept)  # type: ignore[attr-defined]
+    assert "momentum_buffer" in str(kept)
 
 
 def test_a_run_goes_on_with_what_was_restored(tmp_path: Path) -> None:
