@@ -217,6 +217,7 @@ def test_plain_elements_cost_little() -> None:
     assert time.process_time() - began < 2
 
 
+@pytest.mark.slow
 def test_a_module_is_one_object_of_those_that_are_looked_at() -> None:
     mark, model = Mark(), nn.Sequential(*(nn.Sequential(*(nn.Identity() for _ in range(100))) for _ in range(200)))
     model[-1].append(nn.Sequential(nn.Sequential(attribute_of(nn.Identity(), mark))))

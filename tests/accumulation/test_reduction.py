@@ -294,6 +294,7 @@ def is_close(weights: Tensor, expected: Tensor) -> bool:
     return torch.allclose(weights, expected, rtol=1e-13, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_same_weights(results: Results) -> None:
     with_weights = [name for name in CASES if "weights" in results[0][name]]
     assert len(with_weights) == 17

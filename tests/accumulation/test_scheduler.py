@@ -144,6 +144,7 @@ print(scheduler.get_last_lr()[0], optimizer.optimizer_steps, optimizer.skipped_s
 """
 
 
+@pytest.mark.slow
 def test_lr_goes_on_in_a_fresh_process(tmp_path: Path) -> None:
     def lines(*arguments: str) -> list[str]:
         process = program(tmp_path, IN_ANOTHER_PROCESS, *arguments)

@@ -37,6 +37,7 @@ def plain() -> dict[str, Workload]:
 CASES = [(setting, name) for setting, contenders in CONTENDERS.items() for name in contenders if name != "plain"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "name"), CASES)
 def test_contender_ends_with_the_weights_of_the_plain_loop(plain: dict[str, Workload], setting: str, name: str) -> None:
     work = run(setting, name)

@@ -302,6 +302,7 @@ def test_none_goes_before_one_that_needs_it(tmp_path: Path) -> None:
     assert renamed == [f"iteration_0000000{each}" for each in (5, 4, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_saved_pruned_and_started_again_all_that_is_there_is_whole(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch

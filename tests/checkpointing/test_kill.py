@@ -69,6 +69,7 @@ def test_killed_at_any_file_operation_of_a_save_the_newest_valid_one_loads(tmp_p
     assert operations >= 18
 
 
+@pytest.mark.slow
 def test_killed_at_any_file_operation_of_several_writers_the_newest_valid_one_loads(tmp_path: Path) -> None:
     template, size = tmp_path / "template", 3000
     save(CheckpointStore(template), 100, size=size, extracted=Extracted(writers=2))
@@ -89,6 +90,7 @@ def test_killed_at_any_file_operation_of_several_writers_the_newest_valid_one_lo
     )
 
 
+@pytest.mark.slow
 def test_killed_while_the_same_iteration_is_saved_again_one_of_the_two_loads(tmp_path: Path) -> None:
     template = tmp_path / "template"
     save(CheckpointStore(template), 100)

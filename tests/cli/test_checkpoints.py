@@ -338,6 +338,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "line"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_what_a_user_can_mend_is_one_line_and_code_2(run: Path, say: Say, words: list[str], line: str) -> None:
     Path("empty").mkdir()

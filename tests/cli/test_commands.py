@@ -383,6 +383,7 @@ def test_start_that_is_refused_leaves_a_finished_run_as_it_was(
     assert "The run failed: StateMismatch" in (folder / "run" / "logs" / "rank_0.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
 def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path, ranks: int) -> None:

@@ -270,6 +270,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", PLANS)
 def test_ranks_leave_the_same_out_and_stay_in_step(reports: list[dict[str, Any]], name: str) -> None:

@@ -165,6 +165,7 @@ def test_epoch_reaches_the_batch_sampler_and_every_sampler_in_it(nested: bool, s
         assert samples.tolist() == list(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("steps", [None, 2])
 def test_generator_that_the_loader_shares_with_its_sampler_is_resumed(workers: int, steps: int | None) -> None:
@@ -274,6 +275,7 @@ def test_other_shuffle_is_refused(shuffle: bool) -> None:
 # -- evaluation over the training data -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["stateful", "ours"])
@@ -327,6 +329,7 @@ def stateful(*arguments: Any, **options: Any) -> Any:
 KINDS = {"ours": loader, "plain": DataLoader, "subclass": Subclass, "stateful": stateful}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True], ids=["completes", "fails"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loader_workers_end_with_the_run(kind: str, fails: bool) -> None:
@@ -494,6 +497,7 @@ CURRICULA: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CURRICULA)
 def test_epochs_of_a_sampler_that_grows_have_their_own_length_also_where_it_resumes(tmp_path: Path, kind: str) -> None:
     def run(folder: Path | None, stop_at: int | None = None, again: bool = False) -> tuple[list[int], Tensor]:

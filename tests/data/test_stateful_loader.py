@@ -63,6 +63,7 @@ def numbers() -> Dataset[Any]:
     return TensorDataset(torch.randn(5, 3, generator=generator), torch.randn(5, 1, generator=generator))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut_short", [False, True])
 @pytest.mark.parametrize("steps", [None, 2, 5], ids=lambda steps: f"groups_of_{steps}")
 @pytest.mark.parametrize("kind", [numbers, Stream, "plain", "begins anew"])
@@ -186,6 +187,7 @@ class Shared(Stream):
         self.given = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [Shared, Counted])
 def test_workers_whose_stream_begins_anew_when_asked_again_are_announced(stream: type[IterableDataset[Any]]) -> None:
     """Torchdata forgets that a worker's stream has ended: only the state of an iterator still says so."""

@@ -616,6 +616,7 @@ def test_an_evaluation_of_windows_takes_the_next_each_time_and_resumes_there(tmp
     assert parts == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "list", "files", "iterable", "workers"])
 def test_an_evaluation_of_all_windows_is_one_each_time(tmp_path: Path, kind: str) -> None:
     """Also of windows that are trained on, and of a stream that has one position."""

@@ -151,6 +151,7 @@ def test_files_that_the_generator_wrote_train_the_same_weights(tmp_path: Path, w
     assert run(tmp_path / "run", f"task_options.directory={tmp_path / 'windows'}") == whole
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_train_and_measure_as_one(tmp_path: Path, whole: Any) -> None:
     values = yaml.safe_load((ROOT / "configs" / "click_stream.yaml").read_text())
@@ -166,6 +167,7 @@ def test_two_ranks_train_and_measure_as_one(tmp_path: Path, whole: Any) -> None:
         assert ours == pytest.approx(alone, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_windows_make_the_model_better_than_any_linear_one(tmp_path: Path) -> None:
     """60 windows of 100,000 close more than nine tenths of the gap; these few begin to."""
     _, windows = run(tmp_path, "task_options.windows=6", "task_options.samples=50000", "data.batch_size=512")

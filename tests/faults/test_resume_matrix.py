@@ -41,6 +41,7 @@ TESTED = [in_matrix(case) for case in those("0", "fork")]
 TESTED += [in_matrix(case, long=True) for workers in ("spawn", "forkserver") for case in those(workers)[:2]]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("case", TESTED)
 def test_stopped_and_resumed_run_ends_with_the_bits_of_the_whole_one(matrix: Matrix, case: Case) -> None:
@@ -63,6 +64,7 @@ MISSED: dict[str, tuple[Case, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("part", FORGOTTEN)
 def test_what_is_not_restored_is_missed(part: str, tmp_path: Path, servers: Servers) -> None:

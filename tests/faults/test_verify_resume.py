@@ -63,6 +63,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_the_runs_of_verify_resume(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize(("forgets", "cause"), [("generator", "loss_fn.noise.0"), ("counter", "loss_fn.calls")])
 def test_run_that_depends_on_what_is_not_saved_is_caught_and_the_cause_named(
@@ -105,6 +106,7 @@ def test_run_that_cannot_be_compared_is_one_line(
     assert said.startswith(f"error: {complaint}") and said.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_run_shorter_than_asked_for_is_compared_to_its_end(
     tmp_path: Path, temporary: Path, forked: None, capsys: pytest.CaptureFixture[str]
@@ -160,6 +162,7 @@ def script(folder: Path, forgets: bool) -> str:
     return str(folder / "train.py")
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_script_is_killed_resumed_and_found_equal_up_to_the_end_of_its_first_call_of_fit(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -63,6 +63,7 @@ def best_is_kept(folder: Path, metric: str = "val/accuracy") -> None:
     assert best is not None and best.manifest.metrics[metric] == max(values.values()) == values[best.iteration]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("name", SHIPPED)
 def test_values_have_the_bits_of_the_runs_own_evaluation(tmp_path: Path, name: str) -> None:
@@ -154,6 +155,7 @@ def test_of_a_killed_run_it_waits_so_long_and_continues_with_it(tmp_path: Path) 
     assert max(followed(tmp_path)) == summary(tmp_path)["iteration"]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.distributed
 def test_two_ranks_follow_two_ranks(tmp_path: Path) -> None:
@@ -172,6 +174,7 @@ def test_two_ranks_follow_two_ranks(tmp_path: Path) -> None:
     assert printed(tmp_path) == list(values)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_clearml_gets_a_task_of_the_followers_own(tmp_path: Path) -> None:
     config = write_config(tmp_path, run={"max_epochs": 1}, checkpoint={"every": 2, "keep_last": 9})

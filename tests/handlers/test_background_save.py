@@ -319,6 +319,7 @@ class Strided(nn.Module):
         return inputs[:, :1] * self.weight.square().mean() + self.convolution(image).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), FUSED, ids=[name for name, _ in FUSED])
 @pytest.mark.parametrize("background", [False, True])
 def test_weights_of_any_memory_layout_resume_with_a_fused_optimizer(

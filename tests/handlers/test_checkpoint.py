@@ -453,6 +453,7 @@ def cut_run(directory: Path, *cuts: int, seed: Callable[[], Any] = lambda: torch
         return *finish(trainer), seen | losses, (directory / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cuts", [(1,), (2,), (4,), (6,), (8,), (11,), (3, 7), (4, 8), (1, 2)], ids=lambda cuts: "-".join(map(str, cuts))
 )

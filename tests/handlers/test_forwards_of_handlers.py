@@ -15,6 +15,7 @@ from tests.sharded import look_at, run_phases, train, trainer_in
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_a_forward_of_a_handler_changes_nothing(tmp_path: Path) -> None:
     def trained(event: Any = None, **saves: Any) -> Any:
         folder = tmp_path / f"{event} {saves}"

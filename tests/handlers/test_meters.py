@@ -102,6 +102,7 @@ def test_not_finite_is_what_it_is() -> None:
         Meter("median")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("die_at", range(1, 12))
 @pytest.mark.parametrize("late", [False, True])
 def test_resumed_run_has_the_meters_of_the_whole_one(late: bool, die_at: int, tmp_path: Path) -> None:

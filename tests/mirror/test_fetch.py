@@ -183,6 +183,7 @@ def test_a_mirror_that_holds_nothing_is_one_line(tmp_path: Path, caplog: pytest.
     assert [record.message for record in caplog.records] == [f"{tmp_path / 'mirror'} holds no checkpoint."]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["error", "cut", "gone"])
 def test_a_store_that_fails_in_the_middle_is_a_refusal_and_then_goes_on(
     tmp_path: Path, there: CheckpointStore, s3: str, proxy: Proxy, mode: str, monkeypatch: pytest.MonkeyPatch

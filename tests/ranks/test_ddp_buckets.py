@@ -94,6 +94,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, lis
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("static graph", "not settled")])
 def test_resumed_on_three_ranks_to_the_same_bits(found: dict[str, tuple[bool, list[str]]], case: str) -> None:
     same, report = found[case]

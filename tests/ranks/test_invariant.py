@@ -31,6 +31,7 @@ def train(server: ForkServer, folder: Path, ranks: int, case: Case, kill_at: int
     return code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "others"),
     [
@@ -51,6 +52,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(
         assert end_of(tmp_path / f"{ranks}") == end_of(tmp_path / "1"), f"on {ranks} ranks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "starts"),
     [

@@ -69,6 +69,7 @@ def wait_until(condition: Callable[[], bool], process: Command) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.faults
 @pytest.mark.parametrize(

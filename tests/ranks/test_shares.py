@@ -36,6 +36,7 @@ def by_iteration(results: list[Any]) -> list[Any]:
     return joined
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples", "drop_last", "workers"), [(29, False, 0), (29, True, 2), (24, False, 0)])
 def test_an_iteration_is_the_same_micro_batches_on_any_number_of_ranks(
     server: ForkServer, tmp_path: Path, samples: int, drop_last: bool, workers: int
@@ -64,6 +65,7 @@ def test_run_continues_on_another_number_of_ranks_with_the_next_micro_batch(serv
     assert seen == whole
 
 
+@pytest.mark.slow
 def test_ordinary_update_learns_the_same_on_uneven_shares_and_a_short_tail(server: ForkServer, tmp_path: Path) -> None:
     """23 samples in batches of 2 make 12 micro-batches; 5 on 2 to 4 ranks are uneven, and 2 are left at the end."""
     found = {ranks: run_on(server, tmp_path / f"{ranks}", ranks, "learn") for ranks in (1, 2, 3, 4)}

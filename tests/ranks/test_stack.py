@@ -297,6 +297,7 @@ print([stack.lines() for stack in made] == [[]] * 30)
 """
 
 
+@pytest.mark.slow
 def test_a_thread_that_python_has_not_started_is_not_asked_as_it_may_have_ended() -> None:
     done = subprocess.run([sys.executable, "-c", UNKNOWN_THREADS], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "True\n")

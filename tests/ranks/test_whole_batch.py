@@ -116,6 +116,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return [torch.load(folder / f"{place}.pt", weights_only=False) for place in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_are_those_of_one_process_with_the_whole_batch(reports: list[dict[Any, Any]], case: Any) -> None:

@@ -165,6 +165,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPEN)
 @pytest.mark.parametrize("number", [0, 1])
 def test_each_rank_trains_on_each_of_its_own_samples_once_in_windows_that_end_together(

@@ -335,6 +335,7 @@ def of_group(ranks: list[dict[str, Any]], case: str, name: str) -> Tensor:
     return torch.stack(values).mean(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TRAINED)
 def test_any_wrapping_trains_to_the_weights_of_one_process(
     ranks: list[dict[str, Any]], alone: dict[str, Any], case: str

@@ -79,6 +79,7 @@ def test_killed_one_iteration_is_lost_and_no_bit(
     assert list(shared_memory.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "now"), [((2, "fsdp"), (1, "plain")), ((2, "ddp"), (2, "fsdp"))])
 def test_in_another_layout_it_goes_on_as_from_disk(before: Any, now: Any, tmp_path: Path, shared_memory: Path) -> None:
     """The fifth iteration from memory, the fourth from disk."""

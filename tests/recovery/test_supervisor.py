@@ -75,6 +75,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_killed_process_goes_on_to_the_same_bits(tmp_path: Path, weights: dict[int, str]) -> None:
     deaths = [{"at": 0, "how": "SIGKILL"}, {"at": 7, "how": "SIGKILL"}, {"at": 60, "how": "SIGSEGV"}]
@@ -236,6 +237,7 @@ def test_iteration_that_dies_twice_is_named_with_its_samples_and_ends_the_run(tm
     assert ended["reason"].endswith(f"holds the samples {', '.join(samples)}.")
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_dead_in_one_iteration_it_may_die_in_another(tmp_path: Path, weights: dict[int, str]) -> None:
     """Also in an earlier one, and in the same when it has done it meanwhile."""
@@ -275,6 +277,7 @@ def test_exception_of_one_rank_ends_all(tmp_path: Path, peer_aborts: bool) -> No
     assert "Restart" not in output(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_restarts_of_an_hour_are_used_up(tmp_path: Path) -> None:
     deaths = [{"at": at, "how": "SIGKILL"} for at in (5, 10, 15)]

@@ -36,6 +36,7 @@ def test_honest_run_passes_and_says_what_was_covered(honest: Path, capsys: pytes
     assert once.missed == 0.75 and len(once.drawn) == 1 and once.drawn == audit(honest, segments=1, seed=7).drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("forge", [edit_weight, edit_log, train_with_another_sample])
 def test_forgery_is_found_where_its_segment_is_drawn(

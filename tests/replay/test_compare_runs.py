@@ -17,6 +17,7 @@ from tests.replay.runs import trained
 QUIET = {"every": {"iterations": 3}, "trail": 3, "console": False, "clearml": False, "report": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", PLANTS)
 def test_planted_difference_is_named_at_its_iteration(what: str, tmp_path: Path) -> None:
     planted = plant(what, tmp_path, seed=5, iterations=24)

@@ -127,6 +127,7 @@ def as_it_was() -> Any:
     torch.set_float32_matmul_precision(precision)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_it_was")
 @pytest.mark.parametrize("case", CASES)
 def test_ejected_program_does_what_the_settings_say(

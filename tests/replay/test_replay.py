@@ -55,6 +55,7 @@ def content(folder: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", VARIANTS.values(), ids=list(VARIANTS))
 def test_replayed_state_is_the_checkpoint_that_the_run_has_saved_there(
     sections: dict[str, Mapping[str, Any]], tmp_path: Path

@@ -49,6 +49,7 @@ def test_task_that_does_not_fit_is_one_line(sections: dict[str, Any], parts: dic
         components.check_fit(config(**sections), Task(linear(), mse, Numbers(10), **parts))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_other_config_on_one_rank_is_refused_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["train", "configs/digits.yaml", "task=nowhere.py:build"]

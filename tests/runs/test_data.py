@@ -298,6 +298,7 @@ def test_torch_scheduler_steps_once_per_epoch_unless_it_is_meant_for_updates(
     assert ("lr" in run.metrics) == (schedule is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "arguments", "rates"),
     [

@@ -164,6 +164,7 @@ def test_ctrl_c_stops_it_saved_and_the_same_call_resumes(
     assert resumed.config["schedule"] == {"name": "warmup_cosine(warmup=0.1, total=None, min_ratio=0.0)"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "number"),
     [(place, signal.SIGINT) for place in ("first batch", "step", "evaluation", "handler", "save")]

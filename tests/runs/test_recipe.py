@@ -685,6 +685,7 @@ def test_differences_of_configs_are_named_by_key() -> None:
     assert config_differences(before, now) == ["optimizer.eps: not set -> 1", "optimizer.lr: 0.1 -> 0.2"]
 
 
+@pytest.mark.slow
 def test_logs_are_those_that_are_asked_for_and_a_resumed_run_does_without(
     build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def of_optimizer(run: Run, option: str) -> Any:
 OPTIONS: dict[str, Any] = {"lr": 0.005, "weight_decay": 0.25, "betas": [0.5, 0.75], "eps": 1e-3, "amsgrad": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_a_changed_option_without_effect_is_in_no_record(
@@ -190,6 +191,7 @@ REFUSED: dict[str, tuple[Sections, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_a_start_that_is_refused_leaves_the_record_of_the_run_as_it_was(

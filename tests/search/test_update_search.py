@@ -31,6 +31,7 @@ def plain(**drawn: Any) -> Case:
     return replace(draw(0), **({name: values[0] for name, values in CHOICES.items()} | {"listeners": ()} | drawn))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_update_trains_as_the_loop_written_by_hand(seed: int) -> None:
     result = run(seed, 40, None)
@@ -39,6 +40,7 @@ def test_update_trains_as_the_loop_written_by_hand(seed: int) -> None:
     assert result.outcomes[PASSED] >= 35
 
 
+@pytest.mark.slow
 def test_each_feature_takes_part_in_a_passing_case() -> None:
     """Each value of each dimension alone, in two updates of two micro-batches."""
     for name, values in CHOICES.items():

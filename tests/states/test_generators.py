@@ -163,6 +163,7 @@ HOLDERS: dict[str, Callable[[str], tuple[nn.Module, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_stopped_run_ends_with_the_bits_of_the_whole_one(tmp_path: Path, holder: str, kind: str) -> None:

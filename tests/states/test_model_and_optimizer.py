@@ -274,6 +274,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "change"), CHANGES, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("changed_at", [2, 3])
 def test_a_run_that_changed_its_groups_is_resumed_by_the_same_program(
@@ -384,6 +385,7 @@ def closure(model: nn.Module) -> tuple[Any, list[nn.Parameter], list[str]]:
     return lambda model, batch: mse(model, batch) * temperature, [temperature], ["optimizer.1.0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("make", [module_loss, method_of_a_module, closure])
 def test_parameters_that_the_model_does_not_hold_are_saved_and_resumed(

@@ -91,6 +91,7 @@ def run(kind: str, folder: Path | None, stop_at: int | None = None, *, twice: bo
     return weights(trainer), trainer.state.metrics.get("mean")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop_at", [3, 4, 6])
 def test_resumed_and_continued_runs_have_the_bits_of_the_whole_one(tmp_path: Path, kind: str, stop_at: int) -> None:

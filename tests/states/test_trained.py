@@ -722,6 +722,7 @@ def _of_optimizers(rank: int, folder: str) -> None:
         assert alone.state.iteration == 1 and [each for each in alone.reproducibility() if "rank" in each] == apart
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "work", [_trains_apart, _is_reduced, _unfrozen_late, _own_functions, _held_and_not_reduced, _own_functions_late]
@@ -730,6 +731,7 @@ def test_ranks(work: Any, tmp_path: Path) -> None:
     on_ranks(2, work, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("work", [_of_buffers, _of_frozen_parameters, _of_own_classes, _of_odd_parts])
 def test_what_differs_between_ranks_is_seen_by_its_values(work: Any, tmp_path: Path) -> None:

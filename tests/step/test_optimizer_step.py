@@ -171,6 +171,7 @@ def without_the_engine() -> Iterator[ForkServer]:
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REMOVALS)
 def test_without_a_private_name_of_torch_the_engine_imports_and_trains(
     name: str, without_the_engine: ForkServer, tmp_path: Path

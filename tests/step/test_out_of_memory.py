@@ -71,6 +71,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [each.getMessage() for each in caplog.records if "memory" in each.getMessage()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("fits", [5, 3, 1])
@@ -106,6 +107,7 @@ def test_micro_batches_before_the_failed_one_count_once() -> None:
     assert (ends[0][1], ends[1][1]) == (6, 4)
 
 
+@pytest.mark.slow
 def test_parts_weigh_what_weight_fn_says() -> None:
     def positive(batch: Any) -> int:
         return int((batch[1] > 0).sum())

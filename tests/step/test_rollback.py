@@ -322,6 +322,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     torch.save(found, f"{folder}/{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_go_back_together(tmp_path: Path) -> None:
     on_ranks(2, _one_of_two_ranks, tmp_path)

@@ -104,6 +104,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("background", [False, True], ids=["loop", "background"])
 @pytest.mark.parametrize("at", KILLS, ids=" ".join)

@@ -169,6 +169,7 @@ def as_from(start: Mapping[int, Sequence[float]], first: int) -> dict[int, Any]:
     return {number: pytest.approx(list(lrs), rel=1e-6) for number, lrs in start.items() if number >= first}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 7])
 @pytest.mark.parametrize("name", EVERY)
 def test_from_there_on_the_rates_are_those_of_a_run_begun_with_the_new_base(

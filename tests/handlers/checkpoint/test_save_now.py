@@ -68,6 +68,7 @@ def test_a_save_asked_for_at_the_last_boundary_is_made(tmp_path: Path, event: An
     assert torch.equal(weights(again), weights(trainer)) and again.state.iteration == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_what_is_saved_elsewhere_resumes_to_the_same_bits(tmp_path: Path, background: bool) -> None:
     trainer, checkpoint = run_of(tmp_path / "run", background=background, best="loss", keep_last=1)

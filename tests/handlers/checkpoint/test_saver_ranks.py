@@ -115,6 +115,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         return on_two_ranks(lambda rank: cases(folder, rank), folder / "store")
 
 
+@pytest.mark.slow
 def test_both_save_where_nothing_fails(two_ranks: Answers) -> None:
     first, second = two_ranks["same"]
     assert first == second and first[1] == [1, 2, 3, 4]

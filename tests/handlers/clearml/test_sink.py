@@ -232,6 +232,7 @@ def test_forked_loader_workers_and_the_task_leave_each_other_alone(tmp_path: Pat
     assert Reported(tmp_path).ending == ("completed", "max_epochs")
 
 
+@pytest.mark.slow
 def test_killed_training_is_reported_as_failed(tmp_path: Path) -> None:
     script = f"""
 import os, signal
@@ -269,6 +270,7 @@ def test_value_that_is_not_finite_is_a_line_and_not_a_point(tmp_path: Path) -> N
     assert "iteration 2: loss is nan" in reported.log and "iteration 3: loss is inf" in reported.log
 
 
+@pytest.mark.slow
 def test_reports_wait_for_nothing_and_all_arrive_at_the_end(tmp_path: Path) -> None:
     sink, trainer = ClearMLLogger(tmp_path), Trainer(lambda engine, batch: batch)
     sink._start(trainer)

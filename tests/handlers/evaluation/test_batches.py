@@ -115,6 +115,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_on_two_ranks_a_plain_loader_is_sharded_and_a_rank_without_a_batch_has_its_peers_metrics(
     tmp_path: Path,

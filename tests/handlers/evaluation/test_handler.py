@@ -295,6 +295,7 @@ def test_stop_in_an_evaluation_at_the_end_interrupts_the_run_which_then_only_eva
         assert ("val/mean" in state.metrics) is not stopping
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
     ("limit", "last", "event"),

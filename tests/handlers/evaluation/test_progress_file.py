@@ -206,6 +206,7 @@ def with_code(path: Path) -> None:
     path.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "said"),
     [

@@ -138,6 +138,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return [torch.load(folder / f"{place}.pt", weights_only=False) for place in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("count", "sized"), [(3, True), (17, True), (1, False), (17, False)])
 def test_metrics_are_those_of_one_process(reports: list[dict[Any, Any]], count: int, sized: bool) -> None:
