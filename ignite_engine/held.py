@@ -41,7 +41,7 @@ from ignite_engine.peek import (
 )
 
 _MOST_ELEMENTS, _MOST_IN_ALL = 10_000, 1_000_000
-_MOST_OBJECTS, _MOST_UNREAD = 50_000, 10
+_MOST_OBJECTS = 50_000
 _LONGEST_ROW = 100
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {*_HOOKS}
@@ -90,8 +90,6 @@ class Walk:
     """Goes through what owners hold, once; :func:`held` tells its arguments."""
 
     def __init__(self, owners: Mapping[str, Any], kinds: tuple[type, ...]) -> None:
-        self.unread: list[str] = []
-        """The first names of what was not looked at as a whole, once the walk has ended."""
         self._owners, self._kinds = owners, kinds
         self._seen: dict[int, Any] = {}  # which keeps them alive, as an id is that of an object as long as it lives
         self._elements = 0
@@ -112,15 +110,12 @@ class Walk:
                 names.add(name)
                 yield name, value
             elif self._owners.get(name) is value or not _is_closed(value, kind):
-                try:
+                with suppress(Exception):  # whatever an object is, it ends no run
                     for part in self.parts_of(name, value):
                         if id(part[1]) not in self._seen and not _is_nothing(part[1]):
                             if len(self._seen) + len(waiting) >= _MOST_OBJECTS:
-                                self._pass_over(name)
                                 break
                             waiting.append(part)
-                except Exception:  # whatever an object is, it ends no run
-                    self._pass_over(name)
 
     def parts_of(self, name: str, value: Any) -> Parts:
         """What an object holds directly."""
@@ -177,12 +172,6 @@ class Walk:
         for place in (place for place, does_hold in enumerate(holds) if does_hold):
             key = repr(keys[place]) if type(keys[place]) in KEYS else place
             yield name + (UNORDERED if base in _SETS else f"[{key}]"), elements[place]
-        if base.__len__(value) > most == len(elements) and (any(holds) or not elements):
-            self._pass_over(name)
-
-    def _pass_over(self, name: str) -> None:
-        if len(self.unread) < _MOST_UNREAD:
-            self.unread.append(name)
 
     def _of_function(self, name: str, function: FunctionType) -> Parts:
         code = function.__code__
