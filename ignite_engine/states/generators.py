@@ -42,11 +42,11 @@ class OwnGenerators:
 
     def held(self) -> dict[str, Any]:
         """Each generator by name; one that several objects hold has the first, and keeps it."""
-        found = {name: each for name, each in generators_of(self._owners()).items() if UNORDERED not in name}
+        found = {name: generator for name, generator in generators_of(self._owners()).items() if UNORDERED not in name}
         if self._begun is None:
             return found
-        there = {id(each) for each in found.values()}
-        kept = {name: each for name, each in self._begun.items() if id(each) in there}
+        there = {id(generator) for generator in found.values()}
+        kept = {name: generator for name, generator in self._begun.items() if id(generator) in there}
         # another one has taken the place of one that is gone
         return {name: kept.get(name, found.get(name)) for name in self._begun if name in kept or name in found}
 

@@ -100,7 +100,7 @@ def resume(
 
 def name_unknown(registry: Registry, found: CheckpointInfo, reasons: Container[str]) -> None:
     """Name what a checkpoint was saved without and this run, whose ``reasons`` are given, does not know of."""
-    unknown = [each for each in found.manifest.reproducibility if each not in reasons]
+    unknown = [reason for reason in found.manifest.reproducibility if reason not in reasons]
     if unknown:
         registry.resumed_otherwise.append(f"{_RESUMED}{found.path.name}, which is not exact ({'; '.join(unknown)})")
         if agreement.rank() == 0:
@@ -110,9 +110,8 @@ def name_unknown(registry: Registry, found: CheckpointInfo, reasons: Container[s
 def _load_all(registry: Registry, loaded: Loaded, ignore: Iterable[str], adapt: Adapt) -> None:
     manifest, source = loaded.manifest, str(loaded.path)
     states = {**loaded.shared, **loaded.local}
-    for part in [
-        each for each in states if each not in {*registry.objects, *ignore} and are_states(each, states[each])
-    ]:
+    known = {*registry.objects, *ignore}
+    for part in [part for part, state in states.items() if part not in known and are_states(part, state)]:
         # an update has one of this name as long as there is any
         reasons = lost(states.pop(part))
         registry.resumed_otherwise += reasons
