@@ -35,7 +35,7 @@ _LONGEST_SHOWN = 60
 
 
 def kind_of(scheduler: Any) -> str:
-    """Its class, with those inside of a torch scheduler; the ones of the engine and of Ignite are one kind each."""
+    """Its class, with those inside of it, and what one of Ignite sets beside the LR; the engine's are one kind."""
     if isinstance(scheduler, Schedule):
         return "Schedule"
     # no module: a class of the script that is run is in __main__ at one start and elsewhere at another
@@ -86,10 +86,9 @@ class Settings:
         self._scheduler, self._name = scheduler, name
         self._first_step = _step_of(scheduler)
         self._built = _values(scheduler)
-        if isinstance(scheduler, LRScheduler):
-            self._built[_FIRST_STEP] = self._first_step
         self._groups: list[dict[str, Any]] = []
         if isinstance(scheduler, LRScheduler):
+            self._built[_FIRST_STEP] = self._first_step
             self._groups = [_options(group) for group in scheduler.optimizer.param_groups]
         self._fresh: Any = None
 
@@ -218,7 +217,10 @@ def _values(scheduler: Any) -> dict[str, Any]:
         if highest := highest_rate(owner):
             of_ignite = {key: vars(owner)[key] for key in _OF_IGNITE if key in vars(owner)}
             values |= {prefix + key: _as_parts(rates, highest) for key, rates in of_ignite.items()}
-    return values | {name: fingerprint(function) for name, function in _functions(scheduler)}
+        for number, function in enumerate(_functions_of(owner)):
+            if isinstance(function, FUNCTIONS):
+                values[f"{prefix}function {number}"] = fingerprint(function)
+    return values
 
 
 def highest_rate(scheduler: Any) -> float | None:
@@ -280,18 +282,10 @@ def owners(scheduler: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     yield prefix, scheduler
     for name, part in _parts_of(scheduler):
         yield from owners(part, prefix + name)
-    for number, function in enumerate(_own_functions(scheduler)):
+    for number, function in enumerate(_functions_of(scheduler)):
         if hasattr(function, "__dict__") and not isinstance(function, FUNCTIONS):
             yield f"{prefix}{number}.", function
 
 
-def _functions(scheduler: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for number, function in enumerate(_own_functions(scheduler)):
-        if isinstance(function, FUNCTIONS):
-            yield f"{prefix}function {number}", function
-    for name, part in _parts_of(scheduler):
-        yield from _functions(part, prefix + name)
-
-
-def _own_functions(scheduler: Any) -> list[Any]:
+def _functions_of(scheduler: Any) -> list[Any]:
     return [*getattr(scheduler, "lr_lambdas", ()), getattr(scheduler, "_scale_fn_custom", None)]

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 
-from ignite_engine.peek import is_of_user
+from ignite_engine.peek import compiled, is_of_user
 
 FUNCTIONS = (FunctionType, partial, MethodType)
 OTHER = object()
@@ -33,12 +33,10 @@ def _described(value: Any, seen: set[int]) -> Any:
     parts: list[Any]
     if isinstance(value, FunctionType) and is_of_user(value.__module__ or ""):
         code = value.__code__
-        parts = [code, value.__defaults__, value.__kwdefaults__, *map(value.__globals__.get, code.co_names)]
+        parts = [*compiled(code), value.__defaults__, value.__kwdefaults__, *map(value.__globals__.get, code.co_names)]
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # a variable that is not bound yet
                 parts.append(cell.cell_contents)
-    elif isinstance(value, CodeType):
-        parts = [value.co_code, value.co_names, *value.co_consts]
     elif isinstance(value, partial):
         parts = [value.func, value.args, value.keywords]
     elif isinstance(value, MethodType):
@@ -48,7 +46,7 @@ def _described(value: Any, seen: set[int]) -> Any:
     elif isinstance(value, list | tuple):
         parts = [*value]
     else:
-        found = value if isinstance(value, bytes) else plain(value)
+        found = plain(value)
         return getattr(value, "__qualname__", type(value).__name__) if found is OTHER else found
     if id(value) in seen:
         return ""

@@ -67,7 +67,7 @@ _PARTIAL: dict[str, Any] = {key: vars(partial)[key] for key in ("func", "args", 
 Parts = Iterator[tuple[str, Any]]
 
 
-def held(owners: Mapping[str, Any], kinds: tuple[type, ...]) -> Walk:
+def held(owners: Mapping[str, Any], kinds: tuple[type, ...]) -> Parts:
     """The objects of these kinds that the owners hold, each once, the nearest first.
 
     Looked at are attributes and slots, elements of collections, what functions and methods close over, have as defaults
@@ -80,13 +80,13 @@ def held(owners: Mapping[str, Any], kinds: tuple[type, ...]) -> Walk:
         owners: objects by the first part of the name; they are open whatever they are of.
         kinds: what is found is not looked into.
 
-    Returns:
+    Yields:
         Names, such as ``model.0.noise`` and ``loss_fn.generators[0]``, no two alike, and objects.
     """
-    return Walk(owners, kinds)
+    return iter(_Walk(owners, kinds))
 
 
-class Walk:
+class _Walk:
     """Goes through what owners hold, once; :func:`held` tells its arguments."""
 
     def __init__(self, owners: Mapping[str, Any], kinds: tuple[type, ...]) -> None:
@@ -212,7 +212,7 @@ class Walk:
 
 def parts_of(name: str, value: Any) -> list[tuple[str, Any]]:
     """What an object holds directly."""
-    return [*Walk({}, ()).parts_of(name, value)]
+    return [*_Walk({}, ()).parts_of(name, value)]
 
 
 def _is_closed(value: Any, kind: type) -> bool:

@@ -104,6 +104,17 @@ def names_in(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(dict.fromkeys(loaded)), tuple(dict.fromkeys(attributes))
 
 
+def compiled(code: CodeType) -> Iterator[str]:
+    """What a function's code consists of, with functions within it; the same in each process."""
+    yield code.co_code.hex()
+    yield repr(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from compiled(constant)
+        else:
+            yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
+
+
 def function_in(value: Any) -> Any:
     return getattr(value, _FUNCTION_IN[type(value)]) if type(value) in _FUNCTION_IN else value
 

@@ -194,7 +194,12 @@ def _gather(of_data: Any, value: Any, group: Any = None, *, gather: Callable[...
 
 def waits_for_peers(model: nn.Module) -> bool:
     """Whether each forward gathers weights from other data-parallel ranks, as FSDP2's does."""
-    return any(hasattr(type(module), "set_requires_gradient_sync") for module in model.modules())
+    return any(map(is_sharded, model.modules()))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 shards it; ``replicate()`` sets when it reduces, too, and leaves it whole."""
+    return all(hasattr(module, mark) for mark in ("set_requires_gradient_sync", "reshard"))
 
 
 def _layout() -> _Layout | None:

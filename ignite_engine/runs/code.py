@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 
+from ignite_engine.peek import compiled
 from ignite_engine.task import Task
 
 _NOT_THE_USERS = ("torch", "ignite", "ignite_engine", "builtins", "functools")
@@ -49,14 +49,4 @@ def _texts(value: Any) -> Iterator[str]:
         functions: list[Callable[..., Any]] = [value] if inspect.isfunction(value) else list(vars(value).values())
         for function in functions:
             if inspect.isfunction(function):
-                yield from _compiled(function.__code__)
-
-
-def _compiled(code: CodeType) -> Iterator[str]:
-    yield code.co_code.hex()
-    yield repr(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _compiled(constant)
-        else:
-            yield repr(constant)
+                yield from compiled(function.__code__)

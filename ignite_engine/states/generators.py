@@ -116,7 +116,7 @@ def owners_in(update: Any) -> dict[str, Any]:
 
 
 def is_of(value: Any, package: str) -> bool:
-    """Whether the class is a package's own, which has no generator; a subclass of the user's may have one."""
+    """Whether the class is a package's own, and no subclass of the user's."""
     return type(value).__module__.partition(".")[0] == package
 
 

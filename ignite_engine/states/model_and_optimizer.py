@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.errors import StateMismatch, change_on_resume, leave_out
+from ignite_engine.ranks import mesh
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """The modules of ``model`` that FSDP2 shards; those of ``replicate()`` set their reduction too, and stay whole."""
-    marks = ("set_requires_gradient_sync", "reshard")
-    return [module for module in model.modules() if all(hasattr(module, mark) for mark in marks)]
+    """The modules of ``model`` that FSDP2 shards."""
+    return [module for module in model.modules() if mesh.is_sharded(module)]
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -72,10 +72,10 @@ def reasons_of(
         saved = saved_generators(registry.objects)
         reasons += unsaved_generators(registry.objects, update, saved)
         if source is not None:
-            objects, known = (
-                ({}, set()) if source.in_workers else (registry.objects, saved | set(map(id, source.generators)))
-            )
-            reasons += unsaved_of_data(objects, source.makers, known)
+            if source.in_workers:
+                reasons += unsaved_of_data({}, source.makers, set())
+            else:
+                reasons += unsaved_of_data(registry.objects, source.makers, saved | {*map(id, source.generators)})
         for obj in registry.objects.values():
             if isinstance(makers := getattr(obj, "evaluated_by", None), Mapping):
                 reasons += unsaved_of_data(registry.objects, makers, saved)

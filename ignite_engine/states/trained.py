@@ -21,6 +21,7 @@ from ignite_engine.errors import shortened
 from ignite_engine.held import UNORDERED, held
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.ranks.ddp_buffers import data_parallel, shared_buffers
+from ignite_engine.states.generators import is_of
 from ignite_engine.states.model_and_optimizer import (
     ModelState,
     OptimizerState,
@@ -331,7 +332,7 @@ def _is_the_engines(update: Any) -> bool:
 
 def _may_reduce(optimizer: Optimizer) -> bool:
     """Whether its step runs code of others, which may reduce gradients."""
-    known = type(optimizer).__module__.partition(".")[0] in ("torch", "ignite_engine")
+    known = any(is_of(optimizer, package) for package in ("torch", "ignite_engine"))
     return not known or bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
 
 
@@ -439,8 +440,8 @@ class _Reducers:
             reduced = _reduced_by_ddp(module)
             self._forgotten |= {key for key, name in names.items() if key not in reduced and name not in ignored}
             names = {key: names[key] for key in names if key in reduced}
-        elif hasattr(module, "set_requires_gradient_sync") and hasattr(module, "reshard"):
-            return  # FSDP2: what it shards is a DTensor, what it ignores is each rank's own
+        elif mesh.is_sharded(module):
+            return  # what it shards is a DTensor, what it ignores is each rank's own
         self._reducer_of |= dict.fromkeys(names, type(module).__name__)
 
     def row(self, name: str, parameter: Any, optimizer: str) -> Trained:
