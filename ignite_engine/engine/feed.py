@@ -102,7 +102,7 @@ class Feed:
         while True:
             if measured and progress.epoch_iteration:
                 state.epoch_length = progress.epoch_iteration
-            if emptied or (measured and progress.pass_is_untouched):
+            if emptied:
                 self._data_is_exhausted()
                 return End.OF_EPOCH
             if state.dataloader is not None:

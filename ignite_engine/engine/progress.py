@@ -170,11 +170,6 @@ class Progress:
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def pass_is_untouched(self) -> bool:
-        """Nothing of the present pass was consumed."""
-        return self.source is None or (self.source.place.batch == 0 and not self.source.place.ended)
-
     def new_source(self, data: Any, grouping: Grouping | None = None) -> Source:
         """A source over the user's data; a collective, but for windows."""
         grouping = grouping or self.grouping

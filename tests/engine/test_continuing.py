@@ -110,6 +110,34 @@ def test_short_last_group_of_a_stream_with_a_state_ends_its_epoch() -> None:
     assert_goes_on_everywhere(lambda: noting(2), lambda trainer: trainer.run(Stream(), max_epochs=3))
 
 
+def test_epoch_after_one_that_was_cut_at_the_end_of_a_stream_with_a_state_has_its_batches() -> None:
+    """Such a stream goes back to its beginning only when it is asked past its end: the first pass asked is empty."""
+
+    class Stream:
+        def __init__(self) -> None:
+            self.given = 0
+
+        def __iter__(self) -> Iterator[list[int]]:
+            while self.given < 3:
+                self.given += 1
+                yield [self.given]
+            self.given = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"given": self.given}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.given = state["given"]
+
+    def make() -> Made:
+        trainer, seen = noting()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.terminate_epoch)
+        return trainer, seen
+
+    whole = assert_goes_on_everywhere(make, lambda trainer: trainer.run(Stream(), max_epochs=3))
+    assert (whole.state.iteration, whole.state.epoch) == (9, 3)
+
+
 @pytest.mark.parametrize("at", [Events.ITERATION_COMPLETED, TrainingEvents.METRICS_READY, Events.GET_BATCH_STARTED])
 def test_epoch_that_was_cut_short_is_cut_short(at: Any) -> None:
     def make() -> Made:

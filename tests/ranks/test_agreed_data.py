@@ -174,6 +174,22 @@ def without_statistics(rank: int) -> Any:
     return [seen[:4], seen[4:]]
 
 
+def shared_statistics(rank: int) -> Any:
+    """Rank 1 has one group, rank 0 three: what DDP gives rank 1 before each of the others is not changed there."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = DistributedDataParallel(inner)
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse), accumulation_steps=2)
+    seen = list[Any]()
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note() -> None:
+        seen.append(inner[1].running_mean.clone())
+
+    trainer.run(list(DataLoader(Numbers(12), 2))[: 6 if rank == 0 else 2], max_epochs=1)
+    return seen
+
+
 def one_iterator(rank: int) -> Any:
     """An iterator that can be read only once, of 9 or 5 batches in groups of 2: what a run that pauses trains on."""
 
@@ -203,6 +219,7 @@ CASES: dict[str, Callable[[int], Any]] = {
     "sized": lambda rank: counted(rank, True),
     "unsized": lambda rank: counted(rank, False),
     "statistics": without_statistics,
+    "shared statistics": shared_statistics,
 }
 
 
@@ -287,3 +304,10 @@ def test_a_repeated_batch_moves_neither_statistics_nor_random_numbers(reports: l
             torch.equal(second[1][0], mean) and torch.equal(second[1][2], state) for mean, _, state in second[2:]
         )
         assert not any(torch.equal(one, other) for one, other in zip(second[0][2], second[1][2], strict=True))
+
+
+def test_a_rank_without_a_batch_has_the_statistics_that_ddp_gave_it(reports: list[dict[str, Any]]) -> None:
+    """So they follow from what rank 0 saves: a resumed run has the same ones."""
+    first, second = (each["shared statistics"] for each in reports)
+    assert len(first) == 3 and not torch.equal(first[0], first[1])
+    assert torch.equal(second[1], first[0]) and torch.equal(second[2], first[1])
