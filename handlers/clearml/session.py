@@ -40,16 +40,18 @@ class Session:
     Args:
         settings: of the sink beside it: ``offline``, ``folder``, ``project``, ``task``, ``tags``, ``config``,
             ``environment``, ``command`` (``sys.argv`` of the training), ``task_id`` (of the task to
-            continue, or None) and ``written`` (the last reported iteration of each series).
+            continue, or None), ``run`` (names the file with the id, for where that is None) and ``written`` (the last
+            reported iteration of each series).
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.offline: bool = settings["offline"]
         folder = Path(settings["folder"])
-        before: str | None = settings["task_id"]
         # a run that was stopped has not waited for its session to end
         self._lock = (folder / "session.lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        known = folder / f"{settings['run']}.task"
+        before: str | None = settings["task_id"] or (known.read_text() if known.exists() else None)
         if self.offline:
             os.environ |= {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": str(folder)}
             if before:
@@ -80,6 +82,9 @@ class Session:
             auto_resource_monitoring=False,
             auto_connect_streams=False,
         )
+        part = known.with_suffix(".part")
+        part.write_text(self.task.id)
+        part.replace(known)  # a kill leaves no half of an id
         self.known_until = -1
         """Points up to this iteration are already on the server."""
         if self.task.id == continued:

@@ -12,6 +12,7 @@ import select
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -82,6 +83,8 @@ class ClearMLLogger:
         self.offline, self.close_within_s = offline, close_within_s
         self.task_id: str | None = None
         """ClearML's id of the task; None until it is known."""
+        self._run: str | None = None
+        """Made by a fresh run; the session files the task's id under it, for checkpoints saved before it is known."""
         self._written: dict[str, int] = {}
         self._session: _Session | None = None
         self._trainer: Trainer | None = None
@@ -134,16 +137,17 @@ class ClearMLLogger:
             self._written[name] = iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """The task's id, and the last reported iteration of each series."""
+        """The task's id, what finds it if it is not known yet, and the last reported iteration of each series."""
         # where a run starts Checkpoint only asks whether this can be saved
         starts = self._trainer is not None and self._trainer.last_event_name == Events.STARTED
         with self._limited(0 if starts else _ID_WITHIN_S) as within_s:
             self._read_id(within_s)
-        return {"task_id": self.task_id, "written": dict(self._written)}
+        return {"task_id": self.task_id, "run": self._run, "written": dict(self._written)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the saved task when the run starts."""
         self.task_id, self._written = state["task_id"], dict(state["written"])
+        self._run = state.get("run")
 
     def _is_stopping(self) -> bool:
         return self._trainer is not None and self._trainer.stop_requested
@@ -162,7 +166,8 @@ class ClearMLLogger:
     def _start(self, trainer: Trainer) -> None:
         self._trainer, self._left_s = trainer, _STOP_WITHIN_S
         if trainer.starts_fresh(self.name):
-            self.task_id, self._written = None, {}
+            self.task_id, self._run, self._written = None, None, {}
+        self._run = self._run or uuid.uuid4().hex
         folder = self.directory.absolute() / "clearml"
         folder.mkdir(parents=True, exist_ok=True)
         offline = not server_is_configured() if self.offline is None else self.offline
@@ -176,6 +181,7 @@ class ClearMLLogger:
             "environment": environment_values(idist.get_world_size()),
             "command": sys.argv,
             "task_id": self.task_id,
+            "run": self._run,
             "written": self._written,
         }
         self._session = _Session(folder / "session.log", settings)

@@ -11,6 +11,7 @@ from ignite_engine import rng
 from ignite_engine.data.lookahead import LookAhead, Waiting
 from ignite_engine.data.place import Held, Place
 from ignite_engine.data.read_errors import ReadErrors
+from ignite_engine.data.readers import length_of
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource
 from ignite_engine.ranks import agreement, mesh
@@ -66,8 +67,10 @@ class AgreedSource(DataSource):
         held, left = self.place.held, None if self.batches is None else self.batches - self.place.batch
         self.place = self.place._replace(held=replace(held, rng=None))
         self._opened_at = self.place.held if held.loader is not None or held.exhausted else None
+        repeated = self._last_consumed()
         self._ahead = LookAhead(
-            iter(()) if held.exhausted else self._open(),
+            iter(()) if held.exhausted or repeated is not None else self._open(),
+            repeated=repeated,
             steps=self.steps if self.grouped else None,
             position=None if self.sampler is not None else self._before_the_next_fetch,
             weigh=self._weigh,
@@ -80,6 +83,16 @@ class AgreedSource(DataSource):
                 rng.restore(held.rng)
                 self._ahead.fetch()
         return self._ahead
+
+    def _last_consumed(self) -> Iterator[Any] | None:
+        """The last batch of this rank, opened, where it has none left; None: it has, or it cannot be read again."""
+        place, own = self.place, length_of(self.data)
+        if self.read_errors is not None or not (self.reader.begins_anywhere and own and place.batch >= own):
+            return None
+        self.place = place._replace(batch=own - 1)
+        batches = self._open()
+        self.place = self.place._replace(batch=place.batch)
+        return batches
 
     def _before_the_next_fetch(self) -> Held:
         if (opened_at := self._opened_at) is not None:

@@ -34,10 +34,11 @@ class LookAhead:
     A rank fetches group i+1 when group i is taken, and starts to exchange how many batches it has, what they weigh,
     and whether it failed or was stopped. The exchange is read before group i+1 is taken, so it runs beside step i, and
     no rank enters a step that a peer will not join. A rank that is exhausted repeats its last batch, which weighs
-    nothing, until all are; one that never had a batch takes a peer's.
+    nothing, until all are; one that has none takes a peer's.
 
     Args:
         batches: this rank's, from its position on.
+        repeated: gives what this rank repeats, where it was exhausted before; None: it was not, or takes a peer's.
         steps: batches in a group; None yields the batches themselves.
         position: where the data is now; None where nothing that is fetched ahead need be saved.
         weigh: weight of a batch, None weighs none.
@@ -55,6 +56,7 @@ class LookAhead:
         self,
         batches: Iterator[Any],
         *,
+        repeated: Iterator[Any] | None = None,
         steps: int | None,
         position: Callable[[], Held] | None = None,
         weigh: WeightFn | None = None,
@@ -63,6 +65,7 @@ class LookAhead:
         left: int | None = None,
     ) -> None:
         self._batches, self._steps, self._weigh = batches, steps or 1, weigh
+        self._repeated = repeated
         self._grouped = steps is not None
         self._position, self._waiting, self._left = position, waiting, left
         self._read_errors = read_errors
@@ -124,6 +127,8 @@ class LookAhead:
             self._before.append(self._position())
         self._group, self._unread, self._weights, self._places, flags = Group(), [], [], 0, 0
         try:
+            for batch in self._repeated or ():
+                self._last, self._can_repeat = batch, True
             places = self._interruptible()
             self._group, self._unread = split(places)
             self.fetched = places

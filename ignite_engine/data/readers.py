@@ -35,6 +35,8 @@ class Replayed:
     """The loader has ended its pass, perhaps while the last group was gathered; only known of one with a state."""
     generators: Sequence[Any] = ()
     """Those whose states are saved with the place."""
+    begins_anywhere = False
+    """A pass can be opened at any of its batches, which is the same one each time."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -129,6 +131,7 @@ class Listed(Replayed):
     """Batches in a list or a tuple: the same in every pass."""
 
     inexact = None
+    begins_anywhere = True
 
     def open(self, place: Place, begin: Begin) -> Iterator[Any]:
         return _from(begin(), place.batch)
@@ -136,6 +139,8 @@ class Listed(Replayed):
 
 class ByIndex(Replayed):
     """A ``loader()``: its sampler begins at any sample, nothing that was consumed is loaded."""
+
+    begins_anywhere = True
 
     def __init__(self, data: Any) -> None:
         super().__init__(data)

@@ -190,6 +190,26 @@ def shared_statistics(rank: int) -> Any:
     return seen
 
 
+def repeated(rank: int) -> Any:
+    """What a run sees in each iteration, and what one sees that is resumed at each of its step boundaries."""
+
+    def run(data: Any, state: Any) -> tuple[list[Any], list[Any]]:
+        trainer, seen, saved = Trainer(lambda engine, batch: None, 2), list[Any](), list[Any]()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append([*trainer.state.batch]))
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: saved.append(trainer.registry.capture()))
+        if state is not None:
+            trainer.registry.load({**state[0], **state[1]}, source="memory")
+        trainer.run(data, max_epochs=2)
+        return seen, saved
+
+    found = list[Any]()
+    listed = [torch.tensor([10 * rank + index]) for index in range(7 if rank == 0 else 3)]
+    for make in (lambda: loader(torch.arange(5), 1, shuffle=True), lambda: listed):  # type: ignore[arg-type, list-item]
+        whole, saved = run(make(), None)
+        found.append([(whole[index:], run(make(), saved[index - 1])[0]) for index in range(1, len(whole))])
+    return found
+
+
 def one_iterator(rank: int) -> Any:
     """An iterator that can be read only once, of 9 or 5 batches in groups of 2: what a run that pauses trains on."""
 
@@ -220,6 +240,7 @@ CASES: dict[str, Callable[[int], Any]] = {
     "unsized": lambda rank: counted(rank, False),
     "statistics": without_statistics,
     "shared statistics": shared_statistics,
+    "repeated": repeated,
 }
 
 
@@ -311,3 +332,10 @@ def test_a_rank_without_a_batch_has_the_statistics_that_ddp_gave_it(reports: lis
     first, second = (each["shared statistics"] for each in reports)
     assert len(first) == 3 and not torch.equal(first[0], first[1])
     assert torch.equal(second[1], first[0]) and torch.equal(second[2], first[1])
+
+
+def test_a_rank_that_is_resumed_without_a_batch_repeats_the_one_that_it_had_last(reports: list[dict[str, Any]]) -> None:
+    for each in reports:
+        assert [len(pairs) for pairs in each["repeated"]] == [3, 7]
+        for whole, resumed in (pair for pairs in each["repeated"] for pair in pairs):
+            assert whole == resumed

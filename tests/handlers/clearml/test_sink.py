@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -141,6 +142,36 @@ def test_resumed_run_continues_its_task_and_no_point_appears_twice(tmp_path: Pat
     assert [point[2:] for point in reported.points if point[0] == "loss"] == expected
     assert max(Counter(point[:3] for point in reported.points).values()) == 1
     assert reported.ending == ("completed", "max_epochs")
+
+
+def test_checkpoint_saved_before_the_task_is_known_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No save waits without end for a ClearML that is slow to begin, as on a busy machine."""
+    monkeypatch.setattr(clearml_log, "_ID_WITHIN_S", 0.0)
+    (tmp_path / "clearml").mkdir()
+    trainer, first = built(tmp_path)
+    known: list[str | None] = []
+
+    @trainer.on(TrainingEvents.RESUME_POINT(once=6))
+    def fail() -> None:
+        known.append(first.task_id)
+        fcntl.flock(held, fcntl.LOCK_UN)
+        raise ZeroDivisionError
+
+    with (tmp_path / "clearml" / "session.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # ClearML's process waits for it before it makes the task
+        with pytest.raises(ZeroDivisionError):
+            trainer.run(numbers_loader(24))
+    trainer, second = built(tmp_path)
+    assert second.task_id is None and known == [None]  # it is not in the checkpoint
+    trainer.run(numbers_loader(24))
+
+    assert first.task_id == second.task_id
+    assert Reported(tmp_path).task["id"] == first.task_id
+    assert [point[2:] for point in Reported(tmp_path).points if point[0] == "loss"] == [
+        (line["iteration"], line["loss"]) for line in lines(tmp_path)
+    ]
 
 
 def test_stop_is_handled_by_the_run_and_reported_to_clearml(tmp_path: Path) -> None:
@@ -321,7 +352,7 @@ def test_other_ranks_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     trainer.run(numbers_loader())
 
     assert not (tmp_path / "clearml").exists()
-    assert sink.state_dict() == {"task_id": None, "written": {}}
+    assert sink.state_dict() == {"task_id": None, "run": None, "written": {}}
 
 
 @pytest.mark.parametrize(
