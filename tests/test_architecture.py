@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,11 +48,12 @@ HANDLER_FILES = files_of(HANDLERS)
 SOURCES = CORE_FILES + HANDLER_FILES
 
 
-def imports(path: Path, *, at_import_time: bool = False) -> Iterator[tuple[str, int]]:
+@cache
+def imports(path: Path, *, at_import_time: bool = False) -> list[tuple[str, int]]:
     """``read_imports`` for a file of this repository."""
     module = module_name(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    return read_imports(path, package, at_import_time=at_import_time)
+    return [*read_imports(path, package, at_import_time=at_import_time)]
 
 
 def read_imports(path: Path, package: str, *, at_import_time: bool = False) -> Iterator[tuple[str, int]]:
@@ -78,17 +80,20 @@ def read_imports(path: Path, package: str, *, at_import_time: bool = False) -> I
 
 
 def _nodes(tree: ast.AST, at_import_time: bool) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(tree):
-        if at_import_time and (isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
-            continue
-        if at_import_time and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            continue
-        yield child
-        yield from _nodes(child, at_import_time)
+    waiting = [tree]
+    while waiting:
+        for child in ast.iter_child_nodes(waiting.pop()):
+            if at_import_time and (isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+                continue
+            if at_import_time and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            yield child
+            waiting.append(child)
 
 
 def _imports_by_name(call: ast.Call) -> bool:
-    return bool(call.args) and ast.unparse(call.func) in {"importlib.import_module", "import_module", "__import__"}
+    name = getattr(call.func, "attr", getattr(call.func, "id", None))
+    return bool(call.args) and name in ("import_module", "__import__")
 
 
 def ours(path: Path) -> Iterator[tuple[str, str, int]]:
@@ -116,6 +121,7 @@ def table_of_rooms() -> dict[str, set[str]]:
     return {room: set(re.findall(r"`(\w+)`", allowed)) for room, allowed in rows}
 
 
+@cache
 def home_of_public_names() -> dict[str, str]:
     """The room of each name of ``ignite_engine/__init__``."""
     tree = ast.parse((CORE / "__init__.py").read_text())

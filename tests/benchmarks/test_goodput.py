@@ -17,6 +17,7 @@ def measured(digest: str = "ab", **seconds: float) -> Measured:
     return Measured(601.0, {"goodput": said, "weights_sha256": digest, "iteration": 1440}, points)
 
 
+@pytest.mark.slow
 def test_table_tells_kills_losses_and_whether_the_bits_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

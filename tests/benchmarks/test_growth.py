@@ -12,6 +12,7 @@ from benchmarks import growth
 from benchmarks.turns import TimedBatches
 
 
+@pytest.mark.slow
 def test_every_row_is_timed_in_every_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

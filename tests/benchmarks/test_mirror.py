@@ -14,6 +14,7 @@ from benchmarks.beside import EVERY, measured
 SMALL = ["--rounds", "1", "--iterations", str(EVERY + 5), "--mib", "0.1"]
 
 
+@pytest.mark.slow
 def test_each_store_is_measured_beside_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "report.json"
     assert mirror.main([*SMALL, "--stores", "directory,S3,stopped", "--json", str(target)]) == 0

@@ -64,6 +64,7 @@ def test_plain_loops_step_as_often_as_their_setting_says(plain: dict[str, Worklo
     assert steps_of(plain["full"]) == EPOCHS * LOG_EVERY // ACCUMULATION
 
 
+@pytest.mark.slow
 def test_full_setting_clips_some_updates_and_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
     norms: list[float] = []
     clip = torch.nn.utils.clip_grad_norm_
@@ -114,6 +115,7 @@ def test_unequal_work_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> 
     assert overhead.main(["--settings", "bare"]) == 1
 
 
+@pytest.mark.slow
 def test_command_measures_in_processes_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fork = multiprocessing.get_context("fork")  # they need not import torch again
     monkeypatch.setattr("benchmarks.rounds.multiprocessing.get_context", lambda method: fork)

@@ -203,6 +203,7 @@ def test_a_chain_of_which_a_file_is_gone_is_not_continued(tmp_path: Path) -> Non
     assert holds(saving.save(5), 5) and saving.needs() == {3: [], 5: []}
 
 
+@pytest.mark.slow
 def test_a_chain_becomes_as_large_as_its_base(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
     for iteration in range(1, 40):

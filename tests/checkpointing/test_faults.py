@@ -157,6 +157,7 @@ def everywhere(tmp_path: Path, work: Callable[[Path], Any], error: BaseException
     return outcomes
 
 
+@pytest.mark.slow
 def test_an_error_at_any_file_operation_of_a_save_leaves_a_valid_checkpoint_and_no_rubbish(tmp_path: Path) -> None:
     outcomes = everywhere(
         tmp_path, lambda directory: save(CheckpointStore(directory), 200), OSError(errno.EIO, "Input/output error")

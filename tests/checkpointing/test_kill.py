@@ -47,6 +47,7 @@ def kill_everywhere(template: Path, work: Callable[[Path], object], check: Calla
     return len(seen.seen)
 
 
+@pytest.mark.slow
 def test_killed_at_any_file_operation_of_a_save_the_newest_valid_one_loads(tmp_path: Path) -> None:
     template = tmp_path / "template"
     save(CheckpointStore(template), 100)
@@ -110,6 +111,7 @@ def test_killed_while_the_same_iteration_is_saved_again_one_of_the_two_loads(tmp
     kill_everywhere(template, lambda directory: save(CheckpointStore(directory), 200, labels=["second"]), check)
 
 
+@pytest.mark.slow
 def test_killed_at_any_file_operation_of_a_prune_nothing_kept_is_lost(tmp_path: Path) -> None:
     template = tmp_path / "template"
     for iteration in (100, 200, 300):
@@ -133,6 +135,7 @@ def test_killed_at_any_file_operation_of_a_prune_nothing_kept_is_lost(tmp_path: 
     assert operations == 2 + 2 + 2 + 2 * 4  # two locks and renames, one fsync of the parent, twice 3 files and a folder
 
 
+@pytest.mark.slow
 def test_keep_last_one_survives_kills_between_save_and_prune(tmp_path: Path) -> None:
     template = tmp_path / "template"
     save(CheckpointStore(template), 100)

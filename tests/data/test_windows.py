@@ -336,6 +336,7 @@ def test_windows_after_a_resume_are_in_the_order_of_the_whole_run(tmp_path: Path
     assert samples_of(tmp_path, stop_at) + samples_of(tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_checkpoint_of_each_nth_window_resumes_with_the_next(tmp_path: Path) -> None:
     class Killed(Exception):
         pass

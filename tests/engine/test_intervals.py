@@ -246,6 +246,7 @@ def on_a_rank(folder: Path, rank: int) -> dict[str, Any]:
     return answers | {"clock": clock, "second": second, "torch": torch.get_num_threads()}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_agree_and_resume_at_the_same_places(tmp_path: Path) -> None:
     answers = on_two_ranks(lambda rank: on_a_rank(tmp_path, rank), tmp_path / "store")

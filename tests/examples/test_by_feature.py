@@ -141,6 +141,7 @@ def test_resumed_run_has_the_bits_of_the_whole_one(tmp_path: Path, capsys: pytes
     assert logged(tmp_path / "whole") == logged(tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_fine_tuned_network_keeps_the_body_and_beats_one_from_scratch(tmp_path: Path) -> None:
     accuracies = fine_tune.main(str(tmp_path))
 
@@ -179,6 +180,7 @@ def test_two_ranks_train_as_one_process_and_continue(tmp_path: Path) -> None:
     assert sum(each[0][0] for each in found["fsdp"]) == found["fsdp"][0][0][1]  # every weight once
 
 
+@pytest.mark.slow
 def test_fsdp_has_the_losses_of_one_process(tmp_path: Path) -> None:
     model = fsdp.network()
     trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=3e-3), fsdp.loss_fn, clip_norm=1.0))
@@ -299,6 +301,7 @@ def test_tensorboard_has_curves_and_images_over_a_resume(tmp_path: Path) -> None
     assert read.Tags()["histograms"] == ["weights"]
 
 
+@pytest.mark.slow
 def test_clearml_session_has_the_curve_over_a_resume(tmp_path: Path) -> None:
     clearml_run.main(str(tmp_path), epochs=2)
     clearml_run.main(str(tmp_path))

@@ -256,6 +256,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], complaint: 
         build(options)
 
 
+@pytest.mark.slow
 def test_the_config_runs_and_reports_against_the_baselines(
     task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

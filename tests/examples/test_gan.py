@@ -23,6 +23,7 @@ def last_weights(directory: Path) -> torch.Tensor:
     return one(model)
 
 
+@pytest.mark.slow
 def test_stopped_run_ends_with_the_bits_of_the_whole_one_and_the_generator_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def losses_of_the_loop(text: str, *, clip: bool, warmup_iters: int, lr_decay_ite
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_losses_are_those_of_the_loop(clip: bool, tmp_path: Path) -> None:
     """Bit for bit, through warm-up, cosine and the rate at the end, also where the norm is over two groups."""

@@ -73,6 +73,7 @@ def test_what_is_not_restored_is_missed(part: str, tmp_path: Path, servers: Serv
         Matrix(tmp_path, servers, forget=part).run(case)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_fault_that_does_not_happen_is_not_a_success(tmp_path: Path, servers: Servers) -> None:
     with pytest.raises(Difference, match="not stopped as intended: code 0"):

@@ -116,6 +116,7 @@ def test_run_shorter_than_asked_for_is_compared_to_its_end(
     assert said.startswith("Resume is exact: killed at iteration 4, resumed from 3, ") and "3 to 7 are equal" in said
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_save_in_the_background_is_waited_for_before_the_kill(
     tmp_path: Path, temporary: Path, forked: None, capsys: pytest.CaptureFixture[str]

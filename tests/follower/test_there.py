@@ -259,6 +259,7 @@ def test_of_a_run_on_another_machine_the_best_is_known_though_its_follower_is_ki
     assert not (elsewhere.parent / "run" / "checkpoints").exists() and lines(elsewhere.parent) == []
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.distributed
 def test_two_ranks_follow_two_ranks_on_another_machine(tmp_path: Path) -> None:

@@ -472,6 +472,7 @@ def test_an_average_that_never_moves_is_a_warning() -> None:
         moved.run(numbers_loader(), max_epochs=1)
 
 
+@pytest.mark.slow
 def test_names_do_not_depend_on_the_wrapping_and_a_compiled_model_trains_the_same() -> None:
     def train(model: nn.Module) -> EMA:
         trainer = trainer_of(model)

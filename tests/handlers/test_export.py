@@ -220,6 +220,7 @@ def test_what_a_killed_run_has_left_is_removed_and_its_iterations_are_written_ag
     assert os.readlink(tmp_path / "model") == "model-00000003.1"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_sharded_weights_are_gathered(tmp_path: Path) -> None:
     def sharded() -> list[Any]:

@@ -65,6 +65,7 @@ def gpt_batches() -> list[Tensor]:
     return [torch.randint(SHAPE.vocabulary, (size, SHAPE.context + 1), generator=generator) for size in sizes]
 
 
+@pytest.mark.slow
 def test_mfu_of_the_gpt_is_that_by_hand_and_no_bit_of_the_run_is_another() -> None:
     bare = gpt_trainer()
     bare.run(gpt_batches(), max_epochs=2)
@@ -102,6 +103,7 @@ def test_only_one_iteration_is_counted_and_then_nothing_listens(caplog: pytest.L
         assert len(handlers_of(trainer, event)) == len(handlers_of(bare, event))
 
 
+@pytest.mark.slow
 def test_ones_own_function_gives_the_flops_where_they_cannot_be_counted(caplog: pytest.LogCaptureFixture) -> None:
     def trained(**options: Any) -> dict[str, float]:
         model = linear()

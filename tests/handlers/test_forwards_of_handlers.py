@@ -39,6 +39,7 @@ def test_a_forward_of_a_handler_changes_nothing(tmp_path: Path) -> None:
         assert all(answers.values()), answers
 
 
+@pytest.mark.slow
 def test_handlers_see_the_sharded_parameters_after_a_forward(tmp_path: Path) -> None:
     def work() -> Any:
         trainer, _, data = trainer_in("fsdp", tmp_path / "run")

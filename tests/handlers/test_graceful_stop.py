@@ -463,6 +463,7 @@ def start(directory: Path, speed: str) -> Command:
     return program(ROOT, SCRIPT, str(directory), speed)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("number", "code"),
@@ -512,6 +513,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     os._exit(0)  # not together: the first one would take the other's connection down
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_users_handler_may_exit_on_one_rank_when_all_have_saved(tmp_path: Path) -> None:
     on_ranks(2, _one_of_two_ranks, tmp_path)

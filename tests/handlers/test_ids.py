@@ -267,6 +267,7 @@ def on_a_rank(rank: int, folder: Path) -> dict[str, Any]:
     return {"whole": whole, "parts": [run(folder / f"parts_{iterations}", share(rank)) for iterations in (3, 4)]}
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_rows_of_what_all_have_seen(tmp_path: Path) -> None:
     """The second rank has no batch in the last window: what it repeats there is not seen by it."""
     answers = on_two_ranks(lambda rank: on_a_rank(rank, tmp_path), tmp_path / "meet")

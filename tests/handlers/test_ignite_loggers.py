@@ -159,6 +159,7 @@ print("RESULT", json.dumps({"folder": str(folder), "losses": losses}))
 """
 
 
+@pytest.mark.slow
 def test_clearml_logger_reports_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": str(tmp_path)}
     environment |= {"HOME": str(tmp_path), "CLEARML_CONFIG_FILE": str(tmp_path / "none.conf")}

@@ -60,6 +60,7 @@ def test_media_reach_the_sinks_that_take_them_at_the_step_boundary() -> None:
     assert sink.got == [(2, "a", "hello"), (2, "b", pixels), {}, (3, {"epoch": 1, "loss": 1.0})]
 
 
+@pytest.mark.slow
 def test_nothing_keeps_an_image_that_was_logged(tmp_path: Path) -> None:
     trainer, alive = counting(directory=tmp_path), list[int]()
     references: list[weakref.ref[Any]] = []

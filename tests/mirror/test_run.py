@@ -45,6 +45,7 @@ def mirror(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return places.get(request.param) or str(request.getfixturevalue("s3"))
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_gone_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path, mirror: str) -> None:
     whole, _ = train(tmp_path / "whole", None, 12)
     train(tmp_path / "run", mirror, 7)
@@ -342,6 +343,7 @@ def train_with_a_mirror_that_is_full_for_a_while(folder: Path) -> dict[str, Any]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.skipif(not can_mount(), reason="a file system cannot be mounted here")
 def test_a_full_disk_is_one_line_and_what_is_missing_is_named_and_what_is_there_stays_whole(tmp_path: Path) -> None:

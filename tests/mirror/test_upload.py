@@ -291,6 +291,7 @@ def test_uploads_take_no_more_than_the_bandwidth_that_is_set() -> None:
     assert throttle.moved == 300_000 and time.monotonic() - began >= 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [lambda piece: piece[:-1], lambda piece: piece[:-1] + bytes([piece[-1] ^ 1])])
 def test_a_store_that_keeps_something_else_than_was_sent_is_found_and_gets_it_again(
     tmp_path: Path, s3: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, damage: Any

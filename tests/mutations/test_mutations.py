@@ -66,6 +66,7 @@ def test_drawn_mutations_are_a_function_of_their_seed() -> None:
     assert sorted(found[0]) == sorted(found[2])
 
 
+@pytest.mark.slow
 def test_each_room_has_its_share_and_tests_that_are_there() -> None:
     named, rooms = named_tests(), [room for room, _ in chosen(1, 30)]
 

@@ -71,6 +71,7 @@ def cases(folder: Path) -> dict[str, Any]:
     return answers | {"refused": refused(folder)}
 
 
+@pytest.mark.slow
 def test_two_ranks_restore_the_weights_that_were_evaluated(tmp_path: Path) -> None:
     answers = on_two_ranks(lambda rank: cases(tmp_path), tmp_path / "store")
     first, second = answers.pop("refused")

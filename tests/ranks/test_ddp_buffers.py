@@ -78,6 +78,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     torch.save(_of_two_models(rank), f"{folder}/two_{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_each_rank_evaluates_the_statistics_that_are_saved(tmp_path: Path) -> None:

@@ -251,6 +251,7 @@ def strange_bytes(number: int, token: str, generator: random.Random) -> bytes:
     return crafted[number] if number < len(crafted) else generator.randbytes(generator.randrange(200))
 
 
+@pytest.mark.slow
 def test_whatever_strangers_send_the_ranks_are_heard(ranks: Ranks) -> None:
     generator = random.Random(0)
     for number in range(10_000):

@@ -73,6 +73,7 @@ def test_run_killed_and_restarted_on_other_ranks_ends_with_the_same_bits(
     assert restarted | {"gradients": None} == whole | {"gradients": None}
 
 
+@pytest.mark.slow
 def test_usual_reduction_has_other_bits(server: ForkServer, tmp_path: Path) -> None:
     """Else the comparisons above would prove nothing."""
     case = Case(invariant=False)

@@ -172,6 +172,7 @@ def test_port_in_use_is_one_line() -> None:
             parallel.run(write_rank, Path())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_rank_whose_torchrun_was_killed_before_it_began_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for minutes in torch's rendezvous."""
@@ -516,6 +517,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.faults
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])

@@ -54,6 +54,7 @@ def test_an_iteration_is_the_same_micro_batches_on_any_number_of_ranks(
     assert found[1][0][2] != found[1][len(found[1]) // 2][2], "each epoch has its own order"
 
 
+@pytest.mark.slow
 def test_run_continues_on_another_number_of_ranks_with_the_next_micro_batch(server: ForkServer, tmp_path: Path) -> None:
     whole = by_iteration(run_on(server, tmp_path / "whole/run", 1, "see", 29, None, False, 0))
     seen = []

@@ -95,6 +95,7 @@ def test_in_another_layout_it_goes_on_as_from_disk(before: Any, now: Any, tmp_pa
     assert list(shared_memory.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_the_pieces_of_a_rank_the_disk_is_taken(tmp_path: Path, shared_memory: Path) -> None:
     run(2, "fsdp", tmp_path / "run", (0, 1), memory=1)
     for path in shared_memory.glob("*/rank_1.*"):
@@ -104,6 +105,7 @@ def test_without_the_pieces_of_a_rank_the_disk_is_taken(tmp_path: Path, shared_m
     assert [result["resumed"] for result in results] == [["iteration_00000004", 4]] * 2
 
 
+@pytest.mark.slow
 def test_with_a_torn_slot_of_one_rank_all_take_the_copy_before(tmp_path: Path, shared_memory: Path) -> None:
     undisturbed = answers(run(2, "fsdp", tmp_path / "whole"))
     run(2, "fsdp", tmp_path / "run", (0, 1), memory=1)

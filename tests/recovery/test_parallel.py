@@ -66,6 +66,7 @@ def fitted(folder: Path, net: nn.Module, *handlers: Any, **arguments: Any) -> An
     return fit(net, loss_fn, data(), directory=folder, handlers=pairs, **options, **arguments)
 
 
+@pytest.mark.slow
 def test_fit_goes_on_and_has_what_its_process_has_trained(tmp_path: Path) -> None:
     whole, restarted = model(), model()
     expected = fitted(tmp_path / "whole", whole)
@@ -107,6 +108,7 @@ def trained(local_rank: int, folder: Path, marker: Path, number: int) -> None:
     (folder.parent / "started_at").write_text(f"{trainer.state.start.value} {os.environ['TORCHELASTIC_RESTART_COUNT']}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "gloo"])
 def test_program_of_its_own_resumes_at_the_iteration_that_died(
     tmp_path: Path, backend: str | None, caplog: pytest.LogCaptureFixture
@@ -117,6 +119,7 @@ def test_program_of_its_own_resumes_at_the_iteration_that_died(
     assert "was killed by SIGBUS in iteration 7. Restart 1, of at most 1 in an hour." in caplog.text
 
 
+@pytest.mark.slow
 def test_error_and_exit_of_the_function_are_those_of_parallel(tmp_path: Path) -> None:
     def fail(local_rank: int) -> None:
         raise ZeroDivisionError("of the program")

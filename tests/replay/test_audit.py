@@ -51,6 +51,7 @@ def test_forgery_is_found_where_its_segment_is_drawn(
     assert str(segment) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_honest_run_that_was_stopped_went_on_and_was_made_longer_passes(tmp_path: Path) -> None:
     sections: dict[str, Any] = {"schedule": {"name": "constant", "warmup": 0}, "data": {"batch_size": 4}}
     trained(tmp_path / "run", 18, stop_at=13, **sections)
@@ -61,6 +62,7 @@ def test_honest_run_that_was_stopped_went_on_and_was_made_longer_passes(tmp_path
     assert result.found == {}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_sharded_run_of_two_ranks_passes_and_has_one_trail(tmp_path: Path) -> None:
     folder = tmp_path / "run"

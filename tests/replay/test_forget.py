@@ -106,6 +106,7 @@ def test_own_weights_are_those_of_what_is_left(tmp_path: Path) -> None:
     assert seen[0] == ([3, 4], [3 / 7, 4 / 7]) and seen[1] == ([4, 4], [0.5, 0.5])
 
 
+@pytest.mark.slow
 def test_what_it_costs_is_said_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, samples, new = tmp_path / "old", tmp_path / "list.txt", tmp_path / "new"
     plain = {"data": {"shuffle": False, "batch_size": 3}}

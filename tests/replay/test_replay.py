@@ -418,6 +418,7 @@ def test_rank_invariant_run_of_two_ranks_is_replayed_on_two_and_on_one(tmp_path:
         assert answers["weights"] == [weights_sha256(moment.trainer.update.model)] * 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_come_back_together_and_one_does_not_come_back_alone(tmp_path: Path) -> None:
     def cases(rank: int) -> dict[str, Any]:

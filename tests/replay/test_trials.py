@@ -20,6 +20,7 @@ def test_a_few_random_trials_are_right(section: str, tmp_path: Path) -> None:
     assert [trial.problem for trial in trials if trial.problem is not None] == []
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_moments_on_two_ranks(tmp_path: Path) -> None:
     trials = list(SECTIONS["ranks"](tmp_path, random.Random(11), 10))

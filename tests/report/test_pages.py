@@ -259,6 +259,7 @@ def test_groups_of_the_same_rate_are_one_line(tmp_path: Path) -> None:
     assert {line.name: line.points[0][1] for line in rates.lines} == {"lr": 0.5, "b": 0.05}
 
 
+@pytest.mark.slow
 def test_long_run_is_thinned_and_keeps_its_extremes(tmp_path: Path) -> None:
     rows = [row(n, loss=1.0 + math.sin(n) / 10) for n in range(1, 20_001)]
     rows[12_344]["loss"], rows[7_776]["loss"], rows[4]["grad_norm"] = 7.5, -3.25, 1e4

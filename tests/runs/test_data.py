@@ -347,6 +347,7 @@ def test_wrong_use_of_schedulers_is_one_line(tmp_path: Path) -> None:
         run_of(tmp_path, TRAIN, schedule="cosine", schedule_per="epoch")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_share_a_sampler_and_a_loader(tmp_path: Path) -> None:
     def case(rank: int) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def test_a_model_of_another_name(tmp_path: Path) -> None:
         load_weights(head, tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_exported_weights_need_one_line_of_torch(run: tuple[Path, dict[int, torch.Tensor]], tmp_path: Path) -> None:
     """The line of docs/checkpoints.md, where this library cannot be imported."""
     folder, seen = run

@@ -12,6 +12,7 @@ from ignite_engine.data import SeededDataset, seeding
 from tests.search.seeding_search import run
 
 
+@pytest.mark.slow
 def test_samples_draw_as_if_all_generators_were_seeded_for_each() -> None:
     result = run(0, 60, None)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.search.windows_search import drawn, judged, run
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_runs_over_windows_end_with_the_bits_of_the_whole_ones() -> None:
     result = run(5000, 40, None)
     assert result.failures == [] and result.outcomes["passed"] >= 12

@@ -35,6 +35,7 @@ def _resume(rank: int, folder: str, saved: str) -> None:
     torch.save(_drawn_in_an_iteration(f"{saved}/of_ranks"), f"{folder}/{rank}.pt")
 
 
+@pytest.mark.slow
 def test_a_rank_that_did_not_exist_draws_other_numbers_than_rank_0(tmp_path: Path) -> None:
     for name in ("alone", "of_ranks"):
         torch.manual_seed(0)

@@ -58,6 +58,7 @@ def _is_resumed(rank: int, folder: str) -> None:
     assert report == []
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_torchs_own_optimizer_of_a_sharded_model_is_resumed(tmp_path: Path) -> None:
     on_ranks(2, _is_resumed, tmp_path)

@@ -743,6 +743,7 @@ def test_a_model_may_have_a_state_dict_without_arguments(tmp_path: Path) -> None
     on_ranks(2, _of_saved_buffers, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_extra_state_that_differs_between_ranks_is_named(tmp_path: Path) -> None:
     on_ranks(2, _of_extra_states, tmp_path)

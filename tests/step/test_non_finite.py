@@ -320,6 +320,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     torch.save(found, f"{folder}/{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_two_ranks_act_alike(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_split_step_is_the_whole_step(fits: int, steps: int | None, late: bool, 
     )
 
 
+@pytest.mark.slow
 def test_micro_batches_before_the_failed_one_count_once() -> None:
     data = Numbers(20, dtype=torch.float64)
     batches = [
@@ -127,6 +128,7 @@ def test_parts_weigh_what_weight_fn_says() -> None:
         torch.testing.assert_close(weights, reference, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_random_numbers_are_rewound_and_the_split_is_resumed(tmp_path: Path) -> None:
     """The failed attempt draws nothing: the run is that of a loader whose batches were as small from the start."""
     split_weights, _ = trained(Memory(4), 8, model=linear(dtype=torch.float64, dropout=True))  # which seeds
@@ -149,6 +151,7 @@ def test_random_numbers_are_rewound_and_the_split_is_resumed(tmp_path: Path) -> 
     assert torch.equal(resumed, whole) and memory.sizes == [4] * 6, "the resumed run need not fail again"
 
 
+@pytest.mark.slow
 def test_batchnorm_is_named_and_a_second_run_begins_anew(said: Callable[[], list[str]]) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     memory = Memory(4)
@@ -256,6 +259,7 @@ def test_on_two_ranks_the_error_names_rank_and_iteration(tmp_path: Path) -> None
         )
 
 
+@pytest.mark.slow
 def test_listener_that_counts_iterations_sees_each_once() -> None:
     trainer = Trainer(Update(model := linear(), torch.optim.SGD(model.parameters(), lr=0.05), Memory(2)))
     seen: list[int] = []

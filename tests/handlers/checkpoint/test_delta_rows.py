@@ -69,6 +69,7 @@ def needs(store: CheckpointStore) -> dict[int, list[int]]:
     return {each.iteration: [int(name[10:]) for name in each.manifest.needed] for each in store.checkpoints()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_each_checkpoint_is_that_of_a_run_that_saves_in_full(tmp_path: Path, background: bool) -> None:
     _, by_rows = train(tmp_path / "rows", keep_last=9, background=background)
@@ -203,6 +204,7 @@ def test_a_base_that_is_missing_is_named_where_a_run_resumes(tmp_path: Path, cap
     assert len(skipped) == 3 and "it needs iteration_00000001, of which tables_0.pt is missing" in skipped[0]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_save_and_resume_by_rows(tmp_path: Path) -> None:
     def cases(rank: int) -> dict[str, Any]:

@@ -211,6 +211,7 @@ def _on_a_rank(folder: Path) -> dict[str, Any]:
     return {"after": str(after), "same": torch.equal(weights(resumed), weights(trainer)), "error": str(caught.value)}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_save_now(tmp_path: Path) -> None:
     answers = on_two_ranks(lambda rank: _on_a_rank(tmp_path), tmp_path / "store")

@@ -228,6 +228,7 @@ def test_stop_waits_half_a_second_at_most_and_the_session_ends_by_itself(
     processes[0].wait()
 
 
+@pytest.mark.slow
 def test_training_process_stays_as_it_is(tmp_path: Path) -> None:
     import argparse
     from multiprocessing.process import BaseProcess
@@ -255,6 +256,7 @@ def test_training_process_stays_as_it_is(tmp_path: Path) -> None:
     assert Reported(tmp_path).points
 
 
+@pytest.mark.slow
 def test_forked_loader_workers_and_the_task_leave_each_other_alone(tmp_path: Path) -> None:
     trainer, _ = built(tmp_path, saves=False)
     trainer.run(numbers_loader(num_workers=2, multiprocessing_context="fork"))
@@ -289,6 +291,7 @@ def _log(run: Path) -> bytes:
     return (run / "clearml" / "session.log").read_bytes()
 
 
+@pytest.mark.slow
 def test_value_that_is_not_finite_is_a_line_and_not_a_point(tmp_path: Path) -> None:
     sink = ClearMLLogger(tmp_path)
     trainer = Trainer(lambda engine, batch: batch)

@@ -228,6 +228,7 @@ def test_loss_function_and_generator_of_a_loader_are_as_before_it(tmp_path: Path
     assert seen == [True]
 
 
+@pytest.mark.slow
 def test_it_keeps_no_output(tmp_path: Path) -> None:
     outputs, alive = list[Any](), list[bool]()
 
@@ -340,6 +341,7 @@ def test_ranks_try_each_set_where_one_of_them_cannot_judge_the_first(tmp_path: P
     assert on_two_ranks(case, tmp_path / "meeting")["metrics"] == [[1.0, 1.0]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_check_their_own_batches(tmp_path: Path) -> None:
     def case(rank: int) -> dict[str, Any]:

@@ -110,6 +110,7 @@ class SlowSink:
         self.slept("logging")
 
 
+@pytest.mark.slow
 def test_each_part_has_what_was_planted_in_it_and_all_together_are_the_wall_time(tmp_path: Path) -> None:
     slept, began = Slept(), time.perf_counter()
     trainer = planted(slept, tmp_path)
@@ -129,6 +130,7 @@ def test_each_part_has_what_was_planted_in_it_and_all_together_are_the_wall_time
     assert times._clock.steps == trainer.state.iteration == 24
 
 
+@pytest.mark.slow
 def test_values_are_written_at_the_event_and_sum_to_the_time_of_an_iteration(tmp_path: Path) -> None:
     slept = Slept()
     trainer = planted(slept, tmp_path)
