@@ -433,8 +433,10 @@ class Checkpoint:
         mine = trainer.reproducibility(self._saver.filter)
         reasons = list(dict.fromkeys(reason for rank in agreement.gather_objects(mine) for reason in rank))
         self._name(reasons)
-        opened: Any = TrainingEvents.WINDOW_STARTED
-        is_known = trainer.progress.windows is None or trainer.last_event_name is opened
+        windows = trainer.progress.windows
+        is_known = (
+            windows is None or windows.window is not None
+        )  # of what makes the samples of a window, in an open one
         if self._found is not None and is_known:
             loading.name_unknown(trainer.registry, self._found, reasons)
             self._named.update(trainer.registry.resumed_otherwise)

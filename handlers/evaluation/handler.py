@@ -273,7 +273,7 @@ class Evaluation:
         """All ranks have interrupted the evaluation: nothing is trained before the run ends."""
         trainer.vote_at_next_boundary()
         if trainer.progress.at_boundary:
-            trainer.terminate()
+            trainer.finish("a stop in an evaluation")  # all ranks are here; terminate() would first ask them
 
     def _data(self) -> Any:
         """What is evaluated now, None where no window is there; a collective."""

@@ -147,7 +147,7 @@ def order_key(sampler: ResumableSampler | None, place: Place) -> float:
     if sampler is None or sampler.world_size == 1:
         return 0.0
     sampler.pass_number = place.pass_number
-    words = f"{sampler.seed if sampler.shuffle else None} {sampler.drawn_order}"
+    words = f"{sampler.seed if sampler.shuffle else None} {sampler.drawn_order} {sampler.length}"
     return float(int(hashlib.sha256(words.encode()).hexdigest()[:12], 16))
 
 
@@ -162,6 +162,6 @@ def check_orders_agree(keys: Sequence[float]) -> None:
     if other is not None:
         raise ValueError(
             f"The order of the data on rank {other} is not that of rank {keys.index(first)}, and each rank takes its "
-            "share of one order: give loader() the same seed on every rank, and a sampler whose order does not depend "
-            "on the rank."
+            "share of one order: give loader() as many samples and the same seed on every rank, and a sampler whose "
+            "order does not depend on the rank."
         )

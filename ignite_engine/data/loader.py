@@ -100,7 +100,13 @@ def loader(
     )
 
 
-def resumable(data: Any, seed: int | None = None, *, any_sampler: bool = False) -> Any:
+def resumable(
+    data: Any,
+    seed: int | None = None,
+    *,
+    any_sampler: bool = False,
+    agree: Callable[[int], int] = agreement.broadcast_int,
+) -> Any:
     """``data``, or the same plain ``DataLoader`` rebuilt by :func:`loader`, sharded over the ranks.
 
     Only a ``DataLoader`` itself (no subclass) over map-style data with torch's sequential, random (without
@@ -111,22 +117,15 @@ def resumable(data: Any, seed: int | None = None, *, any_sampler: bool = False) 
         seed: of a random order that has no generator of its own; None: the seed of the process.
         any_sampler: also rebuild one with another sampler of torch's, or on one process with any, whose order is then
             drawn for each pass as a function of (seed, pass).
+        agree: makes one seed of those of the ranks; not called where the order is not random.
     """
-    if type(data) is not DataLoader or isinstance(data.dataset, IterableDataset):
+    if not _is_plain(data):
         return data
-    if data.batch_size is None and data.batch_sampler is not None:
-        return data
-    sampler = data.sampler
-    if isinstance(sampler, ResumableSampler) or not hasattr(data.dataset, "__len__") or not len(data.dataset):
-        return data
-    drawn: Any = None
+    sampler, drawn = data.sampler, None
     if type(sampler) is SequentialSampler:
         shuffle, own_seed = False, 0
-    elif type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data.dataset):
-        generator = data.generator or sampler.generator
-        if generator is not None or seed is None:
-            seed = generator.initial_seed() if generator is not None else torch.initial_seed()
-        shuffle, own_seed = True, agreement.broadcast_int(rng.mix(seed) >> 1)
+    elif (random_seed := seed_of_order(data, seed)) is not None:
+        shuffle, own_seed = True, agree(random_seed)
     elif type(sampler) is DistributedSampler and (sampler.num_replicas, sampler.rank) == (
         mesh.data_size(),
         mesh.data_rank(),
@@ -159,6 +158,32 @@ def resumable(data: Any, seed: int | None = None, *, any_sampler: bool = False) 
     # a random sampler's seed is this process's own: a resumed run continues with the saved one
     rebuilt.sampler.adopts_seed = type(sampler) is RandomSampler  # type: ignore[attr-defined]  # our sampler
     return rebuilt
+
+
+def seed_of_order(data: Any, seed: int | None = None) -> int | None:
+    """The seed with which this rank's :func:`resumable` would rebuild a random order; None: there is none to rebuild.
+
+    Args:
+        seed: as of :func:`resumable`.
+    """
+    if not _is_plain(data) or type(sampler := data.sampler) is not RandomSampler:
+        return None
+    if sampler.replacement or sampler.num_samples != len(data.dataset):
+        return None
+    generator = data.generator or sampler.generator
+    if generator is not None or seed is None:
+        seed = generator.initial_seed() if generator is not None else torch.initial_seed()
+    return rng.mix(seed) >> 1
+
+
+def _is_plain(data: Any) -> bool:
+    """Whether it is a ``DataLoader`` of torch's own over map-style data, and not one of :func:`loader`."""
+    if type(data) is not DataLoader or isinstance(data.dataset, IterableDataset):
+        return False
+    if data.batch_size is None and data.batch_sampler is not None:
+        return False
+    rebuilt = isinstance(data.sampler, ResumableSampler)
+    return not rebuilt and hasattr(data.dataset, "__len__") and bool(len(data.dataset))
 
 
 def _can_be_drawn(sampler: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler, Subset
 
+from ignite_engine import rng
 from ignite_engine.data.place import Held, Place
 from ignite_engine.data.sampler import ResumableSampler
 
@@ -185,10 +186,16 @@ class ByIndex(Replayed):
 
 
 def _from(iterator: Iterator[Any], batch: int) -> Iterator[Any]:
-    """The iterator without what comes before ``batch``."""
-    for _ in islice(iterator, batch):
-        pass
-    return iterator
+    """The iterator without what comes before ``batch``, which the first ``next`` reads: a stop may end that."""
+    return chain(_skipped(iterator, batch), iterator) if batch else iterator
+
+
+def _skipped(iterator: Iterator[Any], batch: int) -> Iterator[Any]:
+    """None of the batches that are read."""
+    with rng.isolated():  # what they draw was drawn then
+        for _ in islice(iterator, batch):
+            pass
+    yield from ()
 
 
 def orders_of(data: Any) -> list[Any]:

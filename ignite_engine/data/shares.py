@@ -131,12 +131,10 @@ class SharedSource(DataSource):
 
     def _shares(self, batches: Iterator[Any], begun: int) -> Iterator[Group]:
         assert self.batches is not None
-        last: list[Any] = []
         for begin in range(begun, self.batches, self.steps):
             size = min(self.steps, self.batches - begin)
             group = Group(islice(batches, self.own_batches(size)))
-            last = group[-1:] or last
-            yield group if group or self._may_be_empty else Group(last or [self._last_batch()])
+            yield group if group or self._may_be_empty else Group([self._first_batch()])
         next(batches, None)  # the loader ends its workers when it is exhausted
 
     def _open(self) -> Iterator[Any]:
@@ -145,9 +143,11 @@ class SharedSource(DataSource):
         self.sampler.pass_number, self.sampler.start = place.pass_number, place.batch * self._dealing.batch_size
         return self._begin()
 
-    def _last_batch(self) -> Any:
-        """A batch that weighs nothing: any is as good."""
-        return self.data.dataset[(self.place.pass_number, 0)]
+    def _first_batch(self) -> Any:
+        """A batch that weighs nothing, in a resumed run the same: the first samples of the data."""
+        assert self.sampler is not None
+        samples = min(self._dealing.batch_size, self.sampler.length)
+        return self.data.dataset.__getitems__([(self.place.pass_number, index) for index in range(samples)])
 
     def close(self) -> None:
         super().close()

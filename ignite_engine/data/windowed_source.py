@@ -128,6 +128,7 @@ class WindowedSource:
         if self.window is not None:
             groups = iter(self.window)
         else:
+            # by the first ``next``, which a stop may end
             groups = self._window_again() if self.first_group_pending else self._next_window()
         return groups if limit is None else islice(groups, max(limit - self.at.updates, 0))
 
@@ -142,7 +143,7 @@ class WindowedSource:
             rng.restore(self.at.opened_with)
             iterator = iter(self._open())
             first = list(islice(iterator, 1))
-        return chain(first, iterator)
+        yield from chain(first, iterator)
 
     def _open(self) -> DataSource:
         name = self.reader.name
@@ -168,6 +169,7 @@ class WindowedSource:
         """The open window is trained on, or was empty."""
         number = self.at.number
         if self.window is not None:
+            self._changed = self.changed  # a resumed run of later windows is as little that of the checkpoint
             self.window.close()
             number += 1
         self.window, self.at = None, WindowPlace(number, self.at.of_epoch)
@@ -207,7 +209,7 @@ class WindowedSource:
         return {"windows": self.reader.state_dict() | own, "window": window, "ranks": mesh.data_size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved place.
+        """Continue at a saved place; opens the window that was open. A collective.
 
         Raises:
             StateMismatch: it is one in other data.
@@ -238,6 +240,7 @@ class WindowedSource:
             self.data.present, self.data.is_open = self.reader.name, True
         if state["window"] is not None:
             window = self._open()
-            window.load_state_dict(state["window"] | ({} if self.data.shared else {"ranks": ranks}))
+            saved = state["window"] | ({} if self.data.shared else {"ranks": ranks})
+            agreement.together(lambda: window.load_state_dict(saved))
             if window.place.skipped:
                 window.agree_lengths()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ignite_engine.data.loader import resumable
+from ignite_engine.data.loader import resumable, seed_of_order
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.streams import Files, ListedWindows, ReplayedStream, WindowStream, is_sequence, text_of
 from ignite_engine.data.workers import begin_pass, end_workers
@@ -96,6 +96,8 @@ class Windows:
         """The name of the window that is trained on now; None between windows, and where this rank has none."""
         self.is_open = False
         """One is trained on now, if only by other ranks."""
+        self._order_seed: int | None = None
+        """Of the random order of the plain DataLoaders that were opened last; None: they have none."""
 
     def begun_by(self, reader: object) -> WindowStream:
         """The stream at its beginning: a new one, if that can be; otherwise ``reader`` takes it from others."""
@@ -153,7 +155,7 @@ class Windows:
             raise RuntimeError(
                 "No window is open: use Windows.again from TrainingEvents.WINDOW_STARTED to WINDOW_COMPLETED."
             )
-        return self.loader_of(self.present)
+        return self._made_of(self._opened(self.present))
 
     def whole(self) -> Iterator[Any]:
         """The batches of all windows, one after the other, at most of ``limit`` windows: ``Evaluation(evaluator,
@@ -182,7 +184,25 @@ class Windows:
                 end_workers(iterator, data)
 
     def loader_of(self, name: Any) -> Any:
-        """The loader of a window; where it has no sample, or there is no window (None), an empty tuple."""
+        """The loader of a window; where it has no sample, or there is no window (None), an empty tuple.
+
+        A collective: a rank may have none where its peers have a ``DataLoader`` whose order they agree on.
+
+        Raises:
+            Exception: of ``open``, on every rank.
+        """
+        data = list[Any]()
+
+        def open_here() -> int | None:
+            data.append(self._opened(name))
+            return seed_of_order(data[0], seed=0)
+
+        seeds = agreement.agreed(open_here)
+        shared = next((seed for seed in seeds if seed is not None), None)
+        self._order_seed = shared if self.shared else seeds[agreement.rank()]
+        return self._made_of(data[0])
+
+    def _opened(self, name: Any) -> Any:
         if name is None:
             return ()
         try:
@@ -196,7 +216,11 @@ class Windows:
             return ()
         is_data = isinstance(data, Iterable) and not isinstance(data, str | os.PathLike)
         check_type("the window's data", data, is_data, "an iterable of batches, or None")
-        data = resumable(data, seed=0)
+        return data
+
+    def _made_of(self, data: Any) -> Any:
+        seed = self._order_seed
+        data = resumable(data, seed=0, agree=lambda own: own if seed is None else seed)
         if not self.shared and isinstance(sampler := getattr(data, "sampler", None), ResumableSampler):
             sampler.rank, sampler.world_size = 0, 1  # the window is this rank's alone: none of it is for its peers
         return data

@@ -280,7 +280,7 @@ def _move_to(source: Source, start: Start, data: Any, progress: Progress, positi
     before = progress.source
     if start is Start.RESUMED:
         if position.data:
-            source.load_state_dict(dict(position.data))
+            _load(source, dict(position.data))
             if isinstance(source, DataSource) and source.place.skipped:
                 source.agree_lengths()  # of the rest of the pass
     elif before is None:
@@ -289,8 +289,22 @@ def _move_to(source: Source, start: Start, data: Any, progress: Progress, positi
         source.begin_after(before.place)
     elif start is Start.CONTINUED:
         if data is progress.user_data or source.data is before.data:
-            source.load_state_dict({**position.data, "fingerprint": None})  # what it holds may have changed since
+            _load(source, _without_fingerprints(position.data))  # what it holds may have changed since
             if isinstance(data, Iterator) and isinstance(source, DataSource) and isinstance(before, DataSource):
                 source.reader.fetched = before.reader.fetched or ()
         else:
             source.continue_at(before.place)
+
+
+def _load(source: Source, state: dict[str, Any]) -> None:
+    """Move a source to a saved place; what one rank refuses is raised on all."""
+    if isinstance(source, WindowedSource):
+        source.load_state_dict(state)
+    else:
+        agreement.together(lambda: source.load_state_dict(state))
+
+
+def _without_fingerprints(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved place without the fingerprints of its data, of its windows and of the open one."""
+    inner = {key: _without_fingerprints(state[key]) for key in ("windows", "window") if state.get(key) is not None}
+    return {key: value for key, value in state.items() if key != "fingerprint"} | inner

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ignite_engine import devices
+from ignite_engine.errors import PeerFailed, one_line
 
 T = TypeVar("T")
 
@@ -211,13 +212,16 @@ def agreed(work: Callable[[], T]) -> list[T]:
 
     Raises:
         Exception: this rank's own, or else that of the first rank that failed.
+        PeerFailed: in the place of one that pickle cannot carry.
     """
     result, error = None, None
     try:
         result = work()
+        if world_size() > 1:
+            pickle.dumps(result)  # what cannot be sent is raised on all ranks, too
     except Exception as raised:
-        error = raised
-    outcomes = gather_objects((result, error))
+        result, error = None, raised
+    outcomes = gather_objects((result, None if error is None else _portable(error)))
     if error is not None:
         raise error
     for peer, (_, failed) in enumerate(outcomes):
@@ -225,6 +229,15 @@ def agreed(work: Callable[[], T]) -> list[T]:
             failed.add_note(f"Raised on rank {peer}.")
             raise failed
     return [answer for answer, _ in outcomes]  # type: ignore[misc]  # without an error there is a result
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or its text where pickle cannot carry it to the other ranks."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return PeerFailed(f"Rank {rank()} failed: {one_line(error)}")
+    return error
 
 
 def together(work: Callable[[], T]) -> T:

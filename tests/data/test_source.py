@@ -20,6 +20,7 @@ from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.data.own_state import generators_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.workers import end_workers
+from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.builders import Numbers, on_two_ranks, trainer_of, weights
 
@@ -562,6 +563,7 @@ def test_ranks_that_would_share_out_other_orders_are_refused(tmp_path: Path) -> 
             "seed": loader(Numbers(8), 2, shuffle=True, seed=rank),
             "sampler": loader(Numbers(8), 2, sampler=Shifted(by=rank)),
             "alike": loader(Numbers(8), 2, sampler=Shifted(by=1)),
+            "length": loader(Numbers(8 - rank), 2, shuffle=True),
             "in order": loader(Numbers(8), 2, seed=rank),
         }.items():
             for options in ({}, {"global_micro_batches": 2}):
@@ -577,7 +579,22 @@ def test_ranks_that_would_share_out_other_orders_are_refused(tmp_path: Path) -> 
         assert first == second
         assert (
             first.startswith("The order of the data on rank 1 is not that of rank 0, and")
-            if name.startswith(("seed", "sampler"))
+            if name.startswith(("seed", "sampler", "length"))
             else first.isdigit()
         ), name
-    assert len(said) == 8
+    assert len(said) == 10
+
+
+def test_what_one_rank_refuses_of_a_saved_place_is_raised_on_all(tmp_path: Path) -> None:
+    def refused(rank: int) -> dict[str, Any]:
+        first, second = Trainer(lambda engine, batch: None), Trainer(lambda engine, batch: None)
+        first.run(loader(Numbers(8), 2), max_iters=1)
+        shared, local = first.registry.capture()
+        second.registry.load({**shared, **local}, source="memory")
+        with pytest.raises(StateMismatch) as raised:
+            second.run(loader(Numbers(8), 2 + rank), max_iters=2)
+        return {"said": str(raised.value)}
+
+    first, second = on_two_ranks(refused, tmp_path / "meet")["said"]
+    assert first == second
+    assert first.startswith("The checkpoint was made with batch_size 2 in its data, now it is 3")

@@ -760,6 +760,55 @@ def test_resume_where_a_window_of_that_name_has_other_bytes_is_one_line(tmp_path
     assert run(stop=False).state.windows == 2
 
 
+def test_a_run_that_goes_on_in_its_process_does_not_ask_whether_the_bytes_are_the_same(tmp_path: Path) -> None:
+    trainer, windows = trainer_of(), Windows(Files(write_windows(tmp_path, 5, 7), "hour_*"), lambda _: open_numbers(5))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: trainer.request_stop("here"))
+    trainer.run(windows, max_epochs=1)
+    (tmp_path / "hour_000.txt").write_text("6")
+    assert trainer.run(windows, max_epochs=1).windows == 2
+
+
+def test_a_resume_over_other_data_stays_in_the_report_when_its_window_has_ended(tmp_path: Path) -> None:
+    def run(value: float, stop_at: int) -> Trainer:
+        trainer, checkpoint = Trainer(lambda engine, batch: None), Checkpoint(tmp_path)
+        trainer.register("model", linear())
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), lambda: trainer.request_stop("here"))
+        trainer.run(Windows([1, 2, 3], lambda _: loader(torch.full((3,), value))), max_epochs=1)
+        return trainer
+
+    assert run(0.0, stop_at=1).reproducibility() == []
+    resumed = run(1.0, stop_at=7)
+    assert resumed.state.windows == 3
+    told = "The data is not that of the checkpoint: the run continues at its place in other data"
+    assert resumed.reproducibility() == [told]
+
+
+class Noisy(Numbers):
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.generator = torch.Generator()
+
+
+def test_what_a_checkpoint_was_saved_without_is_named_where_its_window_is_the_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(kind: type[Numbers], stop: bool) -> None:
+        trainer, checkpoint = trainer_of(linear()), Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        if stop:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: trainer.request_stop("here"))
+        trainer.run(Windows([5], lambda count: loader(kind(count), 2)), max_epochs=1)
+
+    run(Noisy, stop=True)
+    caplog.clear()
+    run(Numbers, stop=False)
+    said = "iteration_00000001 may go on with other bits: a generator in the dataset"
+    assert any(message.startswith(said) for message in caplog.messages)
+
+
 @pytest.mark.parametrize("how", ["repaired", "removed"])
 def test_a_torn_window_may_be_repaired_or_removed_before_the_resume(tmp_path: Path, how: str) -> None:
     """Nothing of it was trained on."""

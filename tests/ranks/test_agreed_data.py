@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,8 +194,8 @@ def shared_statistics(rank: int) -> Any:
 def repeated(rank: int) -> Any:
     """What a run sees in each iteration, and what one sees that is resumed at each of its step boundaries."""
 
-    def run(data: Any, state: Any) -> tuple[list[Any], list[Any]]:
-        trainer, seen, saved = Trainer(lambda engine, batch: None, 2), list[Any](), list[Any]()
+    def run(data: Any, state: Any, options: Any) -> tuple[list[Any], list[Any]]:
+        trainer, seen, saved = Trainer(lambda engine, batch: None, **options), list[Any](), list[Any]()
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append([*trainer.state.batch]))
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: saved.append(trainer.registry.capture()))
         if state is not None:
@@ -204,9 +205,11 @@ def repeated(rank: int) -> Any:
 
     found = list[Any]()
     listed = [torch.tensor([10 * rank + index]) for index in range(7 if rank == 0 else 3)]
-    for make in (lambda: loader(torch.arange(5), 1, shuffle=True), lambda: listed):  # type: ignore[arg-type, list-item]
-        whole, saved = run(make(), None)
-        found.append([(whole[index:], run(make(), saved[index - 1])[0]) for index in range(1, len(whole))])
+    by_rank, dealt = {"accumulation_steps": 2}, {"global_micro_batches": 4}
+    shuffled = partial(loader, torch.arange(5), 1, shuffle=True)  # type: ignore[arg-type]  # has a length and items
+    for make, options in ((shuffled, by_rank), (lambda: listed, by_rank), (shuffled, dealt)):
+        whole, saved = run(make(), None, options)
+        found.append([(whole[index:], run(make(), saved[index - 1], options)[0]) for index in range(1, len(whole))])
     return found
 
 
@@ -336,6 +339,6 @@ def test_a_rank_without_a_batch_has_the_statistics_that_ddp_gave_it(reports: lis
 
 def test_a_rank_that_is_resumed_without_a_batch_repeats_the_one_that_it_had_last(reports: list[dict[str, Any]]) -> None:
     for each in reports:
-        assert [len(pairs) for pairs in each["repeated"]] == [3, 7]
+        assert [len(pairs) for pairs in each["repeated"]] == [3, 7, 3]
         for whole, resumed in (pair for pairs in each["repeated"] for pair in pairs):
             assert whole == resumed

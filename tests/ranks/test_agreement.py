@@ -11,6 +11,7 @@ import pytest
 from ignite.engine import Events
 
 from ignite_engine import create_evaluator
+from ignite_engine.errors import PeerFailed
 from ignite_engine.handlers import Evaluation
 from ignite_engine.ranks import agreement
 from tests.builders import numbers_loader, trainer_of
@@ -84,6 +85,30 @@ def test_each_rank_keeps_its_result_and_that_of_rank_0_is_for_all(monkeypatch: p
 
     assert agreement.together(lambda: unpicklable) is unpicklable
     assert agreement.on_rank_0(lambda: "of rank 1") == "of rank 0"
+
+
+class Picky(Exception):
+    """Pickle takes it, and cannot make it again."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"no answer from {host}:{port}")
+
+
+def what_pickle_cannot_carry(rank: int, folder: str) -> None:
+    def fail() -> None:
+        if rank == 1:
+            raise Picky("store", 80)
+
+    with pytest.raises(Picky if rank == 1 else PeerFailed, match="no answer from store:80"):
+        agreement.agreed(fail)
+    with pytest.raises(Exception, match=r"Can't (pickle|get) local object"):
+        agreement.on_rank_0(lambda: lambda: None)
+    assert agreement.gather_objects(rank) == [0, 1]
+
+
+@pytest.mark.distributed
+def test_what_pickle_cannot_carry_ends_all_ranks_with_its_text(tmp_path: Path) -> None:
+    on_ranks(2, what_pickle_cannot_carry, tmp_path)
 
 
 def gather_of_all_sizes(rank: int, folder: str) -> None:

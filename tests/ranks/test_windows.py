@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer, TrainingEvents, Update, Windows, loader
 from ignite_engine.data import Files
-from ignite_engine.handlers import Checkpoint, Evaluation
+from ignite_engine.errors import Interrupted
+from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
 from ignite_engine.ranks import agreement
 from tests.builders import Numbers, linear, mse, one
 from tests.data.test_windows import open_file, write_windows
@@ -281,3 +285,77 @@ def evaluates_windows_where_one_rank_cannot_load(rank: int, folder: str) -> None
 
 def test_a_rank_that_cannot_load_a_state_ends_its_peer_which_evaluates_windows(tmp_path: Path) -> None:
     on_ranks(2, evaluates_windows_where_one_rank_cannot_load, tmp_path)
+
+
+def opened_on_one_rank(rank: int, folder: str) -> None:
+    def samples_of(shared: bool, own: Any, open_one: Any) -> tuple[list[int], Trainer]:
+        seen = list[int]()
+        trainer = Trainer(lambda engine, batch: seen.extend([] if engine.state.padding else batch.tolist()))
+        trainer.run(Windows(own, open_one, shared=shared), max_epochs=1)
+        return seen, trainer
+
+    def shuffled(samples: list[int]) -> Any:
+        generator = torch.Generator().manual_seed(rank)
+        return DataLoader(samples, shuffle=True, generator=generator) if samples else None  # type: ignore[arg-type]
+
+    own, _ = samples_of(False, OWN[rank], shuffled)
+    assert sorted(own) == sorted(sample for window in OWN[rank] for sample in window)
+    dealt, _ = samples_of(True, [list(range(9)), list(range(9, 12))], shuffled)
+    assert sorted(sample for share in agreement.gather_objects(dealt) for sample in share) == list(range(12))
+
+    def torn(samples: list[int]) -> Any:
+        if rank == 1:
+            raise OSError(5, "the disk is gone")
+        return shuffled(samples)
+
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        samples_of(True, [[1, 2, 3]], torn)
+    assert ("Raised on rank 1." in raised.value.__notes__) == (rank == 0)
+    assert agreement.gather_objects(rank) == [0, 1]
+
+
+def test_what_one_rank_alone_opens_or_cannot_open_is_agreed_on(tmp_path: Path) -> None:
+    on_ranks(2, opened_on_one_rank, tmp_path)
+
+
+def stopped_while_the_window_is_read_again(rank: int, folder: str) -> None:
+    """Stopped before the first batch of a window, or after it; then a signal comes while its batches are read again."""
+
+    def run(name: str, stop_at: Any, read: Any) -> Trainer:
+        def batches(_: Any) -> Any:
+            for index in range(3):
+                read(trainer)
+                yield torch.tensor([index])
+
+        def stop() -> None:
+            trainer.request_stop("here")
+            trainer.vote_at_next_boundary()
+
+        trainer, checkpoint = Trainer(lambda engine, batch: None), Checkpoint(f"{folder}/{name}")
+        windows = Windows([1, 2], batches)
+        evaluation = Evaluation(Engine(lambda engine, batch: None), windows.again, name="next")
+        evaluation.attach(trainer, TrainingEvents.WINDOW_STARTED)
+        GracefulStop().attach(trainer)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.add_event_handler(stop_at, stop)
+        trainer.run(windows, max_epochs=1)
+        return trainer
+
+    def wait(trainer: Trainer) -> None:
+        if rank == 1 and trainer.state.evaluating is None:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            time.sleep(60)
+
+    for event, is_fetched_again in ((TrainingEvents.EVALUATION_STARTED, True), (Events.ITERATION_COMPLETED, False)):
+        trainer = run(event.name, event(once=1), lambda _: time.sleep(0.3))
+        assert trainer.state.status == "interrupted"
+        assert ("opened_with" in trainer.progress.position.data["windows"]) == is_fetched_again
+        began = time.monotonic()
+        with pytest.raises(Interrupted) as raised:
+            run(event.name, Events.EPOCH_COMPLETED, wait)
+        assert raised.value.code == 143 and time.monotonic() - began < 30, (event.name, time.monotonic() - began)
+
+
+def test_a_stop_is_heard_while_a_window_is_read_again(tmp_path: Path) -> None:
+    on_ranks(2, stopped_while_the_window_is_read_again, tmp_path)
