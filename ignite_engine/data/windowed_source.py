@@ -69,7 +69,7 @@ class WindowedSource:
 
     @property
     def was_open_when_saved(self) -> bool:
-        """A window was open when the place was saved."""
+        """A window was open when the place was saved: where a pass begins in this process, none is open yet."""
         return self.window is not None or self.first_group_pending
 
     @property
@@ -146,6 +146,7 @@ class WindowedSource:
         yield from chain(first, iterator)
 
     def _open(self) -> DataSource:
+        """Open the window that the reader has taken. A collective."""
         name = self.reader.name
         self.data.present, self.data.is_open = name, True
         self.window = self._source_of(self.data.loader_of(name))
@@ -200,7 +201,10 @@ class WindowedSource:
     # -- in checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream, and that in the open window; of one that was not trained on how it was opened."""
+        """The place in the stream, and that in the open window; of one that was not trained on how it was opened.
+
+        Such a window is opened again, with the random numbers of then, and has no place.
+        """
         at, window = self.at, None if self.window is None or self.first_group_pending else self.window.state_dict()
         own: dict[str, Any] = {"begun": at.announced, "of_epoch": at.of_epoch, "number": at.number}
         own |= {"updates": at.updates}

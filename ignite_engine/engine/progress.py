@@ -171,7 +171,7 @@ class Progress:
     # -- data ---------------------------------------------------------------------------------------------------------
 
     def new_source(self, data: Any, grouping: Grouping | None = None) -> Source:
-        """A source over the user's data; a collective, but for windows."""
+        """A source over the user's data. A collective; over windows it is one where a place is loaded or one opens."""
         grouping = grouping or self.grouping
         if isinstance(data, Windows):
             if grouping.global_micro_batches is not None and not data.shared and mesh.data_size() > 1:
