@@ -37,7 +37,7 @@ train: $(STAMP)  ## train CONFIG (default: the byte GPT, a few minutes on 2 core
 	$(BIN)/python -m ignite_engine train $(CONFIG) $(ARGS)
 
 test: $(STAMP)  ## run the tests but the slow ones (SLOW=1: these, too, as CI does; LONG=1: all); PYTEST_ARGS="-k schedule"
-	$(BIN)/python -m pytest -q -p no:cacheprovider -n 3 --dist worksteal -m "not cuda and not accelerator$(if $(LONG),, and not long$(if $(SLOW),, and not slow))" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -p no:cacheprovider -n $(if $(SLOW)$(LONG),3,4) --dist worksteal -m "not cuda and not accelerator$(if $(LONG),, and not long$(if $(SLOW),, and not slow))" $(PYTEST_ARGS)
 
 device: $(STAMP)  ## run the tests that need a device, on this machine's or on fake ones; docs/devices.md
 	$(BIN)/python -m tests.device $(PYTEST_ARGS)
