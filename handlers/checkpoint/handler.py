@@ -434,10 +434,8 @@ class Checkpoint:
         reasons = list(dict.fromkeys(reason for rank in agreement.gather_objects(mine) for reason in rank))
         self._name(reasons)
         windows = trainer.progress.windows
-        is_known = (
-            windows is None or windows.window is not None
-        )  # of what makes the samples of a window, in an open one
-        if self._found is not None and is_known:
+        # what makes the samples of a window is known in an open one
+        if self._found is not None and (windows is None or windows.window is not None):
             loading.name_unknown(trainer.registry, self._found, reasons)
             self._named.update(trainer.registry.resumed_otherwise)
             self._found = None
