@@ -344,7 +344,9 @@ class Waits:
 
     def __enter__(self) -> Waits:
         if self.on_gpu:
-            self._caught = self._stack.enter_context(warnings.catch_warnings(record=True)) or []
+            caught = self._stack.enter_context(warnings.catch_warnings(record=True))
+            assert caught is not None  # empty so far
+            self._caught = caught
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             self._stack.callback(torch.cuda.set_sync_debug_mode, "default")

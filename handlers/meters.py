@@ -173,8 +173,11 @@ class Stopwatch(Meter):
 
 
 def packed(values: Sequence[Any]) -> Any:
-    """Scalar tensors of one kind as one tensor, else a list: in a checkpoint each tensor is a record of its own."""
-    return torch.stack(list(values)) if values and _are_alike(values) else list(values)
+    """Scalar tensors of one kind as one tensor, else a list: in a checkpoint each tensor is a record of its own.
+
+    Those that a checkpoint had are on the CPU, and the later ones may be on a device.
+    """
+    return _stack(values) if values and _are_alike(values) else list(values)
 
 
 def unpacked(values: Any) -> list[Any]:
@@ -184,18 +187,19 @@ def unpacked(values: Any) -> list[Any]:
 
 def _are_alike(values: Sequence[Any]) -> bool:
     first = values[0]
-    return all(
-        isinstance(v, torch.Tensor) and v.shape == () and v.dtype is first.dtype and v.device == first.device
-        for v in values
-    )
+    return all(isinstance(value, torch.Tensor) and value.shape == () and value.dtype is first.dtype for value in values)
+
+
+def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([value.to(values[-1].device) for value in values])
 
 
 def _stacked(values: Sequence[Any]) -> torch.Tensor:
-    """Scalars as one tensor on the device of the first, of the widest type that it has."""
-    first = values[0]
-    if isinstance(first, torch.Tensor):
-        wide = widest_float(first.device)
-        if _are_alike(values):
-            return torch.stack(list(values)).to(wide)
-        return torch.stack([torch.as_tensor(value).reshape(()).to(wide).to(first.device) for value in values])
-    return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    """Scalars as one tensor on the device of the last tensor, of the widest type that it has."""
+    device = next((value.device for value in reversed(values) if isinstance(value, torch.Tensor)), None)
+    if device is None:
+        return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    wide = widest_float(device)
+    if _are_alike(values):
+        return _stack(values).to(wide)
+    return torch.stack([torch.as_tensor(value).reshape(()).to(wide).to(device) for value in values])

@@ -302,6 +302,11 @@ def may_use_tf32(*, convolutions: bool) -> bool:
     return convolutions and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 
+def sums_may_change(kind: str) -> bool:
+    """Whether kernels of this kind of device may add in another order each time."""
+    return is_accelerator(kind) and not torch.are_deterministic_algorithms_enabled()
+
+
 # -- memory -------------------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ class Ranks:
         return outcomes
 
     def _distributed(self) -> bool:
-        if not (dist.is_available() and dist.is_initialized()):
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
             return False
         if self._group is None and "gloo" not in (backend := dist.get_backend()):
             raise ValueError(

@@ -29,7 +29,7 @@ from ignite_engine.replay.eject_code import Code, code_of, code_of_task
 from ignite_engine.replay.eject_plain import LOG_EVERY, Optimizing, Plain, Rate, literal
 from ignite_engine.replay.eject_rates import rate_names, rate_of, whole
 from ignite_engine.replay.eject_text import IMPORTS, OWN_NAMES, definitions_of, text_of
-from ignite_engine.replay.rebuild import Build
+from ignite_engine.replay.rebuild import Build, where_it_was
 from ignite_engine.replay.stored import loadable
 from ignite_engine.run_directory import RunDirectory, weights_sha256
 from ignite_engine.runs import recipe
@@ -83,6 +83,8 @@ def eject(path: str | Path, overrides: Sequence[str] = (), build: Build | None =
 def _stored_config(directory: Path, overrides: Sequence[str]) -> Config:
     source = read_config_source(directory / "config.yaml", overrides)
     source.values = loadable(source.values)
+    if isinstance(task := source.values.get("task"), str):
+        source.values["task"] = where_it_was(task, directory)
     return validated(source)
 
 

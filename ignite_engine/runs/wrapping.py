@@ -126,13 +126,9 @@ def _in_ddp(config: Config, model: nn.Module) -> nn.Module:
     if section.sync_bn and device.type not in devices.SYNC_BATCH_NORM:
         kinds = " and ".join(devices.SYNC_BATCH_NORM.values())
         raise config.error("distributed.sync_bn", f"got true on {device.type}; torch has it on {kinds} only.")
-    options = {"gradient_as_bucket_view": True} | section.ddp_options
-    if device == idist.device():
-        wrapped: nn.Module = idist.auto_model(model, sync_bn=section.sync_bn, **options)
-        return wrapped
-    # a kind of device that Ignite does not know
     model = _placed(nn.SyncBatchNorm.convert_sync_batchnorm(model) if section.sync_bn else model)
-    return DistributedDataParallel(model, **options)
+    # not Ignite's auto_model, for which a rank's device is that of its number: ranks of gloo may share one
+    return DistributedDataParallel(model, **{"gradient_as_bucket_view": True} | section.ddp_options)
 
 
 def _shard(model: nn.Module, over: DeviceMesh, dtype: str) -> None:

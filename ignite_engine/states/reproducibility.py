@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from ignite_engine import devices
 from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import shortened
 from ignite_engine.held import held, parts_of
@@ -87,7 +88,18 @@ def reasons_of(
         reasons.append(rescaled)
     reasons += [reason for model in models if (reason := unsettled_buckets(model)) is not None]
     reasons += _unsaved_of_hooks(models, registry)
+    reasons += _of_kernels(models)
     return reasons + [reason for left_out in filters for reason in left_out.reasons(registry.capture, registry.kinds)]
+
+
+def _of_kernels(models: Collection[Any]) -> list[str]:
+    kinds = {first.device.type for model in models if (first := next(model.parameters(), None)) is not None}
+    return [
+        f"kernels of {kind} may add in an order that changes from run to run (run.deterministic, or "
+        "torch.use_deterministic_algorithms, has those that do not)"
+        for kind in sorted(kinds)
+        if devices.sums_may_change(kind)
+    ]
 
 
 def _of_states(registry: Registry) -> list[str]:

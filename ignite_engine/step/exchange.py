@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,17 @@ from ignite_engine.step.gradient_buffers import Bucket, GradientBuffers, Sum
 from ignite_engine.step.tree_sum import Node, TreeSum
 
 
+def exchanged_on(device: torch.device) -> torch.device:
+    """Where ranks exchange what is on ``device``: gloo sends from the host's memory only."""
+    backend = dict(part.split(":") for part in dist.get_backend_config().split(",")).get(device.type)
+    return torch.device("cpu") if backend in (None, "gloo") else device
+
+
 def gradient_group(device: torch.device) -> dist.ProcessGroup | None:
-    """The group that exchanges what is on ``device``; on the CPU one of its own, so that no user's message mixes in."""
+    """The group that exchanges what is on ``device``, which :func:`exchanged_on` gave.
+
+    On the CPU one of its own, so that no user's message mixes in.
+    """
     return agreement.cpu_group("gradients") if device.type == "cpu" else dist.group.WORLD
 
 
@@ -43,15 +53,17 @@ class Exchange:
         for bucket in self._buckets:
             bucket.finish_chunk(nodes)
         for bucket in self._buckets:
-            bucket.wait()
+            bucket.finish()
         return self._result.views
 
 
 class _BucketExchange:
     def __init__(self, bucket: Bucket, result: Tensor) -> None:
-        self._bucket, self._result = bucket, result
+        device = exchanged_on(bucket.device)
+        self._bucket, self._on_device = replace(bucket, device=device), result
+        self._result = result if device == bucket.device else self._bucket.flat(agreement.world_size())
         self._rank, self._ranks = agreement.rank(), agreement.world_size()
-        self._group = gradient_group(bucket.device)
+        self._group = gradient_group(device)
         self._own: Sequence[Tensor] = ()
         self._received: list[list[Tensor]] = [[] for _ in range(self._ranks)]
         """This rank's chunk of the others' subtrees, by rank."""
@@ -65,11 +77,11 @@ class _BucketExchange:
 
     def send(self, own: Sequence[Tensor], nodes: Sequence[Sequence[Node]]) -> None:
         """Give every other rank its chunk of this rank's subtrees."""
-        self._own, operations = own, []
+        self._own, operations = [flat.to(self._bucket.device) for flat in own], []
         for peer in self._peers():
             received = self._received[peer]
             received += [self._bucket.flat(1) for _ in range(len(nodes[peer]) - len(received))]
-            operations += [dist.P2POp(dist.isend, self._chunk(flat, peer), peer, self._group) for flat in own]
+            operations += [dist.P2POp(dist.isend, self._chunk(flat, peer), peer, self._group) for flat in self._own]
             operations += [dist.P2POp(dist.irecv, flat, peer, self._group) for flat in received[: len(nodes[peer])]]
         self._pending = dist.batch_isend_irecv(operations) if operations else []
 
@@ -88,6 +100,12 @@ class _BucketExchange:
             operations.append(dist.P2POp(dist.isend, finished, peer, self._group))
             operations.append(dist.P2POp(dist.irecv, self._chunk(self._result, peer), peer, self._group))
         self._pending = dist.batch_isend_irecv(operations)
+
+    def finish(self) -> None:
+        """Every chunk is where the parameters are."""
+        self.wait()
+        if self._result is not self._on_device:
+            self._on_device.copy_(self._result)
 
     def wait(self) -> None:
         """Until what was sent last has gone, and what was to come is here."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ignite_engine import rng
 from ignite_engine.devices import widest_float
 from ignite_engine.ranks import agreement
-from ignite_engine.step.exchange import Exchange, gradient_group
+from ignite_engine.step.exchange import Exchange, exchanged_on, gradient_group
 from ignite_engine.step.gradient_buffers import GradientBuffers
 from ignite_engine.step.gradient_tree import GradientTree
 from ignite_engine.step.losses import names_of
@@ -229,13 +229,14 @@ class RankInvariance:
         for subtree in own:
             present |= torch.frombuffer(subtree.present, dtype=torch.uint8)
         everyones_present = [torch.empty_like(present) for _ in range(ranks)]
+        products = products.to(exchanged_on(self._device))
         padded = products.new_zeros(len(products), max(map(len, self._leaves)))
         padded[:, : products.shape[1]] = products
         everyones_products = [torch.empty_like(padded) for _ in range(ranks)]
         # on the host: whether a parameter has a gradient must not wait for the device
         pending = [
             dist.all_gather(everyones_present, present, group=agreement.cpu_group("gradients"), async_op=True),
-            dist.all_gather(everyones_products, padded, group=gradient_group(self._device), async_op=True),
+            dist.all_gather(everyones_products, padded, group=gradient_group(products.device), async_op=True),
         ]
         summed = self._exchange.sum(own, [nodes_of(leaves.start, leaves.stop) for leaves in self._leaves])
         for work in pending:
@@ -243,7 +244,7 @@ class RankInvariance:
         anywhere = torch.stack(everyones_present).amax(dim=0).tolist()
         gradients = [gradient if has else None for gradient, has in zip(summed, anywhere, strict=True)]
         rows = [row[:, : len(leaves)] for row, leaves in zip(everyones_products, self._leaves, strict=True)]
-        return gradients, torch.cat(rows, dim=1)
+        return gradients, torch.cat(rows, dim=1).to(self._device)
 
 
 def _finite(rows: Sequence[Sequence[float]]) -> bool:
@@ -251,7 +252,7 @@ def _finite(rows: Sequence[Sequence[float]]) -> bool:
 
 
 def _take_rank_0s(tensor: Tensor) -> None:
-    values = tensor.contiguous()
+    values = tensor.to(exchanged_on(tensor.device)).contiguous()
     dist.broadcast(values, src=0)
     if values is not tensor:
         tensor.copy_(values)

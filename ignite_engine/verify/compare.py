@@ -57,8 +57,9 @@ def compare(
     if unstable:
         return Comparison(
             f"The run is not deterministic: two runs from the same start differ at iteration {unstable[0].iteration}, "
-            f"first in {_full_name(unstable[0])}, before anything was killed: call seed_everything() "
-            "before the data and the model are made; run.deterministic=true may help, too.",
+            f"first in {_full_name(unstable[0])}, before anything was killed: set "
+            "run.deterministic=true if it trains on a device, and call seed_everything() before the data and the model "
+            "are made.",
             exact=False,
             differences=unstable,
         )

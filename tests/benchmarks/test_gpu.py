@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,15 @@ def test_an_untrained_gpt_guesses_and_sees_no_future() -> None:
     changed[:, 3] += 1
     with torch.no_grad():
         assert torch.equal(model.blocks[0](positions)[:, :3], model.blocks[0](changed)[:, :3])
+
+
+def test_waits_that_torch_warns_of_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    here = gpu.Here(cpu=True, rounds=None)
+    here.device = torch.device("cuda")
+    with gpu.Waits(here) as waits:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("another one", stacklevel=1)
+
+    assert waits.count == 3

@@ -167,3 +167,12 @@ def test_the_manifest_joins_what_the_ranks_say(two_ranks: tuple[Path, Answers]) 
     with pytest.raises(CheckpointError, match=r"rank_1\.pt cannot be read: No such file"):
         (directory / "iteration_00000500" / "rank_1.pt").unlink()
         store.load(directory / "iteration_00000500", rank=1)
+
+
+def test_one_rank_of_any_backend_needs_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        assert save(CheckpointStore(tmp_path / "checkpoints"), 1, 0) == "iteration_00000001"
+    finally:
+        dist.destroy_process_group()

@@ -21,6 +21,8 @@ COUNTS = (
     *("item", "to_host", "to_host_later", "to_device", "to_device_later"),
     *("wait_stream", "wait_event", "wait_device", "kernels", "races"),
 )
+ONLY = "of the fake device"
+"""How the reason begins for which a test is skipped on a real device."""
 VARIABLE = "TEST_DEVICE"
 """Names the kind for a session of tests, and for the processes that they start."""
 

@@ -50,7 +50,8 @@ print(weights_sha256(model), torch.rand(3, device=DEVICE).tolist())
 
 
 def run(folder: Path, event: str, code: int = 0) -> str:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests' / 'device' / 'startup'}{os.pathsep}{ROOT}"}
+    paths = [str(ROOT / "tests" / "device" / "startup"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-c", PROGRAM, str(folder), event]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr[-2000:]

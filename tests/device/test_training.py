@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ignite_engine import Trainer, Update, create_evaluator, devices, rng
 from ignite_engine.checkpointing import CheckpointStore, Snapshot
 from ignite_engine.handlers import Checkpoint, Evaluation, MemoryLogger, MetricLogger, Profiler, StepTimes
-from ignite_engine.handlers.meters import CHUNK
+from ignite_engine.handlers.meters import CHUNK, Meter
 from ignite_engine.step.device import to_device
 from tests.builders import mse
 from tests.device import fake
@@ -27,6 +28,16 @@ pytestmark = [
 ]
 CPU = torch.device("cpu")
 is_fake = hasattr(torch.ops.fake_device, "counts")
+
+
+def forbid_waits(forbidden: bool) -> None:
+    """Of the host for the device."""
+    if is_fake:
+        fake.set_options(no_waits=int(forbidden))
+    elif DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error" if forbidden else "default")
+    else:
+        pytest.skip(f"{fake.ONLY} and of CUDA: they say who waits")
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"log_grad_norm": True}], ids=str)
@@ -43,11 +54,9 @@ def test_weights_are_those_of_the_cpu(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"log_grad_norm": True}], ids=str)
 def test_host_waits_for_nothing_between_log_points(precision: str, options: dict[str, Any]) -> None:
-    if not is_fake:
-        pytest.skip("the fake device says who waits")
     trainer = trainer_of(net(DEVICE, dropout=0.1), precision=precision, **options)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: fake.set_options(no_waits=1))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=9), lambda: fake.set_options(no_waits=0))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: forbid_waits(True))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=9), lambda: forbid_waits(False))
     reached: list[int] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: reached.append(trainer.state.iteration))
     trainer.run(data(), max_epochs=2)
@@ -55,30 +64,26 @@ def test_host_waits_for_nothing_between_log_points(precision: str, options: dict
 
 
 def test_host_waits_for_nothing_where_a_long_interval_is_added_up(tmp_path: Path) -> None:
-    if not is_fake:
-        pytest.skip("the fake device says who waits")
     iterations = 2 * CHUNK + 2  # values are added up twice before they are logged
     trainer = trainer_of(net(DEVICE), steps=None, log_grad_norm=True)
     MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=iterations))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: fake.set_options(no_waits=1))
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=iterations), lambda: fake.set_options(no_waits=0))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: forbid_waits(True))
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=iterations), lambda: forbid_waits(False))
     trainer.run(data(), max_iters=iterations)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_read_in_the_update_would_be_seen() -> None:
-    if not is_fake:
-        pytest.skip("the fake device says who waits")
-
     def reads(model: nn.Module, batch: Any) -> Tensor:
         loss = mse(model, batch)
         loss.item()
         return loss
 
     trainer = trainer_of(net(DEVICE), loss_fn=reads)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: fake.set_options(no_waits=1))
-    with pytest.raises(RuntimeError, match="the host waits"):
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: forbid_waits(True))
+    with pytest.raises(RuntimeError, match=r"the host waits|synchronizing CUDA operation"):
         trainer.run(data(), max_epochs=1)
+    forbid_waits(False)
 
 
 def test_batches_are_copied_while_the_one_before_is_computed() -> None:
@@ -142,6 +147,7 @@ def test_background_saves_hold_the_state_of_their_iteration(where: str, tmp_path
 
 
 def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
     if isinstance(one, Tensor):
         assert torch.equal(one, other)
     elif isinstance(one, dict):
@@ -222,7 +228,7 @@ def test_a_micro_batch_that_does_not_fit_is_split_and_draws_as_if_it_had_been_sm
         return loss + 0 * wide.sum()
 
     if not is_fake:
-        pytest.skip("the fake device has a limit")
+        pytest.skip(f"{fake.ONLY}: it has a limit of so few bytes")
     weights, state = trained(8, 1, 300 * 1024)
     small, _ = trained(4, 2, 0)
     assert state.micro_batch_limit == 4
@@ -343,3 +349,52 @@ def test_generator_that_is_seeded_is_that_of_the_device_given() -> None:
         rng.seed_device(5, SECOND)
         drawn.append(torch.rand(3, device=SECOND).cpu())
     assert torch.equal(*drawn)
+
+
+def _note(found: list[Any], logger: MetricLogger) -> None:
+    found.append(logger.state_dict())
+
+
+def test_log_that_goes_on_is_saved_as_that_of_the_whole_run(tmp_path: Path) -> None:
+    """What a checkpoint had of the interval is on the CPU, and the rest on the device."""
+
+    def saved(*stops: int) -> Any:
+        found: list[Any] = []
+        for stop in stops:
+            trainer, logger = trainer_of(net(DEVICE)), MetricLogger(console=False)
+            logger.attach(trainer, Events.ITERATION_COMPLETED(every=100))
+            checkpoint = Checkpoint(tmp_path / str(len(stops)))
+            checkpoint.attach(trainer)
+            checkpoint.resume()
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), partial(_note, found, logger))
+            trainer.run(data(), max_iters=stop)
+        return found
+
+    assert_same(saved(2, 6), saved(6))
+
+
+def test_meter_that_goes_on_reads_nothing_from_the_device() -> None:
+    before, since = Meter("sum"), Meter("sum")
+    for number in range(3):
+        before.update(torch.tensor(float(number), device=DEVICE))
+        since.update(torch.tensor(float(number), device=DEVICE))
+    state = before.state_dict()
+    since.continue_from(state | {"values": state["values"].cpu()})
+    if is_fake:
+        fake.counts()
+    since._fold()
+    assert since._running._total is not None and since._running._total.device.type == DEVICE.type
+    assert not is_fake or not {"item", "to_host"} & fake.counts().keys()
+    assert since.reduced() == (6.0, 6.0)
+
+
+def test_kernels_whose_sums_may_change_are_in_the_report() -> None:
+    trainer = trainer_of(net(DEVICE))
+    (reason,) = trainer.reproducibility()
+    assert reason.startswith(f"kernels of {DEVICE.type} may add in an order that changes")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert trainer.reproducibility() == []
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert trainer_of(net(CPU)).reproducibility() == []

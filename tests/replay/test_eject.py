@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,6 +65,19 @@ def loop_of(text: str) -> list[str]:
     """All lines but those of the task."""
     above, _, below = text.partition("# The task: ")
     return [*above.splitlines(), *below.partition("# The run.")[2].splitlines()]
+
+
+def test_run_elsewhere_than_its_config_finds_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project" / "tasks").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    config = tmp_path / "project" / "config.yaml"
+    shutil.copy(ROOT / "tests/replay/features.py", tmp_path / "project" / "tasks" / "features_elsewhere.py")
+    config.write_text("task: tasks/features_elsewhere.py:build\nrun: {max_iterations: 2}\ndata: {batch_size: 4}\n")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "argv", ["ignite-engine", "train", str(config)])
+    weights_of_run(config, "run.directory=run")
+
+    assert "ITERATIONS = 2" in eject(tmp_path / "elsewhere" / "run")
 
 
 @pytest.mark.slow

@@ -1,0 +1,84 @@
+"""Ranks of gloo on devices, which it does not send from, and one rank of the backend that is made for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ignite.engine import Events
+from torch import Tensor, nn
+
+from ignite_engine import Trainer, Update, devices, loader
+from ignite_engine.ranks.launch import Parallel
+from tests.builders import Numbers, mse
+from tests.device.training import bits, net, run_saved, same
+
+pytestmark = pytest.mark.accelerator
+
+
+def _noting(operation: Any, kinds: set[str]) -> Any:
+    def made(call: Any, tensor: Tensor, *peer: Any) -> Any:
+        kinds.add(tensor.device.type)
+        return operation(call, tensor, *peer)
+
+    return made
+
+
+def trained(local_rank: int, folder: str) -> list[Tensor]:
+    """Rank-invariant, on this rank's device."""
+    torch.manual_seed(local_rank)  # it begins with rank 0's weights
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).to(devices.current())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    trainer = Trainer(Update(model, optimizer, mse, rank_invariant=True, clip_norm=1.0), global_micro_batches=4)
+    losses: list[Tensor] = []
+    sent: set[str] = set()
+    dist.P2POp = _noting(dist.P2POp, sent)  # in a process of its own, or without peers
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output["loss"].cpu()))
+    trainer.run(loader(Numbers(41), 4, shuffle=True), max_epochs=2)
+    found = [*bits(model), *losses]
+    assert sent <= {"cpu"}, "gloo sends from the host's memory"
+    torch.save(found, Path(folder) / f"{local_rank}.pt")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rank_invariant_runs_on_devices_have_the_bits_of_one_rank(ranks: int, tmp_path: Path) -> None:
+    if 1 < torch.accelerator.device_count() < ranks:
+        ranks = 2
+    alone = trained(0, str(tmp_path))
+    with Parallel("gloo", nproc_per_node=ranks) as parallel:
+        parallel.run(trained, str(tmp_path))
+    for rank in range(ranks):
+        assert same(torch.load(tmp_path / f"{rank}.pt", weights_only=True), alone)
+
+
+def _saves(local_rank: int, folder: str) -> None:
+    run_saved(net(devices.current()), Path(folder) / "checkpoints", 3)
+    run_saved(net(devices.current()), Path(folder) / "checkpoints", 5)
+
+
+def test_one_rank_of_the_backend_of_the_device_saves_and_resumes(tmp_path: Path) -> None:
+    with Parallel(devices.default_backend(), nproc_per_node=1) as parallel:
+        parallel.run(_saves, str(tmp_path))
+    assert (tmp_path / "checkpoints" / "iteration_00000005").is_dir()
+
+
+def test_config_that_trains_on_several_ranks_wraps_by_the_device_and_not_by_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks of gloo may share the only device, whose number is then not the rank's."""
+    from ignite_engine.config import config_from_dict
+    from ignite_engine.runs import wrapping
+
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(wrapping, "DistributedDataParallel", lambda model, **options: given.append(options) or model)
+    second = {"device": devices.current(), "backend": "gloo", "get_local_rank": 1, "get_world_size": 2}
+    for name, value in second.items():
+        monkeypatch.setattr(f"ignite.distributed.{name}", lambda value=value: value)
+    config = config_from_dict({"task": "unused.py:build", "run": {"max_epochs": 1}})
+    model = wrapping._in_ddp(config, nn.Linear(3, 1))
+    assert given == [{"gradient_as_bucket_view": True}]
+    assert next(model.parameters()).device == devices.current()
