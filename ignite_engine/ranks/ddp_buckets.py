@@ -26,8 +26,16 @@ def settle_buckets(model: object) -> None:
     no order, and a DDP that never rebuilds (``find_unused_parameters``) need none.
     """
     for wrapped in data_parallel(model):
+        _take_device_of_module(wrapped)
         if wrapped not in _settled and not _keeps_its_buckets(wrapped) and not wrapped.static_graph:
             _settle(wrapped)
+
+
+def _take_device_of_module(wrapped: DistributedDataParallel) -> None:
+    """Ignite's ``auto_model`` takes a rank's number for that of its device; ranks of gloo may share one."""
+    index = next(wrapped.module.parameters()).device.index
+    if wrapped.device_ids and wrapped.device_ids != [index]:
+        wrapped.device_ids, wrapped.output_device = [index], index
 
 
 def _settle(wrapped: DistributedDataParallel) -> None:

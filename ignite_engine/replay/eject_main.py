@@ -35,6 +35,8 @@ def _set_up(plain: Plain) -> list[str]:
     if plain.threads is not None:
         lines += [f"torch.set_num_threads({plain.threads})"]
     if plain.deterministic:
+        if plain.device != "cpu":
+            lines += ['os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")']
         lines += ["torch.use_deterministic_algorithms(True)"]
     seed = ["seed_generators(SEED)"]
     if plain.device != "cpu":

@@ -75,6 +75,7 @@ IMPORTS = {
     "itertools": "import itertools",
     "math": "import math",
     "np": "import numpy as np",
+    "os": "import os",
     "random": "import random",
     "torch": "import torch",
     "default_collate": "from torch.utils.data import default_collate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,3 +150,20 @@ def _with_hooks(rank: int, folder: str) -> None:
 
 def test_the_state_of_a_communication_hook_is_said_to_be_unsaved(tmp_path: Path) -> None:
     on_ranks(2, _with_hooks, tmp_path)
+
+
+def test_ddp_has_the_device_of_its_module_where_ranks_share_one(tmp_path: Path) -> None:
+    """DDP's own attributes, as Ignite's auto_model sets them on the second rank of one device; no CPU has devices."""
+    parameters = [SimpleNamespace(device=torch.device("cuda", 0))]
+    wrapped: Any = SimpleNamespace(
+        module=SimpleNamespace(parameters=lambda: iter(parameters)), device_ids=[1], output_device=1
+    )
+    ddp_buckets._take_device_of_module(wrapped)
+    assert (wrapped.device_ids, wrapped.output_device) == ([0], 0)
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        made = vars(DistributedDataParallel(nn.Linear(1, 1)))
+    finally:
+        dist.destroy_process_group()
+    assert {"device_ids", "output_device"} <= made.keys()
