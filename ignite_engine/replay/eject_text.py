@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 
@@ -50,7 +51,7 @@ def _head(plain: Plain, loop: str) -> str:
     if any(code.has_future for code in codes):
         lines += ["from __future__ import annotations", ""]
     imports = {line for copied in plain.copied for line in copied.imports}
-    imports |= {line for word, line in IMPORTS.items() if f"{word}." in loop or f"{word}(" in loop}
+    imports |= {line for word, line in IMPORTS.items() if re.search(rf"\b{word}[.(]", loop)}
     lines += _imports_of(plain.task, imports)
     return "\n".join(lines) + "\n\n"
 
