@@ -44,6 +44,7 @@ def judged(skipped: Path, folder: Path, allowed: str) -> subprocess.CompletedPro
     return subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_skip_on_the_list_passes_and_is_printed(skipped: Path, tmp_path: Path) -> None:
     allowed = "# why\ntest_sample.py::test_needs_a_printer[1] | no printer*\n*::test_is_marked | too slow\n"
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import loading
 
 
+@pytest.mark.slow
 def test_every_contender_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

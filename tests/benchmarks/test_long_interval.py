@@ -25,6 +25,7 @@ def test_saves_of_both_ends_are_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.count("goal") == 3 == len(report["goals"])
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_grows_by_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where every output was kept until the log point."""
     kept: list[float] = []

@@ -11,6 +11,7 @@ from benchmarks import memory_copies
 from benchmarks.gpt import Shape
 
 
+@pytest.mark.slow
 def test_every_contender_is_timed_in_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_copies, "SHAPE", Shape(layers=1, heads=1, width=8, context=8, vocabulary=256))
     report = tmp_path / "report.json"

@@ -88,7 +88,14 @@ def test_there_are_snippets_of_every_kind() -> None:
     assert len(RUN_HERE) >= 3 and SCRIPTS and blocks("yaml")
 
 
-@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
+SLOW = "time_travel.md"  # trains, replays and audits
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page.name == SLOW else page for page in RUN_HERE],
+    ids=lambda page: page.name,
+)
 def test_python_blocks_of_a_page_run_one_after_the_other(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

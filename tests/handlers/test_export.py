@@ -117,6 +117,7 @@ def test_a_function_writes_a_folder_and_no_bit_of_the_run_changes(tmp_path: Path
     assert same(torch.load(tmp_path / "net" / "parts" / "weights.pt", weights_only=True), kept[6])
 
 
+@pytest.mark.slow  # imports transformers
 def test_save_pretrained_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.GPT2LMHeadModel(

@@ -126,6 +126,7 @@ def loaded(*newer: tuple[int, int]) -> str:
     return str([(1, {}), *((at + 1, {0: (f"iteration_000000{iteration}", at)}) for iteration, at in newer)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ddp", [False, True])
 def test_both_ranks_load_a_newer_one_at_the_same_boundary_and_refuse_a_torn_one(
     two_ranks: tuple[Path, dict[str, list[Any]]], ddp: bool

@@ -357,5 +357,6 @@ def stopped_while_the_window_is_read_again(rank: int, folder: str) -> None:
         assert raised.value.code == 143 and time.monotonic() - began < 30, (event.name, time.monotonic() - began)
 
 
+@pytest.mark.slow
 def test_a_stop_is_heard_while_a_window_is_read_again(tmp_path: Path) -> None:
     on_ranks(2, stopped_while_the_window_is_read_again, tmp_path)
