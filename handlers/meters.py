@@ -202,4 +202,5 @@ def _stacked(values: Sequence[Any]) -> torch.Tensor:
     wide = widest_float(device)
     if _are_alike(values):
         return _stack(values).to(wide)
-    return torch.stack([torch.as_tensor(value).reshape(()).to(wide).to(device) for value in values])
+    numbers = [value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=wide) for value in values]
+    return torch.stack([number.reshape(()).to(device, wide) for number in numbers])

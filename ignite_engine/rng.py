@@ -36,17 +36,32 @@ def capture() -> dict[str, Any]:
         Plain numbers and tensors, loadable with ``weights_only=True``. Reads the generators of accelerators only if
         this process has used one; on CUDA that copy is 16 bytes a device.
     """
-    version, internal, gauss = random.getstate()
-    numpy = _numpy_state()
+    return plain(_generators(_numpy_state()))
+
+
+def snapshot() -> tuple[Any, ...]:
+    """As :func:`capture`, faster and in a form that cannot be saved; :func:`plain` makes one that can."""
+    return _generators(_resting_numpy()[1])
+
+
+def plain(generators: tuple[Any, ...]) -> dict[str, Any]:
+    """What :func:`capture` would have returned where :func:`snapshot` was called."""
+    (version, internal, gauss), numpy, cpu, of_devices = generators
     if not isinstance(numpy, dict):
         name, keys, position, has_gauss, cached = numpy
         numpy = name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)
     state: dict[str, Any] = {
         "python": (version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss),
         "numpy": plain_state(numpy),
-        "torch": torch.get_rng_state(),
+        "torch": cpu,
     }
-    return state | devices.generator_states()
+    state |= of_devices
+    return state
+
+
+def restore_snapshot(generators: tuple[Any, ...]) -> None:
+    """Restore what :func:`snapshot` returned."""
+    _restore_generators(generators)
 
 
 def restore(state: dict[str, Any]) -> None:

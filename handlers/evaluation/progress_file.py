@@ -180,7 +180,7 @@ class OngoingProgress:
         """Save the progress after ``batches`` batches; every rank calls it after the same number."""
         if self._failed or batches <= self.start:
             return
-        self._source.place = self._source.place._replace(batch=batches)
+        self._source.consumed(batches - self._source.place.batch)
         try:
             states = agreement.agreed(self._state)
             saved = {**self._what, "weights": self._digests(), "batches": batches, "states": states}

@@ -42,8 +42,6 @@ class AgreedSource(DataSource):
         super().__init__(data, accumulation_steps, read_errors=read_errors)
         self._weigh, self._waiting = weigh, waiting
         self._ahead: LookAhead | None = None
-        self._opened_at: Held | None = None
-        """What was loaded and the present pass was opened with, until its first fetch."""
 
     def agree_lengths(self) -> None:
         """Read the length of the pass that starts; the ranks exchange theirs. A collective.
@@ -95,11 +93,7 @@ class AgreedSource(DataSource):
         return batches
 
     def _before_the_next_fetch(self) -> Held:
-        if (opened_at := self._opened_at) is not None:
-            if not opened_at.exhausted:  # else the loader is not used in this pass
-                self._opened_at = None
-            return replace(opened_at, rng=rng.capture())
-        return replace(self.reader.held(), rng=rng.capture())
+        return replace(self._loader_before_the_fetch(), rng=rng.capture())
 
     def padded(self, count: int) -> tuple[int, int]:
         assert self._ahead is not None
@@ -117,7 +111,7 @@ class AgreedSource(DataSource):
 
     def next_pass(self) -> None:
         super().next_pass()
-        self._ahead = self._opened_at = None
+        self._ahead = None
 
     def close(self) -> None:
         if self._ahead is not None:

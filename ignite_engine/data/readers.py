@@ -187,12 +187,17 @@ class ByIndex(Replayed):
 
 def _from(iterator: Iterator[Any], batch: int) -> Iterator[Any]:
     """The iterator without what comes before ``batch``, which the first ``next`` reads: a stop may end that."""
-    return chain(_skipped(iterator, batch), iterator) if batch else iterator
+    return chain(_skipped(iterator, batch, rng.capture()), iterator) if batch else iterator
 
 
-def _skipped(iterator: Iterator[Any], batch: int) -> Iterator[Any]:
-    """None of the batches that are read."""
+def _skipped(iterator: Iterator[Any], batch: int, began_with: Any) -> Iterator[Any]:
+    """None of the batches that are read.
+
+    Args:
+        began_with: the random numbers with which the pass was opened here.
+    """
     with rng.isolated():  # what they draw was drawn then
+        rng.restore(began_with)
         for _ in islice(iterator, batch):
             pass
     yield from ()

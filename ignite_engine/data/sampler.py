@@ -113,6 +113,11 @@ class ResumableSampler(Sampler[Key]):
         own = whole[:, dealing.batch_size * dealing.first : dealing.batch_size * dealing.end].reshape(-1)
         return own[own >= 0]
 
+    def first(self, count: int) -> list[int]:
+        """The first ``count`` samples of the pass, over all ranks."""
+        order = self._permutation() if self.shuffle else torch.arange(self.length)
+        return order[:count].tolist()
+
     def _permutation(self) -> Tensor:
         generator = torch.Generator().manual_seed(rng.mix(self.seed, self.pass_number) >> 1)
         return torch.randperm(self.length, generator=generator)

@@ -144,10 +144,10 @@ class SharedSource(DataSource):
         return self._begin()
 
     def _first_batch(self) -> Any:
-        """A batch that weighs nothing, in a resumed run the same: the first samples of the data."""
+        """A batch that weighs nothing, in a resumed run the same: the first samples of the pass."""
         assert self.sampler is not None
-        samples = min(self._dealing.batch_size, self.sampler.length)
-        return self.data.dataset.__getitems__([(self.place.pass_number, index) for index in range(samples)])
+        first = self.sampler.first(self._dealing.batch_size)
+        return self.data.dataset.__getitems__([(self.place.pass_number, index) for index in first])
 
     def close(self) -> None:
         super().close()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ignite_engine import rng
 from ignite_engine.data.fingerprint import fingerprint
 from ignite_engine.data.own_state import WithState, keeps_state
 from ignite_engine.data.place import Held, Place
@@ -17,11 +19,12 @@ from ignite_engine.data.read_errors import ReadErrors, marked
 from ignite_engine.data.readers import ByIndex, Listed, Replayed, length_of
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.workers import begin_pass, end_workers
-from ignite_engine.errors import StateMismatch, leave_out
+from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group, GroupWeights
 
 logger = logging.getLogger(__name__)
+_END = object()
 
 __all__ = ["DataSource", "length_of", "reader_of"]
 
@@ -61,6 +64,10 @@ class DataSource:
         self.changed: str | None = None
         """What is other than where the place was saved, as a sentence."""
         self._iterator: Any = None
+        self._opened_at: Held | None = None
+        """What was loaded and the present pass was opened with, until its first fetch."""
+        self._before: Callable[[], Held] | None = None
+        """Where a loader with a state was before the group that was fetched last, until it is consumed."""
         # as it is before it is read, as in a process that resumes
         self._fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
 
@@ -124,11 +131,49 @@ class DataSource:
             self.read_errors.clear()
         if self.place.ended:
             return iter(())
-        batches = self._open()
+        held = self.place.held
+        self._opened_at = None if held.loader is None else held
+        groups = self._all_groups(self._open())
+        return self._noted(groups, held.rng) if self.reader.keeps_state else groups
+
+    def _all_groups(self, batches: Iterator[Any]) -> Iterator[Any]:
         if self.read_errors is not None:
             groups = self.read_errors.readable(batches, self.steps)
             return groups if self.grouped else (group[0] for group in groups)
         return self._groups(batches) if self.grouped else batches
+
+    def _noted(self, groups: Iterator[Any], drawn: Any) -> Iterator[Any]:
+        """The groups; the place is before each until it is consumed.
+
+        Args:
+            drawn: the random numbers before the first one, if it was fetched before the place was saved.
+        """
+        if drawn is not None:  # what the fetch drew was drawn before the generators were saved
+            self._before = partial(replace, self._loader_before_the_fetch(), rng=drawn)
+            with rng.isolated():
+                rng.restore(drawn)
+                first = list(islice(groups, 1))
+            yield from first
+        while True:
+            before, generators = self._loader_before_the_fetch(), rng.snapshot()
+            self._before = partial(_with_generators, before, generators)
+            try:
+                group = next(groups, _END)
+            except StopRequested:  # a resumed run draws again what the fetch has drawn
+                rng.restore_snapshot(generators)
+                self._before = partial(replace, before)
+                raise
+            if group is _END:
+                self._before = None
+                return
+            yield group
+
+    def _loader_before_the_fetch(self) -> Held:
+        if (opened_at := self._opened_at) is None:
+            return self.reader.held()
+        if not opened_at.exhausted:  # else the loader is not used in this pass
+            self._opened_at = None
+        return replace(opened_at, rng=None)
 
     def _groups(self, batches: Iterator[Any]) -> Iterator[Group]:
         while group := Group(islice(batches, self.steps)):
@@ -160,13 +205,14 @@ class DataSource:
 
     def consumed(self, batches: int) -> None:
         """``batches`` more batches are trained on."""
-        self.place = self.place._replace(batch=self.place.batch + batches)
+        self.place, self._before = self.place._replace(batch=self.place.batch + batches), None
         if self.read_errors is not None:
             self.read_errors.clear()
 
     def next_pass(self) -> None:
         """Move to the first batch of the next pass."""
         self.place, self.reader.exhausted = self.place.next_pass(), False
+        self._before = self._opened_at = None
 
     def abandon(self) -> None:
         """End the workers of the present pass at once: they may be busy for long with what is no longer wanted."""
@@ -185,6 +231,8 @@ class DataSource:
 
     def _held(self) -> Held:
         """What belongs to the place beside its numbers, as a checkpoint holds it."""
+        if self._before is not None:
+            return self._before()
         held = self.place.held
         if held.loader is not None or held.exhausted or held.rng is not None:  # the pass is not open
             return held
@@ -193,11 +241,11 @@ class DataSource:
     def freeze(self) -> None:
         """Keep the place as it is now, whatever becomes of the loader: it is discarded, or others iterate it."""
         if self.reader.keeps_state and self._iterator is not None:
-            self.place = self.place._replace(held=self._held())
+            self.place, self._before = self.place._replace(held=self._held()), None
 
     def _has_ended(self) -> bool:
         consumed = self.batches is not None and self.place.batch >= self.batches
-        return self.place.ended or self.reader.exhausted or consumed
+        return self.place.ended or (self.reader.exhausted and self._before is None) or consumed
 
     def state_dict(self) -> dict[str, Any]:
         """The place, and what must be the same for it to mean the same."""
@@ -286,3 +334,8 @@ class DataSource:
                     f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "
                     f"equal, or leave the position out with {leave_out('data')}."
                 )
+
+
+def _with_generators(held: Held, generators: Any) -> Held:
+    """What belongs to a place, with the random numbers of :func:`rng.snapshot`."""
+    return replace(held, rng=rng.plain(generators))

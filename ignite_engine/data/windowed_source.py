@@ -12,7 +12,7 @@ from ignite_engine.data.place import Place
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.window_reader import WindowReader
 from ignite_engine.data.windows import Windows
-from ignite_engine.errors import StateMismatch, leave_out
+from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
 
 
@@ -28,6 +28,8 @@ class WindowPlace:
     """Updates in the open window."""
     announced: bool = False
     """The open window has had its WINDOW_STARTED."""
+    completed: bool = False
+    """The open window has had its WINDOW_COMPLETED."""
     opened_with: Any = None
     """The random numbers with which it was opened, until its first group is consumed."""
 
@@ -50,6 +52,8 @@ class WindowedSource:
         self.window: DataSource | None = None
         """Over the window that is open."""
         self.at = WindowPlace()
+        self.is_evaluated_again = False
+        """An evaluation of the open window was stopped, and is repeated in it by a resumed run."""
         self._changed: str | None = None
         self._inexact: str | None = None
         windows.present, windows.is_open = None, False
@@ -81,6 +85,11 @@ class WindowedSource:
     def announced(self) -> bool:
         """The open window has had its WINDOW_STARTED."""
         return self.at.announced
+
+    @property
+    def completed(self) -> bool:
+        """The open window has had its WINDOW_COMPLETED."""
+        return self.at.completed
 
     @property
     def first_group_pending(self) -> bool:
@@ -133,9 +142,20 @@ class WindowedSource:
         return groups if limit is None else islice(groups, max(limit - self.at.updates, 0))
 
     def _next_window(self) -> Iterator[Any]:
-        if self.reader.take():
-            self.at = replace(self.at, opened_with=rng.capture())
-            yield from self._open()
+        if not self.reader.take():
+            return
+        before = rng.capture()
+        self.at = replace(self.at, opened_with=before)
+        try:
+            iterator = iter(self._open())
+            first = list(islice(iterator, 1))
+        except StopRequested:  # it is taken again, with the random numbers of before
+            self.abandon()
+            self.window, self.at = None, replace(self.at, opened_with=None)
+            self.data.present, self.data.is_open = None, False
+            rng.restore(before)
+            raise
+        yield from chain(first, iterator)
 
     def _window_again(self) -> Iterator[Any]:
         """The window whose first group was fetched, but not trained on, when the place was saved."""
@@ -149,7 +169,8 @@ class WindowedSource:
         """Open the window that the reader has taken. A collective."""
         name = self.reader.name
         self.data.present, self.data.is_open = name, True
-        self.window = self._source_of(self.data.loader_of(name))
+        loader, self.data.order_seed = self.data.loader_and_seed(name)
+        self.window = self._source_of(loader)
         self.window.place = Place(pass_number=self.at.number)
         if type(self.window.data) is not tuple or self.window.data:  # one without a batch says nothing
             self._inexact = self._inexact or self.window.inexact
@@ -159,6 +180,10 @@ class WindowedSource:
     def announce(self) -> None:
         """The open window has a batch: it counts, and WINDOW_STARTED comes."""
         self.at = replace(self.at, announced=True, of_epoch=self.at.of_epoch + 1)
+
+    def complete(self) -> None:
+        """The open window has no more batches, and WINDOW_COMPLETED comes."""
+        self.at = replace(self.at, completed=True)
 
     def consumed(self, batches: int) -> None:
         """``batches`` more batches of the open window are trained on."""
@@ -195,6 +220,7 @@ class WindowedSource:
 
     def close(self) -> None:
         """The run is over: end the workers of the open window."""
+        self.is_evaluated_again = False
         if self.window is not None:
             self.window.close()
 
@@ -207,8 +233,9 @@ class WindowedSource:
         """
         at, window = self.at, None if self.window is None or self.first_group_pending else self.window.state_dict()
         own: dict[str, Any] = {"begun": at.announced, "of_epoch": at.of_epoch, "number": at.number}
-        own |= {"updates": at.updates}
-        own |= {"opened_with": at.opened_with} if self.first_group_pending else {}
+        own |= {"updates": at.updates} | ({"completed": True} if at.completed else {})
+        if self.first_group_pending:
+            own |= {"opened_with": at.opened_with, "order_seed": self.data.order_seed}
         own |= {"fingerprint": self.reader.fingerprint} if window is not None and self.reader.fingerprint else {}
         return {"windows": self.reader.state_dict() | own, "window": window, "ranks": mesh.data_size()}
 
@@ -238,10 +265,12 @@ class WindowedSource:
             of_epoch=own["of_epoch"],
             updates=own["updates"],
             announced=own["begun"],
+            completed=own.get("completed", False),
             opened_with=opened_with,
         )
         if self.first_group_pending:
             self.data.present, self.data.is_open = self.reader.name, True
+            self.data.order_seed = own.get("order_seed")
         if state["window"] is not None:
             window = self._open()
             saved = state["window"] | ({} if self.data.shared else {"ranks": ranks})

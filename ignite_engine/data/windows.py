@@ -96,8 +96,8 @@ class Windows:
         """The name of the window that is trained on now; None between windows, and where this rank has none."""
         self.is_open = False
         """One is trained on now, if only by other ranks."""
-        self._order_seed: int | None = None
-        """Of the random order of the plain DataLoaders that were opened last; None: they have none."""
+        self.order_seed: int | None = None
+        """Of the random order of the plain DataLoaders of the window that is trained on now; None: they have none."""
 
     def begun_by(self, reader: object) -> WindowStream:
         """The stream at its beginning: a new one, if that can be; otherwise ``reader`` takes it from others."""
@@ -155,7 +155,7 @@ class Windows:
             raise RuntimeError(
                 "No window is open: use Windows.again from TrainingEvents.WINDOW_STARTED to WINDOW_COMPLETED."
             )
-        return self._made_of(self._opened(self.present))
+        return self._made_of(self._opened(self.present), self.order_seed)
 
     def whole(self) -> Iterator[Any]:
         """The batches of all windows, one after the other, at most of ``limit`` windows: ``Evaluation(evaluator,
@@ -175,8 +175,10 @@ class Windows:
         return self._batches_of(agreement.on_rank_0(names_of_all) if self.shared else agreement.together(names_of_all))
 
     def _batches_of(self, names: Iterable[Any]) -> Iterator[Any]:
-        for name in names:
-            data = self.loader_of(name)
+        for number, name in enumerate(names):
+            # without a collective: each rank comes to a window when it has evaluated the one before
+            together = self.shared and agreement.world_size() > 1
+            data = self._made_of(self._opened(name), number if together else None)
             iterator = begin_pass(data)
             try:
                 yield from iterator
@@ -184,7 +186,13 @@ class Windows:
                 end_workers(iterator, data)
 
     def loader_of(self, name: Any) -> Any:
+        """As :meth:`loader_and_seed`, without the seed."""
+        return self.loader_and_seed(name)[0]
+
+    def loader_and_seed(self, name: Any) -> tuple[Any, int | None]:
         """The loader of a window; where it has no sample, or there is no window (None), an empty tuple.
+
+        With it the seed of its order, on which the ranks have agreed; None: it has none that is random and plain.
 
         A collective: a rank may have none where its peers have a ``DataLoader`` whose order they agree on.
 
@@ -199,8 +207,8 @@ class Windows:
 
         seeds = agreement.agreed(open_here)
         shared = next((seed for seed in seeds if seed is not None), None)
-        self._order_seed = shared if self.shared else seeds[agreement.rank()]
-        return self._made_of(data[0])
+        seed = shared if self.shared else seeds[agreement.rank()]
+        return self._made_of(data[0], seed), seed
 
     def _opened(self, name: Any) -> Any:
         if name is None:
@@ -218,8 +226,7 @@ class Windows:
         check_type("the window's data", data, is_data, "an iterable of batches, or None")
         return data
 
-    def _made_of(self, data: Any) -> Any:
-        seed = self._order_seed
+    def _made_of(self, data: Any, seed: int | None) -> Any:
         data = resumable(data, seed=0, agree=lambda own: own if seed is None else seed)
         if not self.shared and isinstance(sampler := getattr(data, "sampler", None), ResumableSampler):
             sampler.rank, sampler.world_size = 0, 1  # the window is this rank's alone: none of it is for its peers

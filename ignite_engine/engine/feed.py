@@ -123,8 +123,12 @@ class Feed:
         engine, progress, begun_again = self._engine, self._progress, False
         while True:
             progress.consume_unreadable_tail()
-            if announced := windows.announced:
+            if (announced := windows.announced) and not windows.completed:
+                windows.complete()
                 self._fire(TrainingEvents.WINDOW_COMPLETED)
+                if windows.is_evaluated_again:
+                    self._boundary.at(last=True, within_epoch=True)
+                    self._boundary.check()
             progress.end_pass()
             engine._dataloader_iter = None
             if windows.epoch_is_over and not progress.epoch_iteration and not begun_again:

@@ -184,3 +184,11 @@ def test_a_run_that_starts_over_has_nothing_of_the_one_before() -> None:
     trainer.run(numbers_loader(8), max_epochs=1)
 
     assert seen[1:] == [{"given": 2.0}] * 2
+
+
+def test_numbers_among_tensors_keep_their_digits() -> None:
+    for values in ([16777217.0, torch.tensor(1.0)], [torch.tensor(1.0), 16777217.0]):
+        meter = Meter("sum")
+        for value in values:
+            meter.update(value)
+        assert meter.reduced() == (16777218.0, 2.0)

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
 
+from ignite_engine import Trainer, Update, loader
+from tests.builders import Numbers, linear, mse
 from tests.faults.fork_server import ForkServer, shared
+from tests.ranks.forkserver import on_ranks
 from tests.ranks.shares_runs import MODULES
 
 pytestmark = pytest.mark.distributed
@@ -76,3 +81,24 @@ def test_ordinary_update_learns_the_same_on_uneven_shares_and_a_short_tail(serve
         for result in found[ranks]:
             torch.testing.assert_close(result["model"], expected["model"], rtol=0, atol=1e-12)
             torch.testing.assert_close(result["losses"], expected["losses"], rtol=0, atol=1e-12)
+
+
+def _trains_on_some(rank: int, folder: str) -> None:
+    class Damaged(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index < 8:
+                raise OSError(f"sample {index} is damaged")
+            return super().__getitem__(index)
+
+    model = DistributedDataParallel(linear())
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)
+    data = loader(Damaged(40), batch_size=4, sampler=SubsetRandomSampler(range(8, 28)))
+    state = Trainer(update, global_micro_batches=4).run(data, max_epochs=1)  # five micro-batches: a rank has no fifth
+    assert state.iteration == 2
+
+    few = loader(Numbers(3), batch_size=4, sampler=WeightedRandomSampler([1.0] * 3, 20))
+    assert Trainer(update, global_micro_batches=4).run(few, max_epochs=1).iteration == 2
+
+
+def test_a_rank_without_a_micro_batch_reads_what_the_sampler_draws(tmp_path: Path) -> None:
+    on_ranks(2, _trains_on_some, tmp_path)

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
-from ignite.metrics import Average
+from ignite.metrics import Average, MeanSquaredError
 from torch.utils.data import DataLoader
 
-from ignite_engine import Trainer, TrainingEvents, Update, Windows, loader
+from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
 from ignite_engine.data import Files
 from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
@@ -360,3 +360,58 @@ def stopped_while_the_window_is_read_again(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_a_stop_is_heard_while_a_window_is_read_again(tmp_path: Path) -> None:
     on_ranks(2, stopped_while_the_window_is_read_again, tmp_path)
+
+
+def evaluates_windows_as_one_set(rank: int, folder: str) -> None:
+    torch.manual_seed(rank)
+    model = linear()
+    evaluator = create_evaluator(model, lambda model, batch: (batch, 0 * batch), {"square": MeanSquaredError()})
+
+    def open_window(samples: int) -> Any:
+        data: Any = torch.arange(float(samples))[:, None]
+        return DataLoader(data, batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(rank))
+
+    trainer = Trainer(lambda engine, batch: None)
+    Evaluation(evaluator, Windows([1, 8, 5], open_window).whole).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run([0], max_epochs=1)
+    assert trainer.state.metrics["val/square"] == pytest.approx((140 + 30) / 14)
+
+
+def test_windows_are_evaluated_as_one_set_though_a_rank_comes_first_to_the_next(tmp_path: Path) -> None:
+    on_ranks(2, evaluates_windows_as_one_set, tmp_path)
+
+
+def evaluates_a_window_before_it_is_trained_on(rank: int, folder: str) -> None:
+    def run(name: str, stops: bool) -> list[float]:
+        torch.manual_seed(rank)
+        seen: list[float] = []
+
+        def open_window(window: int) -> Any:
+            generator = torch.Generator().manual_seed(10 * window + rank)
+            data: Any = torch.arange(8.0)[:, None]
+            return DataLoader(data, batch_size=1, shuffle=True, generator=generator)
+
+        def predict(model: Any, batch: torch.Tensor) -> torch.Tensor:
+            if trainer.state.windows == 2:
+                seen.append(batch.item())
+                if stops:
+                    trainer.request_stop("test")
+            return batch.mean()
+
+        trainer, windows = Trainer(lambda engine, batch: None), Windows([1, 2], open_window)
+        evaluation = Evaluation(create_evaluator(linear(), predict, {"mean": Average()}), windows.again)
+        evaluation.attach(trainer, TrainingEvents.WINDOW_STARTED)
+        checkpoint = Checkpoint(Path(folder) / name)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(windows, max_epochs=1)
+        return seen
+
+    whole = run("whole", False)
+    run("cut", True)
+    assert run("cut", False) == whole and len(whole) == 4
+    assert sorted(each for rank_seen in agreement.gather_objects(whole) for each in rank_seen) == list(range(8))
+
+
+def test_stopped_evaluation_of_a_window_is_repeated_in_its_order(tmp_path: Path) -> None:
+    on_ranks(2, evaluates_a_window_before_it_is_trained_on, tmp_path)

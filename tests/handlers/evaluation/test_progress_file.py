@@ -125,6 +125,22 @@ def test_interrupted_evaluation_continues_to_the_same_bits(
     assert resumed.numbers.loaded == [*range(2 * goes_on_at, 20), *range(20)], "what is skipped was loaded"
 
 
+class Drawn:
+    """Ten batches in an order that is drawn in each pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = Numbers(20)
+        for places in torch.randperm(20).split(2):
+            yield numbers.inputs[places], numbers.targets[places]
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_order_that_is_drawn_goes_on_as_it_was_begun(how: str, tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", data=Drawn()).train()
+    Run(tmp_path, data=Drawn()).cut_off(8, how)
+    assert Run(tmp_path, data=Drawn()).train() == whole
+
+
 def test_it_may_be_interrupted_again_and_again(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     for at, kept in ((4, 3), (4, 6), (2, 6)):
         run = Run(tmp_path)
