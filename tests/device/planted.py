@@ -154,7 +154,7 @@ MISTAKES = (
     Mistake(
         "the device's generators are not saved",
         "ignite_engine/rng.py",
-        (("    return state | devices.generator_states()", "    return state"),),
+        (("    state |= of_devices", ""),),
     ),
     Mistake(
         "of several devices the current one's generator is saved",
@@ -164,7 +164,7 @@ MISTAKES = (
     Mistake(
         "an evaluation moves the device's generators",
         "ignite_engine/rng.py",
-        (("torch.get_rng_state(), devices.generator_states()", "torch.get_rng_state(), {}"),),
+        (("    if of_devices:", "    if False:"),),
     ),
     Mistake(
         "a step that is done again after out of memory draws other numbers on the device",
