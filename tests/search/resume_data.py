@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,14 @@ from tests.search.resume_plan import Plan
 CLASSES = 10
 
 
+def nothing() -> None:
+    """Where no stop is due while a sample is read."""
+
+
+when_read: Callable[[], None] = nothing
+"""Called within each read of a sample or batch of data of one's own, in the process that trains and in its workers."""
+
+
 class Samples(Dataset[Any]):
     """Samples that are functions of their index, but for what the augmentation draws."""
 
@@ -41,6 +49,7 @@ class Samples(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         inputs = self.inputs[index] + noise(self.augmentation, 6)
+        when_read()
         return inputs, self.words[index], self.targets[index]
 
 
@@ -119,7 +128,9 @@ class Unsized:
         left_out = self.passes % 2 if self.varying else 0
         self.passes += 1
         for inputs, words, targets in self.batches[left_out:]:
-            yield inputs + noise(self.augmentation, inputs.shape), words, targets
+            drawn = noise(self.augmentation, inputs.shape)
+            when_read()
+            yield inputs + drawn, words, targets
 
 
 class StatefulBatches:
@@ -131,6 +142,7 @@ class StatefulBatches:
     def __iter__(self) -> Iterator[Any]:
         while self.next < len(self.batches):
             self.next += 1
+            when_read()
             yield self.batches[self.next - 1]
         self.next = 0
 

@@ -189,6 +189,7 @@ EVENTS = (
     "EVALUATION_STARTED",
     "GET_BATCH_STARTED",
 )
+SAMPLE = "a sample is read"
 HAPPENED = (
     "stopped twice",
     "began again without a checkpoint",
@@ -209,7 +210,7 @@ REFUSED_ALWAYS = ("ignite: LambdaStateScheduler",)
 FEATURES = (
     *(f"{name}: {value}" for name, values in {**CHOICES, **LISTS}.items() for value in values),
     *(f"stop: {how}" for how in HOW),
-    *(f"stop at: {event}" for event in EVENTS),
+    *(f"stop at: {event}" for event in (*EVENTS, SAMPLE)),
     *(f"happened: {what}" for what in HAPPENED),
 )
 FEATURES = tuple(each for each in FEATURES if each not in REFUSED_ALWAYS)
@@ -241,6 +242,9 @@ def draw(seed: int) -> Plan:
         "patience": draws.randint(1, 3),
     }
     plan["stops"] = [_stop(draws) for _ in range(draws.choice((1, 1, 2)))]
+    for stop in plan["stops"]:
+        if stop["how"] in ("SIGTERM", "SIGKILL") and draws.random() < 0.3:
+            stop["event"] = SAMPLE
     return settled(plan)
 
 

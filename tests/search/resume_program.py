@@ -27,11 +27,12 @@ from ignite_engine.engine.loop import Loop
 from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, GracefulStop, MetricLogger
 from ignite_engine.states.generators import OwnGenerators
 from ignite_engine.step.accumulate import forward_backward
+from tests.search import resume_data
 from tests.search.common import device_kind
 from tests.search.resume_data import data_of, evaluation_data
 from tests.search.resume_handlers import attach_ignite, attach_schedule, attach_users
 from tests.search.resume_model import LossFn, Net, optimizers_of
-from tests.search.resume_plan import Plan, features_of
+from tests.search.resume_plan import SAMPLE, Plan, features_of
 
 REFUSED, RAISED, PLANNED = 3, 4, 5
 STUCK_S = 10.0
@@ -350,7 +351,12 @@ class Program:
     # -- how it is stopped ---------------------------------------------------------------------------------------
 
     def _attach_stop(self, stop: Plan) -> None:
+        resume_data.when_read = resume_data.nothing
         if not stop["event"]:
+            return
+        if stop["event"] == SAMPLE:
+            trains = os.getpid()
+            resume_data.when_read = lambda: self._stop_if_due(self.trainer, stop) if os.getpid() == trains else None
             return
         event: Any = getattr(Events, stop["event"], None) or getattr(TrainingEvents, stop["event"])
         self.trainer.add_event_handler(event, self._stop_if_due, stop)
