@@ -181,7 +181,7 @@ class RankProgram(Program):
             for name, obj, shared in update.update.stateful():
                 self.trainer.register(name, obj, shared=shared)
         super()._attach()
-        by_value = self.plan.get("wrapping") == "bypassed" or self.plan["ddp"] == "own buffers"
+        by_value = self.plan.get("wrapping", "all") != "all" or self.plan["ddp"] == "own buffers"
         if isinstance(update, OwnFunction) or by_value:  # else known at the start
             self.trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.COMPLETED, self._note_apart)
 
