@@ -106,8 +106,7 @@ class ResumableSampler(Sampler[Key]):
 
     def _dealt(self, dealing: Dealing, start: int) -> Tensor:
         """Indices of this rank's samples from sample ``start`` on, after those that are skipped."""
-        order = self._permutation() if self.shuffle else torch.arange(self.length)
-        order = order[self.skipped + start :]
+        order = self._order()[self.skipped + start :]
         cycle = dealing.batch_size * dealing.cycle
         whole = torch.nn.functional.pad(order, (0, -len(order) % cycle), value=-1).view(-1, cycle)
         own = whole[:, dealing.batch_size * dealing.first : dealing.batch_size * dealing.end].reshape(-1)
@@ -115,8 +114,10 @@ class ResumableSampler(Sampler[Key]):
 
     def first(self, count: int) -> list[int]:
         """The first ``count`` samples of the pass, over all ranks."""
-        order = self._permutation() if self.shuffle else torch.arange(self.length)
-        return order[:count].tolist()
+        return self._order()[:count].tolist()
+
+    def _order(self) -> Tensor:
+        return self._permutation() if self.shuffle else torch.arange(self.length)
 
     def _permutation(self) -> Tensor:
         generator = torch.Generator().manual_seed(rng.mix(self.seed, self.pass_number) >> 1)
