@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa, supported_vec_isa_list, valid_vec_isa_list
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.utils import fresh_cache
 
 from ignite_engine.errors import one_line
@@ -32,6 +34,7 @@ MAX_GRAPHS = 4
 """Most graphs of one update in a run: shapes of batches, sets of trained parameters and optimizer settings together."""
 LONGEST_S = 300.0
 """What ``auto`` spends on compiling in one process at most."""
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _AGAIN_S = 30.0
 """Seconds until a compilation is interrupted again, if the first interrupt came in code that drops exceptions."""
 
@@ -137,6 +140,16 @@ def cause_of(error: Exception) -> str:
 
 
 @cache
+def keep_compiled_code_in(folder: Path) -> None:
+    """Have torch keep its cache of compiled code in a folder, unless ``TORCHINDUCTOR_CACHE_DIR`` names another one.
+
+    torch sets that variable itself, to its default, when the first optimizer of a process is made.
+    """
+    default = os.path.abspath(default_cache_dir())
+    if os.environ.get(_CACHE, default) == default:
+        os.environ[_CACHE] = str(folder)
+
+
 def compiler() -> str | None:
     """The C++ compiler that torch calls, with its version and the vector instructions; None: there is none."""
     try:
@@ -166,7 +179,7 @@ def _without_broken_cache(call: Callable[[], Result]) -> Result:
         logger.warning(
             "torch's cache of compiled code %sis perhaps full, damaged or not to be written (%s): compiled without it. "
             "Delete it.",
-            *(f"in {path} " if (path := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) else "", cause_of(error)),
+            *(f"in {path} " if (path := os.environ.get(_CACHE)) else "", cause_of(error)),
         )
     with fresh_cache():
         if not _knows_instructions():

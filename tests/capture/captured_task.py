@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from ignite_engine import Task
 from tests.checkpointing.file_faults import make_read_only, mount_small_file_system
-from tests.faults import commands
+from tests.faults.commands import main
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -29,12 +29,6 @@ def build(options: Mapping[str, Any]) -> Task:
         loss_fn=loss_fn,
         train_set=TensorDataset(inputs, inputs[:, :1].sin()),
     )
-
-
-def main(arguments: list[str]) -> int:
-    """The command, with the cache in the run's folder."""
-    os.environ.pop(CACHE, None)
-    return commands.main(arguments)
 
 
 def main_with_a_full_cache(arguments: list[str]) -> int:
@@ -54,4 +48,4 @@ def _main_on(arguments: list[str], size_kib: int, *, read_only: bool = False) ->
     if read_only:
         make_read_only(cache)
     os.environ[CACHE] = str(cache)
-    return commands.main(arguments)
+    return main(arguments)

@@ -16,10 +16,11 @@ import torch
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader, seed_everything
-from ignite_engine.capture import NotCaptured, capture, trial
+from ignite_engine.capture import NotCaptured, capture, keep_compiled_code_in, trial
 from ignite_engine.errors import NotExact, StateMismatch
 from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_cosine
 from tests.builders import linear
@@ -526,3 +527,16 @@ def test_another_value_of_capture_is_refused() -> None:
     model = linear()
     with pytest.raises(ValueError, match="capture must be True, False or 'auto', got 'on'"):
         Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, capture="on")
+
+
+def test_compiled_code_is_kept_in_the_runs_folder_unless_the_user_has_named_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is put back after the test
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    cache_dir()  # as the first optimizer does: torch sets the variable to its default
+    keep_compiled_code_in(tmp_path / "graphs")
+    assert cache_dir() == str(tmp_path / "graphs")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "of the user"))
+    keep_compiled_code_in(tmp_path / "graphs")
+    assert cache_dir() == str(tmp_path / "of the user")
