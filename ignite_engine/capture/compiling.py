@@ -139,7 +139,6 @@ def cause_of(error: Exception) -> str:
     return text
 
 
-@cache
 def keep_compiled_code_in(folder: Path) -> None:
     """Have torch keep its cache of compiled code in a folder, unless ``TORCHINDUCTOR_CACHE_DIR`` names another one.
 
@@ -150,6 +149,7 @@ def keep_compiled_code_in(folder: Path) -> None:
         os.environ[_CACHE] = str(folder)
 
 
+@cache
 def compiler() -> str | None:
     """The C++ compiler that torch calls, with its version and the vector instructions; None: there is none."""
     try:

@@ -20,7 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader, seed_everything
-from ignite_engine.capture import NotCaptured, capture, keep_compiled_code_in, trial
+from ignite_engine.capture import NotCaptured, capture, compiling, keep_compiled_code_in, trial
 from ignite_engine.errors import NotExact, StateMismatch
 from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_cosine
 from tests.builders import linear
@@ -540,3 +540,16 @@ def test_compiled_code_is_kept_in_the_runs_folder_unless_the_user_has_named_anot
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "of the user"))
     keep_compiled_code_in(tmp_path / "graphs")
     assert cache_dir() == str(tmp_path / "of the user")
+
+
+def test_the_compiler_is_asked_for_its_version_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def command_of_the_compiler() -> str:
+        asked.append("version")
+        return "g++"
+
+    compiling.compiler.cache_clear()
+    monkeypatch.setattr(compiling, "get_cpp_compiler", command_of_the_compiler)
+    assert compiling.compiler() == compiling.compiler() is not None
+    assert asked == ["version"]
