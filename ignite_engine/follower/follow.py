@@ -163,10 +163,10 @@ class Follower:
             # asked first: what the run has saved before it ended is seen after that
             life = place.ask(lambda: (place.life.has_ended(), place.life.is_given_up()), None)
             has_ended, is_given_up = life or (False, agreement.on_rank_0(place.life.is_silent))
-            chosen = place.ask(self._choose, None)
-            if chosen is not None:
-                count += self._evaluate(chosen)
-            elif has_ended:
+            chosen = place.ask(lambda: [self._choose()], None)  # None: the run was not reached, and may have more
+            if chosen and chosen[0] is not None:
+                count += self._evaluate(chosen[0])
+            elif has_ended and chosen:
                 place.end()
                 logger.info("The run in %s has ended; %d of its checkpoints were evaluated.", place, count)
                 return count

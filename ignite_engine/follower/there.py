@@ -25,6 +25,7 @@ from ignite_engine.mirror.followed import (
     MEASURED,
     RUN,
     measured_lines,
+    names_in,
     read_note,
     write_note,
     writer_of,
@@ -82,7 +83,8 @@ class There:
         self._is_unreachable = True
 
     def saved(self) -> list[CheckpointInfo]:
-        return self._remote.checkpoints()[0]
+        leaving = names_in(read_note(self._remote, RUN).get("leaving"))  # read first: what has left is not listed then
+        return [checkpoint for checkpoint in self._remote.checkpoints()[0] if checkpoint.path.name not in leaving]
 
     def hold(self, checkpoint: CheckpointInfo) -> bool:
         name = checkpoint.path.name
@@ -117,7 +119,13 @@ class There:
         discard([found.path for found in fetched if there.get(found.path.name) != found.manifest.files])
 
     def measured(self, checkpoint: CheckpointInfo, values: Mapping[str, float]) -> None:
-        self.ask(self._write_log, None)
+        self._insist(self._write_log)  # the checkpoint is held until its values are there
+
+    def _insist(self, action: Callable[[], object]) -> None:
+        """Do it, again where the mirror is not reached, for ``wait_s`` at most; a collective."""
+        deadline = time.monotonic() + self.life.wait_s
+        while self.ask(lambda: [action()], None) is None and agreement.on_rank_0(lambda: time.monotonic() < deadline):
+            time.sleep(self.look_every_s)
 
     def _write_log(self) -> None:
         self._remote.write(MEASURED, self._log.text())
@@ -138,7 +146,7 @@ class There:
         """
         if holder := self.ask(self._other, None):
             raise RunDirectoryInUse(f"{self} is followed by {holder}: one is enough; stop it to start another.")
-        self.ask(self._take_over, None)
+        self._insist(self._take_over)
         if agreement.rank() == 0:
             threading.Thread(target=self._beat, name="follower", daemon=True).start()
 
@@ -156,10 +164,10 @@ class There:
         return None
 
     def _take_over(self) -> None:
-        self._sign()
         if saved := of_one_run(self.saved()):
             self._log.join(measured_lines(self._remote), saved[-1].manifest.run_id)
             self._write_log()
+        self._sign()  # last: with this note the run lets go of what a follower before this one has held
 
     def _sign(self) -> None:
         with self._writing:
@@ -175,7 +183,7 @@ class There:
 
     def end(self) -> None:
         """Add to the mirror what its run has not, which has ended; a collective."""
-        self.ask(self._add_to_manifests, None)
+        self._insist(self._add_to_manifests)
 
     def _add_to_manifests(self) -> None:
         self._write_log()

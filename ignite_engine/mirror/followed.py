@@ -1,8 +1,10 @@
 """What a run leaves in its mirror for a follower on another machine, and for another run: files beside the checkpoints.
 
-``follow/run.json`` is written by the run alone: who it is, and its status. ``follow/follower.json`` is written by the
-follower alone: the checkpoints that it holds. Both have a count that goes on while their writer lives, which a reader
-judges by its own clock. ``follow/metrics.jsonl`` is the follower's log.
+``follow/run.json`` is written by the run alone: who it is, its status, and the checkpoints that it is about to delete.
+``follow/follower.json`` is written by the follower alone: the checkpoints that it holds. Each writes its note before it
+reads the other's, so that none is evaluated that is being deleted. Both have a count that goes on while their writer
+lives, which a reader judges by its own clock. ``follow/metrics.jsonl`` is the follower's log, which is written before
+the note that lets a checkpoint go.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,8 @@ class RunNotes:
         """What was measured."""
         self.held: list[str] = []
         """Names of the checkpoints that are evaluated now."""
+        self._leaving: list[str] = []
+        """Names of those that are about to be deleted."""
         self._directory = directory
         self._me = writer_of(directory)
         self._pulse, self._pulse_of_another_run, self._count = Pulse(), Pulse(), 0
@@ -124,7 +128,8 @@ class RunNotes:
         with self._signing:
             if self._another_run() is None:
                 self._count, status = self._count + 1, self.status
-                write_note(self.remote, RUN, {**self._me, "status": status, "count": self._count})
+                note = {**self._me, "status": status, "count": self._count, "leaving": self._leaving}
+                write_note(self.remote, RUN, note)
                 self._written = status
 
     def _another_run(self) -> dict[str, Any] | None:
@@ -151,15 +156,26 @@ class RunNotes:
 
         What a store raises leaves it as it is.
         """
-        follower = read_note(self.remote, FOLLOWER)
-        is_followed = self._pulse.beats(follower)
+        self._leaving = []
+        is_followed = self._hear()
         if self.status is not None and (is_followed or self.status != self._written):
             self._sign()
-        names = follower.get("holds") if is_followed else None
-        self.held = [name for name in names if _is_name(name)] if isinstance(names, list) else []
-        self._keep(self.held)
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Say what is about to be deleted, so that no follower takes it before the next look; hear what one has."""
+        self._leaving = [*names]
+        self._sign()
+        self._hear()
+
+    def _hear(self) -> bool:
+        """Learn what a follower holds and has measured; whether one lives."""
+        follower = read_note(self.remote, FOLLOWER)
+        is_followed = self._pulse.beats(follower)
+        self.held = names_in(follower.get("holds")) if is_followed else []
         if follower == self._follower:
-            return
+            self._keep(self.held)
+            return is_followed
+        self._keep({*self._kept, *self.held})  # what it has let go stays until its values are here
         self.lines = measured_lines(self.remote)
         try:
             take(self.lines, self._directory)
@@ -167,8 +183,10 @@ class RunNotes:
             if not self._has_failed:
                 logger.warning("What was measured of %s could not be written here: %s.", self._directory, error)
             self._has_failed = True
-            return
+            return is_followed
         self._follower, self._has_failed = follower, False
+        self._keep(self.held)
+        return is_followed
 
     def close(self) -> None:
         """Give no more signs, and let retention delete what was held."""
@@ -209,6 +227,11 @@ def take(lines: Iterable[Line], directory: Path) -> int:
             if is_there and (values := missing_values(now, lines)):
                 store.add_metrics(checkpoint.path, values)
     return len(log.lines()) - known
+
+
+def names_in(value: object) -> list[str]:
+    """The names of checkpoints in a note."""
+    return [name for name in value if _is_name(name)] if isinstance(value, list) else []
 
 
 def _is_name(value: object) -> bool:

@@ -86,29 +86,37 @@ class Contents:
             if values := missing_values(CheckpointInfo(Path(name), manifest), lines):
                 self.replace_manifest(name, replace(manifest, metrics={**manifest.metrics, **values}))
 
-    def prune(self, newest: str, held: Collection[str] = ()) -> list[str]:
+    def prune(self, newest: str, notes: RunNotes | None = None) -> list[str]:
         """Delete what retention does not keep of the run, and what is no checkpoint; returns their names.
 
         Args:
             newest: a checkpoint of the run. Those of other runs stay.
-            held: these stay, too.
+            notes: what a follower holds, or has found to be one of the best, stays, too.
         """
         if self._retention is None:
             return []
-        run = self.complete[newest].run_id
-        mine = [
-            CheckpointInfo(Path(name), manifest) for name, manifest in self.complete.items() if manifest.run_id == run
-        ]
-        kept = self._retention.kept(sorted(mine, key=order))
-        kept += [checkpoint for checkpoint in mine if checkpoint.path.name in held]
-        staying = {name for checkpoint in kept for name in (checkpoint.path.name, *checkpoint.manifest.needed)}
-        others = {name for name, manifest in self.complete.items() if manifest.run_id != run}
-        leaving = sorted(self._names - staying - others - {newest}, reverse=True)
+        leaving = self._leaving(self._retention, newest, () if notes is None else notes.held)
+        if notes is not None and leaving:
+            notes.leave(leaving)
+            self.add_measured(notes.lines)
+            now = self._leaving(self._retention, newest, notes.held)
+            leaving = [name for name in leaving if name in now]
         for name in leaving:  # none that another one needs goes before it
             self.complete.pop(name, None)
             self.remote.delete(name)
             self._names.discard(name)
         return leaving
+
+    def _leaving(self, retention: Retention, newest: str, held: Collection[str]) -> list[str]:
+        run = self.complete[newest].run_id
+        mine = [
+            CheckpointInfo(Path(name), manifest) for name, manifest in self.complete.items() if manifest.run_id == run
+        ]
+        kept = retention.kept(sorted(mine, key=order))
+        kept += [checkpoint for checkpoint in mine if checkpoint.path.name in held]
+        staying = {name for checkpoint in kept for name in (checkpoint.path.name, *checkpoint.manifest.needed)}
+        others = {name for name, manifest in self.complete.items() if manifest.run_id != run}
+        return sorted(self._names - staying - others - {newest}, reverse=True)
 
 
 class Uploader:
@@ -139,6 +147,7 @@ class Uploader:
         self._why = ""
         self._has_named_others = False
         self._sending = self._was_stalled = False
+        self._ends_as: str | None = None
 
     def begin(self) -> None:
         """Say that the run trains, and look for what a follower has measured."""
@@ -204,8 +213,7 @@ class Uploader:
 
     def end(self, status: str | None = None) -> None:
         """Upload what is missing, say how the run has ended, and end; a failure is tried again a few times."""
-        if self._notes is not None and status is not None:
-            self._notes.status = status
+        self._ends_as = status
         self._ending.set()
         if self._thread is not None:
             self._start()
@@ -245,7 +253,11 @@ class Uploader:
             self._sending = True
             try:
                 if self._current is None:
+                    if self._waiting is not None:  # it was offered after the look above
+                        continue
                     self._replace_changed_manifests()
+                    if self._notes is not None and self._ends_as is not None:
+                        self._notes.status = self._ends_as  # a follower that reads it looks for no more checkpoints
                     self._look()
                     return
                 self._upload(self._current)
@@ -272,7 +284,7 @@ class Uploader:
             self._contents.upload(held, self._throttle)
             self._uploaded[held.checkpoint] = before
             self._look()
-            self._contents.prune(held.name, () if self._notes is None else self._notes.held)
+            self._contents.prune(held.name, self._notes)
         except (Torn, CheckpointError, FileNotFoundError) as error:
             if isinstance(error, FileNotFoundError) and held.file(held.name, MANIFEST_NAME).exists():
                 raise  # it is there; the store has said so

@@ -25,7 +25,7 @@ from ignite_engine.followed_log import FollowedLog, identity_of
 from ignite_engine.follower import there
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.mirror import followed
-from ignite_engine.mirror.followed import FOLLOWER, MEASURED, RUN, RunNotes, read_note, write_note
+from ignite_engine.mirror.followed import FOLLOWER, MEASURED, RUN, RunNotes, measured_lines, read_note, write_note
 from ignite_engine.mirror.remote import Remote
 from ignite_engine.mirror.upload import Contents
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse
@@ -44,6 +44,14 @@ def train(folder: Path, mirror: str) -> dict[int, float]:
     @trainer.on(Events.ITERATION_COMPLETED(every=2))
     def note() -> None:
         its_own[trainer.state.iteration] = trainer.state.metrics["val/loss"]
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def wait() -> None:
+        """Until each is uploaded: a slow machine would leave one out."""
+        deadline = time.monotonic() + 20
+        while not all((Path(mirror) / info.path.name / MANIFEST_NAME).exists() for info in test_follower.infos(folder)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     trainer.run(numbers_loader(), max_epochs=1)
     for info in test_follower.infos(folder):  # as if the run had not evaluated
@@ -117,7 +125,7 @@ def test_what_is_evaluated_elsewhere_is_kept_in_both_places_while_its_follower_l
     write_note(remote, FOLLOWER, note)
 
     notes.look()
-    assert contents.prune("iteration_00000003", notes.held) == ["iteration_00000002"]
+    assert contents.prune("iteration_00000003", notes) == ["iteration_00000002"]
     assert [path.name for path in store.apply(Retention(keep_last=1))] == ["iteration_00000002"]
     monkeypatch.setattr(followed, "_ALIVE_S", 0.3)
     time.sleep(0.2)
@@ -125,10 +133,10 @@ def test_what_is_evaluated_elsewhere_is_kept_in_both_places_while_its_follower_l
     notes.look()
     time.sleep(0.2)
     notes.look()
-    assert contents.prune("iteration_00000003", notes.held) == []
+    assert contents.prune("iteration_00000003", notes) == []
     time.sleep(0.2)
     notes.look()  # it was killed
-    assert contents.prune("iteration_00000003", notes.held) == ["iteration_00000001"]
+    assert contents.prune("iteration_00000003", notes) == ["iteration_00000001"]
     assert [path.name for path in store.apply(Retention(keep_last=1))] == ["iteration_00000001"]
 
 
@@ -165,7 +173,7 @@ def test_the_best_is_kept_in_the_mirror_whether_its_value_comes_before_or_after_
         write_note(remote, FOLLOWER, {"holds": ["iteration_00000001"] if info == second else [], "count": loss})
         notes.look()
         contents.add_measured(notes.lines)
-        return contents.prune("iteration_00000002", notes.held)
+        return contents.prune("iteration_00000002", notes)
 
     assert measure(second, 1.0) == [], "the first is evaluated"
     assert measure(first, value) == ([] if value < 1 else ["iteration_00000001"])
@@ -173,6 +181,151 @@ def test_the_best_is_kept_in_the_mirror_whether_its_value_comes_before_or_after_
     assert best.manifest.metrics["val/loss"] == min(value, 1.0)
     here = store.best("val/loss", "min")
     assert here is not None and here.path.name == best.path.name
+
+
+class Mirrored:
+    """A run with checkpoints 1 and 2, of which retention keeps the last and the best, and a follower elsewhere."""
+
+    def __init__(self, folder: Path) -> None:
+        self.remote = Remote(str(folder / "mirror"))
+        self.store = CheckpointStore(folder / "here" / "checkpoints")
+        for iteration in (1, 2):
+            path = save(self.store, iteration, run_id="a")
+            shutil.copytree(path, folder / "mirror" / path.name)
+        self.first, self.second = self.store.checkpoints()
+        self.retention = Retention(keep_last=1, best="val/loss")
+        self.contents, self.notes = Contents(self.remote, self.retention), RunNotes(self.remote, self.store.directory)
+        self.notes.status = "running"
+        self.follower = there.There(self.remote, RunDirectory(folder / "elsewhere"), wait_s=1)
+        self.log = FollowedLog(self.follower.run.followed)
+
+    def look(self) -> None:
+        """The run looks for values and adds them to the mirror."""
+        self.notes.look()
+        self.contents.add_measured(self.notes.lines)
+
+    def prune(self) -> list[str]:
+        """The run deletes in both places what is not kept; returns what it has deleted in its folder."""
+        self.contents.prune("iteration_00000002", self.notes)
+        return [path.name for path in self.store.apply(self.retention)]
+
+    def measure(self, value: float) -> None:
+        """The follower has evaluated the first one."""
+        self.log.add(self.first, {"val/loss": value})
+
+    def best(self) -> list[float]:
+        """The value of the first one, in the mirror and in the folder."""
+        places = self.remote.checkpoints()[0], self.store.checkpoints()
+        return [info.manifest.metrics["val/loss"] for place in places for info in place if info.iteration == 1]
+
+
+def test_what_a_killed_follower_has_held_stays_until_the_next_one_has_brought_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mirrored(tmp_path)
+    write_note(run.remote, FOLLOWER, {"where": "x", "holds": ["iteration_00000001"], "count": 1})
+    run.look()
+    run.measure(0.5)  # and is killed before the mirror has it
+
+    def write_and_prune(*arguments: Any) -> None:
+        write_note(*arguments)
+        run.look()
+        run.prune()
+
+    monkeypatch.setattr(there, "write_note", write_and_prune)
+    run.follower._take_over()
+    assert run.best() == [0.5, 0.5]
+
+
+def test_what_is_let_go_stays_until_its_values_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Mirrored(tmp_path)
+    assert run.follower.hold(run.first)
+    run.look()
+    run.measure(0.5)
+    run.follower.measured(run.first, {})
+    run.follower.let_go(run.first)
+    run.follower._sign()
+
+    def read_and_prune(remote: Remote) -> Any:
+        assert run.store.apply(run.retention) == []
+        return measured_lines(remote)
+
+    monkeypatch.setattr(followed, "measured_lines", read_and_prune)
+    run.look()
+    assert run.prune() == [] and run.best() == [0.5, 0.5]
+
+
+def test_a_checkpoint_that_is_being_deleted_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, held = Mirrored(tmp_path), []
+    delete = run.remote.delete
+
+    def hold_and_delete(name: str) -> None:
+        held.append(run.follower.hold(run.first))
+        delete(name)
+
+    monkeypatch.setattr(run.remote, "delete", hold_and_delete)
+    run.look()
+    run.prune()
+    assert held == [False] and [info.iteration for info in run.follower.saved()] == [2]
+
+
+def test_a_checkpoint_that_is_held_since_the_last_look_is_not_deleted(tmp_path: Path) -> None:
+    run = Mirrored(tmp_path)
+    run.look()
+    assert run.follower.hold(run.first)
+    assert run.contents.prune("iteration_00000002", run.notes) == []
+    run.look()
+    assert [info.iteration for info in run.follower.saved()] == [1, 2] and run.follower.hold(run.first)
+
+
+def test_a_checkpoint_that_was_found_to_be_the_best_since_the_last_look_is_not_deleted(tmp_path: Path) -> None:
+    run = Mirrored(tmp_path)
+    run.look()
+    assert run.follower.hold(run.first)
+    run.measure(0.5)
+    run.follower.measured(run.first, {})
+    run.follower.let_go(run.first)
+    run.follower._sign()
+    assert run.prune() == [] and run.best() == [0.5, 0.5]
+
+
+def test_a_checkpoint_is_held_until_a_mirror_that_failed_has_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, failures = Mirrored(tmp_path), [OSError("no route"), OSError("no route")]
+    assert run.follower.hold(run.first)
+    write = run.remote.write
+
+    def fail(name: str, text: bytes) -> None:
+        if name == MEASURED and failures:
+            raise failures.pop()
+        write(name, text)
+
+    monkeypatch.setattr(run.remote, "write", fail)
+    run.measure(0.5)
+    run.follower.measured(run.first, {})
+    assert not failures and [line["val/loss"] for line in measured_lines(run.remote)] == [0.5]
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_mirror_that_does_not_answer_for_a_moment_costs_no_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    mirror = str(tmp_path / "mirror")
+    its_own, calls = train(tmp_path / "here", mirror), 0
+    checkpoints = Remote.checkpoints
+
+    def fail_twice(self: Remote) -> Any:
+        nonlocal calls
+        calls += 1
+        if after < calls <= after + 2:
+            raise OSError("no route")
+        return checkpoints(self)
+
+    monkeypatch.setattr(Remote, "checkpoints", fail_twice)
+    assert [*followed_from(tmp_path / "elsewhere", mirror).values()] == [its_own[iteration] for iteration in (6, 4, 2)]
+    there = CheckpointStore(mirror).checkpoints()
+    assert {info.iteration: info.manifest.metrics["val/loss"] for info in there} == its_own
 
 
 def test_a_second_follower_is_refused_and_one_that_was_killed_is_succeeded(tmp_path: Path) -> None:
@@ -234,7 +387,7 @@ def test_of_a_run_on_another_machine_the_best_is_known_though_its_follower_is_ki
     tmp_path: Path, s3: str, proxy: Proxy
 ) -> None:
     settings = {"checkpoint": {"mirror": s3}}
-    here = write_config(tmp_path / "here", task_options={"slow_step_s": 0.1}, run={"max_epochs": 12}, **settings)
+    here = write_config(tmp_path / "here", task_options={"slow_step_s": 0.25}, run={"max_epochs": 12}, **settings)
     elsewhere = write_config(tmp_path / "elsewhere", run={"max_epochs": 12}, **settings)
     by_loss = [*test_follow.BY_LOSS[:2], "checkpoint.keep_last=2", "checkpoint.every=2", *test_follow.NOT_BY_ITSELF]
     run = start(here, *by_loss)

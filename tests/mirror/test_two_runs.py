@@ -53,6 +53,48 @@ def until(condition: Any) -> None:
         time.sleep(0.01)
 
 
+def test_a_run_has_ended_for_its_mirror_when_its_last_checkpoint_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a follower on another machine leaves before that."""
+    run, goes_on = Beside(tmp_path / "run", tmp_path / "mirror"), threading.Event()
+    there, seen = Remote(str(tmp_path / "mirror")), []
+    put, sign = Remote.put, followed.write_note
+
+    def wait_and_put(*arguments: Any) -> None:
+        goes_on.wait(20)
+        put(*arguments)
+
+    def look_and_sign(remote: Remote, name: str, note: dict[str, Any]) -> None:
+        seen.append((note["status"], there.names()))
+        sign(remote, name, note)
+
+    monkeypatch.setattr(Remote, "put", wait_and_put)
+    monkeypatch.setattr(followed, "write_note", look_and_sign)
+    run.save(1, size=1)
+    until(lambda: run.uploader.missing and run.uploader._sending)
+    run.save(2, size=1)
+    run.uploader.end("completed")
+    goes_on.set()
+    assert run.end() == []
+    assert [names for status, names in seen if status == "completed"] == [["iteration_00000001", "iteration_00000002"]]
+
+
+def test_what_is_saved_at_the_last_moment_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Beside(tmp_path / "run", tmp_path / "mirror")
+
+    def save_and_end() -> bool:
+        monkeypatch.undo()
+        run.save(1, size=1)
+        run.uploader.end("completed")
+        return True
+
+    monkeypatch.setattr(run.uploader._ending, "is_set", save_and_end)  # it has just seen that there is nothing
+    assert run.uploader.wait(20) and run.uploader.missing == []
+    assert Remote(str(tmp_path / "mirror")).names() == ["iteration_00000001"]
+    run.uploader.release()
+
+
 @pytest.mark.slow
 def test_the_second_uploads_nothing_and_says_so_until_the_first_has_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
