@@ -75,7 +75,8 @@ def main() -> int:
         campaign = Campaign(Path(folder), options.results, plan(Path(folder)), keep=options.keep)
         code = campaign.run(options.jobs, sections=options.section or SECTIONS, cases=options.case)
     if options.case is None:
-        write_report(options.report, campaign.of_this_commit(), Counter(item.section for item in campaign.items))
+        planned = Counter(item.section for item in campaign.items)
+        write_report(options.report, campaign.of_this_commit(), planned, campaign.failed_before())
     return code
 
 
@@ -112,16 +113,23 @@ class Campaign:
 
     def of_this_commit(self) -> list[dict[str, Any]]:
         """The newest result of each case."""
-        planned = {(item.section, item.key) for item in self.items}
-        found: dict[tuple[str, str], dict[str, Any]] = {}
+        return list({(row["section"], row["key"]): row for row in self._rows()}.values())
+
+    def failed_before(self) -> list[dict[str, Any]]:
+        """Failures of cases that have passed since, at this commit."""
+        passed = {(row["section"], row["key"]) for row in self.of_this_commit() if row["passed"]}
+        return [row for row in self._rows() if not row["passed"] and (row["section"], row["key"]) in passed]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        planned, rows = {(item.section, item.key) for item in self.items}, []
         for line in self.results.read_text().splitlines() if self.results.exists() else ():
             try:
                 row = json.loads(line)
             except ValueError:  # the campaign itself was killed
                 continue
             if row["commit"] == self.commit and (row["section"], row["key"]) in planned:
-                found[row["section"], row["key"]] = row
-        return list(found.values())
+                rows.append(row)
+        return rows
 
     def run(self, jobs: int, *, sections: Iterable[str] = SECTIONS, cases: Sequence[str] | None = None) -> int:
         """Run what is left, ``jobs`` cases at a time.

@@ -56,12 +56,15 @@ def commit(root: Path = ROOT) -> str:
     return git("rev-parse", "--short=12", "HEAD").decode().strip() + (f"+{changes.hexdigest()[:8]}" if changed else "")
 
 
-def write_report(path: Path, results: Sequence[Result], planned: Mapping[str, int]) -> None:
+def write_report(
+    path: Path, results: Sequence[Result], planned: Mapping[str, int], failed_before: Sequence[Result] = ()
+) -> None:
     """Write the page: what was run at this commit, and how it ended.
 
     Args:
         results: of one commit, the newest of each item.
         planned: items by section.
+        failed_before: failures of items that have passed since.
     """
     sections = Counter(each["section"] for each in results)
     passed = Counter(each["section"] for each in results if each["passed"])
@@ -101,13 +104,10 @@ def write_report(path: Path, results: Sequence[Result], planned: Mapping[str, in
         "report says.",
         "",
     ]
-    if failures:
-        lines += [
-            "## What failed",
-            "",
-            *(f"- `{each['section']}: {each['key']}`: {each['said']}" for each in failures),
-            "",
-        ]
+    for title, failed in (("What failed", failures), ("What failed, and passed when it was run again", failed_before)):
+        if failed:
+            said = (f"- `{each['section']}: {each['key']}`: {each['said']}" for each in failed)
+            lines += [f"## {title}", "", *said, ""]
     path.write_text("\n".join(lines))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.campaign import long_tests
 from tests.campaign.__main__ import Campaign
-from tests.campaign.report import commit
+from tests.campaign.report import commit, write_report
 from tests.campaign.runs import Bench, Item
 
 
@@ -74,6 +74,17 @@ def test_worker_that_ends_leaves_cases_without_a_result_which_is_a_failure(
     assert keys_in(tmp_path) == ["a"]
     printed = capsys.readouterr().out
     assert "3 cases, 0 failed, 2 without a result" in printed and "no result: matrix: b" in printed
+
+
+def test_a_failure_is_on_the_page_though_the_case_has_passed_since(tmp_path: Path) -> None:
+    assert campaign(tmp_path, items(a=passes, b=has_a_mistake)).run(1) == 1
+    run = campaign(tmp_path, items(a=passes, b=passes))
+    assert run.failed_before() == [] and run.run(1) == 0
+
+    write_report(tmp_path / "page.md", [], {}, run.failed_before())
+    title, _, line = (tmp_path / "page.md").read_text().splitlines()[-3:]
+    assert title == "## What failed, and passed when it was run again"
+    assert line == "- `matrix: b`: KeyError: 'what is not there'"
 
 
 def test_all_passed_is_code_0_and_nothing_is_run_again(tmp_path: Path) -> None:
