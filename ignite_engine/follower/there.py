@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from ignite_engine.mirror.followed import (
     FOLLOWER,
     MEASURED,
     RUN,
+    Pulse,
     measured_lines,
     names_in,
     read_note,
@@ -37,6 +39,8 @@ from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_TRIES = 10
+"""Tries to fetch a checkpoint of a mirror that answers, until it is left out."""
 
 
 class There:
@@ -60,6 +64,9 @@ class There:
         self._log = FollowedLog(run.followed)
         self._holds: list[str] = []
         self._me = writer_of(run.path)
+        self._pulse_of_run = Pulse()
+        self._has_joined = self._has_given_up = False
+        self._not_fetched: Counter[str] = Counter()
         self._count, self._writing = 0, threading.Lock()
         self._over = threading.Event()
         self._is_unreachable = False
@@ -83,18 +90,25 @@ class There:
         self._is_unreachable = True
 
     def saved(self) -> list[CheckpointInfo]:
-        leaving = names_in(read_note(self._remote, RUN).get("leaving"))  # read first: what has left is not listed then
+        note = read_note(self._remote, RUN)  # first: what has left by now is not listed
+        leaving = (
+            names_in(note.get("leaving")) if self._pulse_of_run.beats(note) else []
+        )  # it may have been killed meanwhile
         return [checkpoint for checkpoint in self._remote.checkpoints()[0] if checkpoint.path.name not in leaving]
 
     def hold(self, checkpoint: CheckpointInfo) -> bool:
         name = checkpoint.path.name
-        if name not in self._holds:
-            self._holds.append(name)
+        if name in self._holds:
+            return True
+        self._holds.append(name)
+        is_there = False
+        try:
             self._sign()
-            if identity_of(checkpoint) not in map(identity_of, self.saved()):
+            is_there = identity_of(checkpoint) in map(identity_of, self.saved())
+        finally:
+            if not is_there:
                 self._holds.remove(name)
-                return False
-        return True
+        return is_there
 
     def name_of(self, checkpoint: CheckpointInfo) -> str:
         return f"{self}/{checkpoint.path.name}"
@@ -108,8 +122,12 @@ class There:
             raise CheckpointError(f"{torn}.") from None
         except Unreachable as reason:
             self._is_gone(reason)
+            self._not_fetched[path.name] += 1
+            if self._not_fetched[path.name] == _TRIES:  # all else there was read in between
+                raise CheckpointError(f"it was not fetched in {_TRIES} tries: {str(reason).rstrip('.')}.") from None
             time.sleep(self.look_every_s)
             return None
+        del self._not_fetched[path.name]
         return path
 
     def _discard_others(self, name: str) -> None:
@@ -122,13 +140,22 @@ class There:
         self._insist(self._write_log)  # the checkpoint is held until its values are there
 
     def _insist(self, action: Callable[[], object]) -> None:
-        """Do it, again where the mirror is not reached, for ``wait_s`` at most; a collective."""
-        deadline = time.monotonic() + self.life.wait_s
-        while self.ask(lambda: [action()], None) is None and agreement.on_rank_0(lambda: time.monotonic() < deadline):
+        """Do it, again where the mirror is not reached, for a minute at most, unless it is given up; a collective."""
+        deadline = time.monotonic() + min(self.life.wait_s, ANSWERS_WITHIN_S)
+        while self.ask(lambda: [action()], None) is None:
+            if self._has_given_up or agreement.on_rank_0(lambda: time.monotonic() >= deadline):
+                self._has_given_up = True
+                return
             time.sleep(self.look_every_s)
+        self._has_given_up = False
 
     def _write_log(self) -> None:
-        self._remote.write(MEASURED, self._log.text())
+        """Leave what was measured, with what another follower has left."""
+        if not self._has_joined and (saved := of_one_run(self.saved())):
+            self._log.join(measured_lines(self._remote), saved[-1].manifest.run_id)
+            self._has_joined = True
+        if self._has_joined:
+            self._remote.write(MEASURED, self._log.text())
 
     def let_go(self, checkpoint: CheckpointInfo) -> None:
         if agreement.rank() == 0:
@@ -164,9 +191,7 @@ class There:
         return None
 
     def _take_over(self) -> None:
-        if saved := of_one_run(self.saved()):
-            self._log.join(measured_lines(self._remote), saved[-1].manifest.run_id)
-            self._write_log()
+        self._write_log()
         self._sign()  # last: with this note the run lets go of what a follower before this one has held
 
     def _sign(self) -> None:
@@ -200,6 +225,7 @@ class There:
                 patiently(lambda _: self._remove_note(), BEAT_S)
 
     def _remove_note(self) -> None:
+        self._write_log()  # it may have been stopped before that
         with self._writing:
             self._remote.delete_file(FOLLOWER)
 

@@ -157,29 +157,35 @@ class RunNotes:
         What a store raises leaves it as it is.
         """
         self._leaving = []
-        is_followed = self._hear()
+        is_followed = self._hear(whatever_was_said=self.status != self._written)
         if self.status is not None and (is_followed or self.status != self._written):
             self._sign()
 
     def leave(self, names: Sequence[str]) -> None:
         """Say what is about to be deleted, so that no follower takes it before the next look; hear what one has."""
         self._leaving = [*names]
-        self._sign()
-        self._hear()
+        if self.status is not None:
+            self._sign()
+        self._hear(whatever_was_said=True)
 
-    def _hear(self) -> bool:
-        """Learn what a follower holds and has measured; whether one lives."""
+    def _hear(self, *, whatever_was_said: bool) -> bool:
+        """Learn what a follower holds and has measured; whether one lives.
+
+        Args:
+            whatever_was_said: read its log though its note is that of the last time; a follower that has come and gone,
+                or was killed after it wrote the log, has left none.
+        """
         follower = read_note(self.remote, FOLLOWER)
         is_followed = self._pulse.beats(follower)
         self.held = names_in(follower.get("holds")) if is_followed else []
-        if follower == self._follower:
+        if follower == self._follower and not whatever_was_said and self._kept.keys() <= set(self.held):
             self._keep(self.held)
             return is_followed
         self._keep({*self._kept, *self.held})  # what it has let go stays until its values are here
         self.lines = measured_lines(self.remote)
         try:
             take(self.lines, self._directory)
-        except OSError as error:  # of the disk here; the mirror keeps the values
+        except (OSError, CheckpointError) as error:  # of the disk here; the mirror keeps the values
             if not self._has_failed:
                 logger.warning("What was measured of %s could not be written here: %s.", self._directory, error)
             self._has_failed = True
@@ -212,20 +218,29 @@ def take(lines: Iterable[Line], directory: Path) -> int:
 
     Returns:
         Of how many checkpoints there were new values.
+
+    Raises:
+        OSError, CheckpointError: they could not be written.
     """
     store, lines = CheckpointStore(directory), list(lines)
     checkpoints = of_one_run(store.checkpoints())
     if not checkpoints or not lines:
         return 0
     log = FollowedLog.beside(directory)
-    known = len(log.lines())
+    known, failed = len(log.lines()), None
     if not is_held(log.path.parent):  # a follower on this machine writes the file
         log.join(lines, checkpoints[-1].manifest.run_id)
     for checkpoint in checkpoints:
-        with in_use(checkpoint.path) as is_there, contextlib.suppress(CheckpointError):  # it is deleted
-            now = CheckpointInfo(checkpoint.path, read_manifest(checkpoint.path)) if is_there else checkpoint
-            if is_there and (values := missing_values(now, lines)):
-                store.add_metrics(checkpoint.path, values)
+        with in_use(checkpoint.path) as is_there:
+            try:
+                now = CheckpointInfo(checkpoint.path, read_manifest(checkpoint.path)) if is_there else checkpoint
+                if is_there and (values := missing_values(now, lines)):
+                    store.add_metrics(checkpoint.path, values)
+            except CheckpointError as error:
+                if checkpoint.path.exists():  # else it was deleted meanwhile
+                    failed = error
+    if failed is not None:
+        raise failed
     return len(log.lines()) - known
 
 

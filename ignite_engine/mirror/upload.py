@@ -244,21 +244,20 @@ class Uploader:
                     self._current, self._waiting = self._waiting, None
                 if self._current is None:
                     self._offered.clear()
+            self._throttle(0)  # the time without a byte begins here
+            self._sending = True
             if self._current is None and not self._ending.is_set():
                 with contextlib.suppress(Exception):  # of the store, which the next upload names
                     self._look()
+                self._sending = False
                 continue
             ending, sent = self._ending.is_set(), self._throttle.moved
-            self._throttle(0)  # the time without a byte begins here
-            self._sending = True
             try:
                 if self._current is None:
                     if self._waiting is not None:  # it was offered after the look above
                         continue
                     self._replace_changed_manifests()
-                    if self._notes is not None and self._ends_as is not None:
-                        self._notes.status = self._ends_as  # a follower that reads it looks for no more checkpoints
-                    self._look()
+                    self._look_last()
                     return
                 self._upload(self._current)
             except Exception as error:  # a store may raise anything; training goes on, and the upload is tried again
@@ -266,6 +265,9 @@ class Uploader:
                 self._sending = False
                 self._failed(error, sent)
                 if tries >= _LAST_TRIES:
+                    self._sending = True
+                    with contextlib.suppress(Exception):  # of the store, which was named
+                        self._look_last()
                     return
                 self._pause()
             finally:
@@ -317,6 +319,12 @@ class Uploader:
             self._notes.look()
             if self._contents is not None:
                 self._contents.add_measured(self._notes.lines)
+
+    def _look_last(self) -> None:
+        """Say how the run has ended; a follower that reads it looks for no more checkpoints after that."""
+        if self._notes is not None and self._ends_as is not None:
+            self._notes.status = self._ends_as
+        self._look()
 
     def _replace_changed_manifests(self) -> None:
         """Values that were measured after a save are in its manifest here by now."""

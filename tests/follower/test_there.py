@@ -17,7 +17,7 @@ import pytest
 from ignite.engine import Events
 
 from ignite_engine import Trainer, follow
-from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, Retention, read_manifest
+from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, CheckpointStore, Retention, read_manifest
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.checkpointing.retention import ranked
 from ignite_engine.cli import main
@@ -305,6 +305,133 @@ def test_a_checkpoint_is_held_until_a_mirror_that_failed_has_its_values(
     run.measure(0.5)
     run.follower.measured(run.first, {})
     assert not failures and [line["val/loss"] for line in measured_lines(run.remote)] == [0.5]
+
+
+def test_the_value_of_a_follower_that_was_killed_before_its_next_note_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mirrored(tmp_path)
+    assert run.follower.hold(run.first)
+    run.look()
+    run.measure(0.5)
+    run.follower.measured(run.first, {})
+    monkeypatch.setattr(followed, "_ALIVE_S", 0.2)
+    time.sleep(0.3)
+    run.look()
+    assert run.prune() == [] and run.best() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("between", ["looks", "runs"])
+def test_the_value_of_a_follower_that_has_come_and_gone_is_taken(tmp_path: Path, between: str) -> None:
+    run = Mirrored(tmp_path)
+    run.look()
+    if between == "runs":
+        run.notes.status = "completed"
+        run.look()
+    run.follower.begin(run.log)
+    assert run.follower.hold(run.first)
+    run.measure(0.5)
+    run.follower.measured(run.first, {})
+    run.follower.let_go(run.first)
+    run.follower.release()
+    if between == "runs":
+        run.notes.status = "running"
+        run.look()
+    assert run.prune() == [] and run.best() == [0.5, 0.5]
+
+
+def test_a_follower_that_is_stopped_before_the_mirror_has_its_value_leaves_it_there(tmp_path: Path) -> None:
+    run = Mirrored(tmp_path)
+    run.follower.begin(run.log)
+    assert run.follower.hold(run.first)
+    run.look()
+    run.measure(0.5)
+    run.follower.release()
+    run.look()
+    assert run.prune() == [] and run.best() == [0.5, 0.5]
+
+
+def test_a_checkpoint_is_not_held_by_a_note_that_was_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mirrored(tmp_path)
+    run.look()
+    with monkeypatch.context() as patch:
+        patch.setattr(there, "write_note", lambda *_: (_ for _ in ()).throw(OSError("no route")))
+        with pytest.raises(OSError, match="no route"):
+            run.follower.hold(run.first)
+    assert run.follower.hold(run.first) and read_note(run.remote, FOLLOWER)["holds"] == ["iteration_00000001"]
+
+
+def test_what_another_follower_has_measured_stays_though_the_mirror_was_gone_at_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mirrored(tmp_path)
+    run.measure(0.5)
+    run.follower._write_log()
+    second = there.There(run.remote, RunDirectory(tmp_path / "third"), wait_s=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.remote, "checkpoints", lambda: (_ for _ in ()).throw(OSError("no route")))
+        second.begin(FollowedLog(second.run.followed))
+    second.end()
+    second.release()
+    assert [line["val/loss"] for line in measured_lines(run.remote)] == [0.5]
+
+
+def test_what_a_run_that_was_killed_was_about_to_delete_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mirrored(tmp_path)
+    run.notes.leave(["iteration_00000001"])
+    assert [info.iteration for info in run.follower.saved()] == [2]
+    monkeypatch.setattr(followed, "_ALIVE_S", 0.1)
+    time.sleep(0.2)
+    assert [info.iteration for info in run.follower.saved()] == [1, 2]
+
+
+def test_a_deletion_outside_of_a_run_does_not_say_that_one_trains(tmp_path: Path) -> None:
+    run = Mirrored(tmp_path)
+    run.notes.status = "completed"
+    run.look()
+    run.notes.status = None
+    run.prune()
+    assert read_note(run.remote, RUN)["status"] == "completed"
+
+
+def test_values_that_cannot_be_written_here_keep_their_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Mirrored(tmp_path)
+    assert run.follower.hold(run.first)
+    run.look()
+    run.measure(0.5)
+    run.follower.measured(run.first, {})
+    run.follower.let_go(run.first)
+    run.follower._sign()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            CheckpointStore, "add_metrics", lambda *_: (_ for _ in ()).throw(CheckpointError("No space left on device"))
+        )
+        run.look()
+        assert run.store.apply(run.retention) == [] and "could not be written here: No space left" in caplog.text
+    run.look()
+    assert run.prune() == [] and run.best() == [0.5, 0.5]
+
+
+def test_a_checkpoint_that_cannot_be_fetched_is_left_out_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = str(tmp_path / "mirror")
+    its_own, get = train(tmp_path / "here", mirror), Remote.get
+
+    def fail(self: Remote, name: str, *arguments: Any) -> None:
+        if name.startswith("iteration_00000004"):
+            raise PermissionError("access denied")
+        get(self, name, *arguments)
+
+    monkeypatch.setattr(Remote, "get", fail)
+    assert [*followed_from(tmp_path / "elsewhere", mirror).values()] == [its_own[6], its_own[2]]
+    assert "iteration_00000004 is not evaluated: it was not fetched in 10 tries: " in caplog.text
 
 
 @pytest.mark.parametrize("after", range(6))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ignite_engine.checkpointing import CheckpointStore, Retention
-from ignite_engine.mirror import MirrorOptions, followed
+from ignite_engine.mirror import MirrorOptions, followed, upload
 from ignite_engine.mirror.followed import RUN, RunNotes, read_note, write_note
 from ignite_engine.mirror.remote import Remote
 from ignite_engine.mirror.upload import Uploader
@@ -78,6 +78,39 @@ def test_a_run_has_ended_for_its_mirror_when_its_last_checkpoint_is_there(
     goes_on.set()
     assert run.end() == []
     assert [names for status, names in seen if status == "completed"] == [["iteration_00000001", "iteration_00000002"]]
+
+
+def test_a_run_has_ended_for_its_mirror_also_where_its_last_checkpoint_could_not_be_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Beside(tmp_path / "run", tmp_path / "mirror")
+    monkeypatch.setattr(Remote, "put", lambda *_: (_ for _ in ()).throw(OSError("quota")))
+    run.save(1, size=1)
+    assert run.end() == ["iteration_00000001"]
+    assert read_note(Remote(str(tmp_path / "mirror")), RUN)["status"] == "completed"
+
+
+def test_a_store_that_is_silent_while_nothing_is_uploaded_is_seen_to_be_stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run would wait for it at its end, for ever."""
+    monkeypatch.setattr(upload, "STALLED_S", 0.2)
+    monkeypatch.setattr(upload, "BEAT_S", 0.1)
+    run = Beside(tmp_path / "run", tmp_path / "mirror")
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> dict[str, Any]:
+        asked.set()
+        goes_on.wait(20)
+        return {}
+
+    monkeypatch.setattr(followed, "read_note", wait)
+    assert asked.wait(20)
+    run.uploader.end("completed")
+    until(lambda: run.uploader.stalled)
+    goes_on.set()
+    assert run.uploader.wait(20)
+    run.uploader.release()
 
 
 def test_what_is_saved_at_the_last_moment_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
