@@ -91,9 +91,8 @@ class There:
 
     def saved(self) -> list[CheckpointInfo]:
         note = read_note(self._remote, RUN)  # first: what has left by now is not listed
-        leaving = (
-            names_in(note.get("leaving")) if self._pulse_of_run.beats(note) else []
-        )  # it may have been killed meanwhile
+        lives = self._pulse_of_run.beats(note)  # one that was killed deletes nothing
+        leaving = names_in(note.get("leaving")) if lives else []
         return [checkpoint for checkpoint in self._remote.checkpoints()[0] if checkpoint.path.name not in leaving]
 
     def hold(self, checkpoint: CheckpointInfo) -> bool:

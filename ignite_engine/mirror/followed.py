@@ -223,8 +223,7 @@ def take(lines: Iterable[Line], directory: Path) -> int:
         OSError, CheckpointError: they could not be written.
     """
     store, lines = CheckpointStore(directory), list(lines)
-    checkpoints = of_one_run(store.checkpoints())
-    if not checkpoints or not lines:
+    if not lines or not (checkpoints := of_one_run(store.checkpoints())):
         return 0
     log = FollowedLog.beside(directory)
     known, failed = len(log.lines()), None
