@@ -200,10 +200,15 @@ def _listen(received: socket.socket, sender: socket.socket, parent: int | None) 
     while parent is None or os.getppid() == parent:
         with contextlib.suppress(TimeoutError):
             if set(received.recv(64)) - {_WAKE}:
-                for delay in (0.0, 0.1, 0.4):  # it may have been about to wait: between Python's last look and the wait
-                    time.sleep(delay)
-                    signal.pthread_kill(main, _WAKE)
+                _wake(main)
     end_orphan(parent)
+
+
+def _wake(main: int) -> None:
+    """Interrupt the wait of the main thread, so that Python calls its handler there."""
+    for delay in (0.0, 0.1, 0.4):  # it may have been about to wait: between Python's last look and the wait
+        time.sleep(delay)
+        signal.pthread_kill(main, _WAKE)
 
 
 def end_orphan(parent: int) -> None:
@@ -218,5 +223,7 @@ def end_orphan(parent: int) -> None:
     assert main is not None
     logger.warning("The process that started this rank (%d) is gone: the rank stops, as on SIGTERM.", parent)
     signal.pthread_kill(main, signal.SIGTERM)
+    if signal.getsignal(_WAKE) is _ignore:
+        _wake(main)  # nothing listens for this signal any more
     time.sleep(_ORPHANS_MAY_SAVE_S)
     os._exit(128 + signal.SIGTERM)

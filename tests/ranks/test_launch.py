@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from ignite_engine import Parallel
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.errors import LaunchError
-from ignite_engine.ranks import agreement, joining, launch, rank_process
+from ignite_engine.ranks import agreement, joining, launch, rank_process, signals
 from ignite_engine.ranks.launch import free_port
 from tests.checkpointing.file_faults import start_child, wait_for
 from tests.faults import processes
@@ -431,6 +431,21 @@ def test_rank_that_is_not_started_by_its_parent_any_more_ends() -> None:
     report.close()
     assert received.recv().code == 143
     process.join()
+
+
+def test_an_orphan_that_was_about_to_wait_when_its_signal_came_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python calls a handler before a wait or when it is interrupted: a signal in between would be seen 30 s later."""
+    sent, ended = list[int](), list[int]()
+    monkeypatch.setattr(signals, "_orphaned", threading.Lock())
+    monkeypatch.setattr(signals, "_ORPHANS_MAY_SAVE_S", 0)
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: sent.append(number))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    before = signal.signal(signals._WAKE, signals._ignore)
+    try:
+        signals.end_orphan(1)
+    finally:
+        signal.signal(signals._WAKE, before)
+    assert sent == [signal.SIGTERM, *[signals._WAKE] * 3] and ended == [143]
 
 
 def wait_to_be_ended(local_rank: int) -> None:
