@@ -213,6 +213,13 @@ class Mirrored:
         """The follower has evaluated the first one."""
         self.log.add(self.first, {"val/loss": value})
 
+    def bring_and_let_go(self, value: float) -> None:
+        """The follower has evaluated the first one, and says so."""
+        self.measure(value)
+        self.follower.measured(self.first, {})
+        self.follower.let_go(self.first)
+        self.follower._sign()
+
     def best(self) -> list[float]:
         """The value of the first one, in the mirror and in the folder."""
         places = self.remote.checkpoints()[0], self.store.checkpoints()
@@ -241,10 +248,7 @@ def test_what_is_let_go_stays_until_its_values_are_there(tmp_path: Path, monkeyp
     run = Mirrored(tmp_path)
     assert run.follower.hold(run.first)
     run.look()
-    run.measure(0.5)
-    run.follower.measured(run.first, {})
-    run.follower.let_go(run.first)
-    run.follower._sign()
+    run.bring_and_let_go(0.5)
 
     def read_and_prune(remote: Remote) -> Any:
         assert run.store.apply(run.retention) == []
@@ -282,10 +286,7 @@ def test_a_checkpoint_that_was_found_to_be_the_best_since_the_last_look_is_not_d
     run = Mirrored(tmp_path)
     run.look()
     assert run.follower.hold(run.first)
-    run.measure(0.5)
-    run.follower.measured(run.first, {})
-    run.follower.let_go(run.first)
-    run.follower._sign()
+    run.bring_and_let_go(0.5)
     assert run.prune() == [] and run.best() == [0.5, 0.5]
 
 
@@ -404,10 +405,7 @@ def test_values_that_cannot_be_written_here_keep_their_checkpoint(
     run = Mirrored(tmp_path)
     assert run.follower.hold(run.first)
     run.look()
-    run.measure(0.5)
-    run.follower.measured(run.first, {})
-    run.follower.let_go(run.first)
-    run.follower._sign()
+    run.bring_and_let_go(0.5)
     with monkeypatch.context() as patch:
         patch.setattr(
             CheckpointStore, "add_metrics", lambda *_: (_ for _ in ()).throw(CheckpointError("No space left on device"))
