@@ -334,6 +334,10 @@ def _iterations(here: Here, background: bool | None) -> list[float]:
     return [after - before for before, after in itertools.pairwise(marks)][every - 1 :]
 
 
+WAITED = "called a synchronizing CUDA operation"
+"""What torch warns of at each wait; the first time it also warns that it may miss some."""
+
+
 class Waits:
     """Counts how often host waits for device in the context, by torch's own warnings; on a CPU the values it reads."""
 
@@ -356,7 +360,7 @@ class Waits:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-        self.count = sum("synchronizing" in str(each.message) for each in self._caught) + self._reads.count
+        self.count = sum(WAITED in str(each.message) for each in self._caught) + self._reads.count
 
 
 class _Reads(TorchDispatchMode):
