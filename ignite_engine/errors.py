@@ -228,6 +228,22 @@ def did_you_mean(given: str, known: Iterable[str], *, limit: int = 20) -> str:
     return f"; known: {shortened(names, limit)}." if names else "."
 
 
+def metric_meant(given: str, known: Sequence[str]) -> str:
+    """As :func:`did_you_mean` of a metric; the loss of an evaluation is not that of the training batches.
+
+    Args:
+        given: ``val/loss``, which is none of the run's.
+        known: the run's metrics, ``loss`` among them.
+    """
+    name, _, metric = given.partition("/")
+    if metric != "loss" or not (others := [each for each in known if each.startswith(f"{name}/")]):
+        return did_you_mean(given, known)
+    return (
+        ": where metrics are given, the loss of an evaluation has to be one of them, such as 'loss': Loss(function of "
+        f"predictions and targets); known: {shortened(others, 20)}."
+    )
+
+
 def shortened(names: Iterable[str], limit: int = 3) -> str:
     """The first few names, and how many more there are."""
     names = list(names)

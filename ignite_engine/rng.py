@@ -88,6 +88,19 @@ def restore(state: dict[str, Any]) -> None:
     devices.set_generator_states(state)
 
 
+def is_at(state: dict[str, Any]) -> bool:
+    """Whether no number has been drawn since :func:`capture` returned this."""
+    return _same(state, capture())
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, tuple):
+        return all(map(_same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
 @contextmanager
 def isolated() -> Iterator[None]:
     """Restore the generators after the body, which may draw from them."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ignite_engine import Phase, Trainer, rng
 from ignite_engine.data.workers import begin_pass, end_workers
-from ignite_engine.errors import did_you_mean, one_line, shapes_of
+from ignite_engine.errors import metric_meant, one_line, shapes_of
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.metric_values import number_of
 from ignite_engine.ranks import agreement
@@ -171,9 +171,8 @@ class SanityCheck:
                 )
         elif group in tried and not self.others_write:
             numbers = [key for key, value in measured.items() if number_of(value, key) is not None]
-            raise self.error(
-                setting, f"got {metric!r}, expected a metric of this run{did_you_mean(metric, ['loss', *numbers])}"
-            )
+            near = metric_meant(metric, ["loss", *numbers])
+            raise self.error(setting, f"got {metric!r}, expected a metric of this run{near}")
 
 
 def _is_read_once(data: Any) -> bool:

@@ -91,7 +91,8 @@ class StepTimes:
         self._steps_written = self._caught_up = self._completed = 0
         self._ranks: list[dict[str, float]] = []
         self._saves_in_background = self._startup_written = False
-        self._next_beat = 0.0
+        self._next_beat = self._opening_s = 0.0
+        self._opened: float | None = None
         self._growth = MemoryGrowth()
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
@@ -189,7 +190,7 @@ class StepTimes:
             state.evaluations,
             dict(state.sink_seconds),
             _stalled_s(),
-            _crowded_s(),
+            _scheduled_s(),
             self._retries(),
         )
         hosts = agreement.gather_objects(socket.gethostname()) if agreement.world_size() > 1 else [""]
@@ -275,6 +276,7 @@ class StepTimes:
     def _figures(self, trainer: Trainer) -> Figures:
         state, clock, ledger, before = trainer.state, self._clock, self.ledger, self._before
         workers = getattr(state.dataloader, "num_workers", None)
+        ran_s, crowded_s = (now - then for now, then in zip(_scheduled_s(), before.scheduled_s, strict=True))
         return Figures(
             clock.steps,
             {part: clock.seconds[part] for part in (*STEP, *BETWEEN)},
@@ -288,6 +290,8 @@ class StepTimes:
             local_ranks=self._local_ranks,
             cores=_cores(),
             workers=workers if isinstance(workers, int) else None,
+            persistent=bool(getattr(state.dataloader, "persistent_workers", False)),
+            opening_s=self._opening_s,
             in_memory=_is_in_memory(state.dataloader),
             background=self._saves_in_background,
             handlers=_handlers_of_the_user(trainer),
@@ -295,7 +299,8 @@ class StepTimes:
             longest_step_s=clock.longest.step_s,
             longest_step_at=before.iteration + clock.longest.step,
             stalled_s=_stalled_s() - before.stalled_s,
-            crowded_s=_crowded_s() - before.crowded_s,
+            crowded_s=crowded_s,
+            busy_s=ran_s + crowded_s if ran_s else math.inf,
             swapped_mib=_swapped_mib(),
             retries=self._retries() - before.retries,
             growth=self._growth.found(),
@@ -353,6 +358,7 @@ class StepTimes:
             self._mark_around_others(trainer)
         else:
             self._growth.pass_ended()
+            self._opened = perf_counter()
         self._rest, self._waiting = "handlers", True  # a pass is opened next, with its workers
 
     def _wait_starts(self) -> None:
@@ -362,6 +368,9 @@ class StepTimes:
     def _wait_ends(self) -> None:
         self._clock.mark("data_wait")
         self._waiting = False
+        if self._opened is not None:
+            self._opening_s += perf_counter() - self._opened
+            self._opened = None
 
     def _iteration_starts(self) -> None:
         self._step_is_over()
@@ -396,12 +405,14 @@ class StepTimes:
     def _compilation_starts(self) -> None:
         self._step_is_over()
         self._beat()
-        self._crowded_before_s = _crowded_s()
+        self._scheduled_before_s = _scheduled_s()
 
     def _compilation_ends(self) -> None:
         self._clock.mark("startup")
-        waited_s = _crowded_s() - self._crowded_before_s  # by a part of the time that is no step's
-        self._before = replace(self._before, crowded_s=self._before.crowded_s + waited_s)
+        ran_s, crowded_s = _scheduled_s()
+        (ran_before_s, crowded_before_s), then = self._scheduled_before_s, self._before.scheduled_s
+        without = then[0] + ran_s - ran_before_s, then[1] + crowded_s - crowded_before_s
+        self._before = replace(self._before, scheduled_s=without)  # by a part of the time that is no step's
 
     def _iteration_ends(self) -> None:
         clock = self._clock
@@ -485,7 +496,7 @@ class _Before:
     evaluations: int
     sinks: Mapping[str, float]
     stalled_s: float
-    crowded_s: float
+    scheduled_s: tuple[float, float]
     retries: int
 
 
@@ -512,11 +523,12 @@ def _is_in_memory(batches: Any) -> bool:
     return collate_fn is default_collate and isinstance(data, TensorDataset | Tensor | list | tuple)
 
 
-def _crowded_s() -> float:
-    """Seconds in which this thread was ready to run and had no core; 0 where the kernel does not tell."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-    return 0.0
+def _scheduled_s() -> tuple[float, float]:
+    """Seconds in which this thread ran, and was ready to and had no core; 0 where the kernel does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        ran, ready, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+        return int(ran) / 1e9, int(ready) / 1e9
+    return 0.0, 0.0
 
 
 def _cores() -> int:

@@ -79,7 +79,7 @@ class AgreedSource(DataSource):
         if held.rng is not None:  # what the fetch drew was drawn before the generators were saved
             with rng.isolated():
                 rng.restore(held.rng)
-                self._ahead.fetch()
+                self._ahead.fetch(drawn=True)
         return self._ahead
 
     def _last_consumed(self) -> Iterator[Any] | None:

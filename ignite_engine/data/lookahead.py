@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +10,14 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
 
+from ignite_engine import rng
 from ignite_engine.data.place import Held
 from ignite_engine.data.read_errors import ReadErrors, split
 from ignite_engine.errors import PeerFailed, StopRequested, one_line
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group, GroupWeights, WeightFn, check_weight
 
+logger = logging.getLogger(__name__)
 _CAN_REPEAT, _ERROR, _STOP = 1, 2, 4
 
 
@@ -80,7 +83,7 @@ class LookAhead:
         self._exchange: Callable[[], list[list[float]]] | None = None
         self._error: Exception | None = None
         self._last: Any = None
-        self._can_repeat = self._over = False
+        self._can_repeat = self._over = self._draws = False
         self.padding = self.total = 0
         """In the group that was taken last: zero-weight batches on this rank, and real batches over all data ranks."""
         self.weights: GroupWeights | None = None
@@ -121,22 +124,31 @@ class LookAhead:
                 self._over = True
         return group if self._grouped else group[0]
 
-    def fetch(self) -> None:
-        """Fetch the next group, and start to tell the peers."""
+    def fetch(self, *, drawn: bool = False) -> None:
+        """Fetch the next group, and start to tell the peers.
+
+        Args:
+            drawn: what it draws was drawn before the place was saved at which this pass goes on.
+        """
+        in_hand = self._group is not None
         if self._position is not None:
             self._before.append(self._position())
         self._group, self._unread, self._weights, self._places, flags = Group(), [], [], 0, 0
         try:
             for batch in self._repeated or ():
                 self._last, self._can_repeat = batch, True
-            places = self._interruptible()
+            places = self._read(interruptible=not (in_hand and self._draws))
             self._group, self._unread = split(places)
             self.fetched = places
             self._places = len(places)
             if self._weigh is not None:
                 self._weights = [check_weight(self._weigh(batch)) for batch in self._group]
+            if self._position is not None and not in_hand:
+                self._draws = not rng.is_at(self._before[-1].rng)
         except StopRequested:
             flags = _STOP
+            if self._position is not None and not drawn:
+                self._undo_draws(in_hand)
         except Exception as error:
             self._error, flags = error, _ERROR
         if self._group:
@@ -146,8 +158,21 @@ class LookAhead:
         flags |= _CAN_REPEAT * self._can_repeat
         self._exchange = agreement.start_gather([len(self._group), flags, sum(self._weights), self._places])
 
-    def _interruptible(self) -> Group:
-        if self._waiting is None:
+    def _undo_draws(self, in_hand: bool) -> None:
+        """Undo those of a fetch that a stop has ended: a resumed run makes them again."""
+        before = self._before[-1]
+        if not in_hand:
+            rng.restore(before.rng)
+            self._before[-1] = replace(before, rng=None)
+        elif not rng.is_at(before.rng):
+            logger.warning(
+                "The stop came while a batch was read that draws random numbers, as those before it did not: the "
+                "iteration that is still trained draws others than in a run that is not stopped."
+            )
+
+    def _read(self, *, interruptible: bool) -> Group:
+        """The next batches; where what they draw comes before an iteration that is still trained, a stop waits."""
+        if self._waiting is None or not interruptible:
             return Group(islice(self._batches, self._steps))
         try:
             self._waiting.waiting_for_data = True

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from types import WrapperDescriptorType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -60,10 +61,28 @@ def _end_for(trainer: Any) -> None:
     os._exit(0)
 
 
+class Begun:
+    """An iterator of the user's, which is not asked for an iterator again: ``__iter__`` may begin its data anew."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)  # it may have workers, or a state
+
+
 def begin_pass(data: Any) -> Iterator[Any]:
     """``iter(data)``, whose workers start with signals blocked until :class:`WorkerInit` handles them."""
     if not getattr(getattr(data, "worker_init_fn", None), "handles_signals", False):
-        return iter(data)
+        iterator = iter(data)
+        is_pythons = isinstance(getattr(type(iterator), "__iter__", None), WrapperDescriptorType)
+        return iterator if is_pythons or isinstance(data, DataLoader) else Begun(iterator)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         return iter(data)

@@ -22,7 +22,7 @@ from ignite_engine import devices, schedules
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.sections import OptimizerSection, ScheduleSection
 from ignite_engine.data import Windows
-from ignite_engine.errors import did_you_mean, shortened
+from ignite_engine.errors import did_you_mean, metric_meant, shortened
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.run_directory import config_differences
 from ignite_engine.runs.first_rates import doubtful_rates
@@ -184,7 +184,7 @@ def check_fit(config: Config, task: Task) -> None:
     for key, metric in followed_metrics(config).items():
         if metric is None or metric in known or task.handlers:  # a user's handler may write any key
             continue
-        near = did_you_mean(metric, known)
+        near = metric_meant(metric, known)
         # one of Ignite's metrics may give several values, each with a name of its own
         is_possible = metric.partition("/")[0] in sets and task.metrics
         if not is_possible or not near.startswith("; known"):

@@ -598,3 +598,55 @@ def test_what_one_rank_refuses_of_a_saved_place_is_raised_on_all(tmp_path: Path)
     first, second = on_two_ranks(refused, tmp_path / "meet")["said"]
     assert first == second
     assert first.startswith("The checkpoint was made with batch_size 2 in its data, now it is 3")
+
+
+class Rewound:
+    """Data of a kind that is often written: it is its own iterator, and begins anew where it is asked for one."""
+
+    at, loaded = 0, False
+
+    def __iter__(self) -> Rewound:
+        self.at = self.at if self.loaded else 0
+        self.loaded = False
+        return self
+
+    def __next__(self) -> int:
+        if self.at == 6:
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+
+class RewoundWithState(Rewound):
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.loaded = state["at"], True
+
+
+WHOLE: dict[int | None, list[Any]] = {None: [1, 2, 3, 4, 5, 6], 2: [[1, 2], [3, 4], [5, 6]]}
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_data_that_begins_anew_where_it_is_asked_for_an_iterator_is_asked_once_in_a_pass(steps: int | None) -> None:
+    trainer, batches = trainer_with_batches(steps)
+    evaluation = Evaluation(create_evaluator(nn.Identity(), lambda model, batch: batch), Rewound())
+    seen: list[int] = []
+    evaluation.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.output))
+    evaluation.attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(Rewound(), max_epochs=2)
+    assert batches == WHOLE[steps] * 2 and seen == [1, 2, 3, 4, 5, 6] * 2
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_data_that_would_begin_anew_goes_on_from_its_state(steps: int | None) -> None:
+    trainer, batches = trainer_with_batches(steps)
+    saved = save_everywhere(trainer)
+    trainer.run(RewoundWithState(), max_epochs=2)
+    assert batches == WHOLE[steps] * 2
+    for iteration, state in saved[:-1]:
+        resumed, rest = trainer_with_batches(steps)
+        resumed.registry.load(state, source="memory")
+        resumed.run(RewoundWithState(), max_epochs=2)
+        assert rest == batches[iteration:]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.errors import Interrupted
-from ignite_engine.handlers import GracefulStop
+from ignite_engine.handlers import Checkpoint, GracefulStop
 from ignite_engine.ranks import agreement
 from tests.builders import Numbers, linear, mse, one
 from tests.ranks.forkserver import on_ranks
@@ -342,3 +343,53 @@ def test_a_rank_that_is_resumed_without_a_batch_repeats_the_one_that_it_had_last
         assert [len(pairs) for pairs in each["repeated"]] == [3, 7, 3]
         for whole, resumed in (pair for pairs in each["repeated"] for pair in pairs):
             assert whole == resumed
+
+
+class Drawn:
+    """Has a state, and samples with a random number; a signal comes to rank 0 while one of them is made."""
+
+    def __init__(self, kill_at: int | None = None) -> None:
+        self.at, self.kill_at = 0, kill_at if agreement.rank() == 0 else None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.at < 8:
+            self.at += 1
+            sample = torch.tensor([[float(self.at), torch.rand(()).item()]])
+            if self.at == self.kill_at:
+                self.kill_at = None
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield sample
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def losses_of(folder: Path, data: Drawn) -> list[float]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1)))
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.01), lambda model, batch: model(batch).mean())
+    trainer, losses = Trainer(update, 2), list[float]()
+    checkpoint = Checkpoint(folder, strict=True)
+    checkpoint.attach(trainer)
+    GracefulStop(exit=False).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output["loss"].item()))
+    checkpoint.resume()
+    trainer.run(data, max_epochs=1)
+    return losses
+
+
+def _stopped_while_read(rank: int, folder: str) -> None:
+    whole = losses_of(Path(folder, "whole"), Drawn())
+    found = {
+        at: losses_of(Path(folder, str(at)), Drawn(at)) + losses_of(Path(folder, str(at)), Drawn())
+        for at in (1, 2, 5, 6)
+    }
+    assert len(whole) == 4 and found == dict.fromkeys(found, whole)
+
+
+def test_a_signal_while_samples_are_drawn_changes_no_bit_of_the_run(tmp_path: Path) -> None:
+    on_ranks(2, _stopped_while_read, tmp_path)

@@ -265,6 +265,10 @@ def test_optimizer_may_be_made_already_and_handlers_have_events(tmp_path: Path) 
             {"best": "val/entrpy", "metrics": {"entropy": Accuracy()}},
             r"^fit\(\): best: got 'val/entrpy', expected a metric of this run; did you mean 'val/entropy'\?$",
         ),
+        (
+            {"best": "val/loss", "metrics": {"entropy": Accuracy()}},
+            r"^fit\(\): best: got 'val/loss', .*: where metrics are given, .* one of them, .*; known: val/entropy\.$",
+        ),
         ({"best": "val/score"}, r"^fit\(\): mode: got nothing for best='val/score', expected 'min' or 'max'"),
         ({"checkpoint": {"keep_lst": 3}}, r"^fit\(\): checkpoint\.keep_lst: got 3 for a key .*mean 'keep_last'\?$"),
         (

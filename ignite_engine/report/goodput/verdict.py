@@ -43,6 +43,10 @@ THREADS = 1.5
 """Threads that compute for each core: at more they wait for each other within each operation."""
 CROWDED = 0.25
 """Share of the time in which the training thread was ready to run and had no core."""
+ASLEEP = 0.25
+"""Share of the time in which the training thread slept within updates, for none of what the engine waits for."""
+OPENING = 0.5
+"""Share of the waits for data that fell on the beginnings of passes, where workers start."""
 ONE_STEP = 0.2
 """Share of the time of one step, after the first two, which compile and warm up."""
 LEAK_MIB, LEAK = 48.0, 0.1
@@ -89,12 +93,15 @@ class Figures:
         local_ranks: processes that train on this machine.
         cores: that they may use.
         workers: of the loader; None: it has no such setting.
+        persistent: they are kept between passes.
+        opening_s: from where a pass, but the first, began to its first batch.
         in_memory: the loader's data set is tensors or a list.
         background: saves are written in the background.
         handlers: names of the user's own handlers; None: not known.
         longest_handlers_s: the longest time of handlers within one iteration.
         longest_step_s, longest_step_at: the longest step without its wait for data, and its iteration.
         crowded_s: in which the training thread was ready to run and had no core.
+        busy_s: the same, and in which it ran; infinite where the kernel does not tell.
         stalled_s: the kernel's pressure-stall time of memory.
         swapped_mib: of this process, now.
         retries: of the device's allocator.
@@ -116,6 +123,8 @@ class Figures:
     local_ranks: int = 1
     cores: int = 1
     workers: int | None = None
+    persistent: bool = False
+    opening_s: float = 0.0
     in_memory: bool = False
     background: bool = False
     handlers: Sequence[str] | None = None
@@ -123,6 +132,7 @@ class Figures:
     longest_step_s: float = 0.0
     longest_step_at: int = 0
     crowded_s: float = 0.0
+    busy_s: float = math.inf
     stalled_s: float = 0.0
     swapped_mib: float = 0.0
     retries: int = 0
@@ -265,6 +275,23 @@ def _crowded(figures: Figures) -> Verdict | None:
     )
 
 
+def _asleep(figures: Figures) -> Verdict | None:
+    if figures.device != "cpu" or figures.ranks or figures.crowded_s > NAMED * figures.total_s:
+        return None  # it may have waited for a device, a rank, or other threads that had no core
+    known = figures.share("data_wait", "evaluation", "checkpoint", "logging", "handlers")
+    share = 1 - known - figures.busy_s / figures.total_s
+    if share <= ASLEEP:
+        return None
+    return Verdict(
+        "waiting",
+        f"the training thread slept {_percent(share)} of the time, {1e3 * share * figures.total_s / figures.steps:.3g} "
+        "ms an iteration, within the updates",
+        "look for what loss_fn, the network or a hook waits for: a service, a file, a lock; ask for it where samples "
+        "are made, in workers of the loader, or once before training",
+        share,
+    )
+
+
 def _one_step(figures: Figures) -> Verdict | None:
     share = figures.longest_step_s / figures.total_s
     if share <= ONE_STEP:
@@ -311,7 +338,13 @@ def _data(figures: Figures) -> Verdict | None:
         return None
     evidence = f"{_percent(share)} of the time, {_ms(figures, 'data_wait')} an iteration, was spent waiting for it"
     room = max(figures.cores // figures.local_ranks, 1)
-    if figures.in_memory:  # to hand a batch over takes a worker longer than to make it
+    if figures.in_memory and figures.workers:
+        evidence += f" with num_workers={figures.workers}, and it is in memory"
+        remedy = "set data.num_workers=0: to hand a batch over takes a worker longer than to make it"
+    elif figures.workers and not figures.persistent and figures.opening_s > OPENING * figures.seconds["data_wait"]:
+        evidence += f", most of it at the beginning of epochs, where its {figures.workers} workers start anew"
+        remedy = "set data.persistent_workers=true, loader(..., persistent_workers=True)"
+    elif figures.in_memory:  # to hand a batch over takes a worker longer than to make it
         evidence += ", and it is in memory"
         remedy = (
             "give its data set a __getitems__(indices) that returns a whole batch, with collate_fn=lambda batch: "
@@ -369,6 +402,9 @@ def _handlers(figures: Figures) -> Verdict | None:
     if sink and figures.sinks[sink] > figures.total_s * share / 2:
         remedy = "set logging.every to a larger interval, or leave that sink out"
         return Verdict("logging", f"{evidence}, most of it in the sink {sink!r}", remedy, share)
+    if figures.share("logging") > max(HANDLERS, share / 2) and figures.each_ms("logging") >= LEAST_HANDLERS_MS:
+        logged = f"it took {_percent(figures.share('logging'))} of the time, {_ms(figures, 'logging')} an iteration"
+        return Verdict("logging", logged, "set logging.every to a larger interval", figures.share("logging"))
     if figures.handlers is not None and not figures.handlers:
         return None  # the engine and its handlers: a user cannot attach them to rarer events
     named = f" ({shortened(figures.handlers, 3)})" if figures.handlers else ""
@@ -419,6 +455,7 @@ _RULES: tuple[Callable[[Figures], Verdict | None], ...] = (
     _evaluating,
     _handlers,
     _wasted,
+    _asleep,
     _one_step,
     _overhead,
 )

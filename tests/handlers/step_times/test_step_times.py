@@ -391,7 +391,7 @@ def _rank(rank: int, folder: str) -> None:
     from ignite_engine.report.goodput import verdict as verdicts  # the function; its module is of the same name
 
     sys.modules[verdicts.__module__].SHORTEST_S = 0.1  # type: ignore[attr-defined]
-    sys.modules[StepTimes.__module__]._crowded_s = lambda: 0.0  # type: ignore[attr-defined]  # other tests keep the cores busy
+    sys.modules[StepTimes.__module__]._scheduled_s = lambda: (0.0, 0.0)  # type: ignore[attr-defined]  # other tests keep the cores busy
     gather, gathers = agreement.gather_floats, list[int]()
 
     def counted(values: Any) -> Any:

@@ -33,6 +33,7 @@ VERDICTS = sys.modules[judge.__module__]
 def one_thread_and_short_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(VERDICTS, "SHORTEST_S", 0.3)
     monkeypatch.setattr(VERDICTS, "CROWDED", 2.0)  # the machine of the tests may be busy
+    monkeypatch.setattr(VERDICTS, "ASLEEP", 2.0)  # and a step of these runs sleeps
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -47,6 +48,18 @@ class Samples(Numbers):
     def __getitem__(self, index: int) -> Any:
         if self.sleep_s:  # sleep(0) gives the core away
             time.sleep(self.sleep_s)
+        return super().__getitem__(index)
+
+
+class OpenedAtFirst(Samples):
+    """Each process opens it at its first sample, as a file is that cannot be shared."""
+
+    is_open = False
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.is_open:
+            time.sleep(0.2)
+            self.is_open = True
         return super().__getitem__(index)
 
 
@@ -156,6 +169,25 @@ def test_planted_fault_is_named(
     assert lines[-1]["verdict"] == str(found)
 
 
+def test_a_loss_that_waits_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VERDICTS, "ASLEEP", 0.25)
+    monkeypatch.setattr(VERDICTS, "NAMED", 2.0)  # the machine of the tests may be busy
+    found = trained(tmp_path, step_s=0.03).verdict
+    assert found is not None and found.cause == "waiting" and "within the updates" in found.evidence
+
+
+def test_workers_that_start_anew_in_each_epoch_are_named(tmp_path: Path) -> None:
+    remedies = []
+    for persistent in (False, True):
+        trainer = Trainer(Update(model := linear(), torch.optim.SGD(model.parameters(), lr=0.1), mse))
+        times = StepTimes(tmp_path / str(persistent))
+        times.attach(trainer, Events.ITERATION_COMPLETED(every=10))
+        data = loader(OpenedAtFirst(16), batch_size=4, num_workers=1, persistent_workers=persistent)
+        trainer.run(data, max_epochs=6)
+        remedies.append("" if times.verdict is None else times.verdict.remedy)
+    assert "set data.persistent_workers=true" in remedies[0] and "persistent" not in remedies[1]
+
+
 def test_too_many_threads_are_named(tmp_path: Path) -> None:
     torch.set_num_threads(64)
     found = trained(tmp_path, sample_s=0.003).verdict
@@ -203,7 +235,7 @@ def test_slow_rank_is_named_with_the_part_in_which_it_is_slow(tmp_path: Path, pa
 
 
 def _rank(rank: int, folder: str, part: str) -> None:
-    VERDICTS.SHORTEST_S, VERDICTS.CROWDED = 0.3, 2.0  # type: ignore[attr-defined]
+    VERDICTS.SHORTEST_S, VERDICTS.CROWDED, VERDICTS.ASLEEP = 0.3, 2.0, 2.0  # type: ignore[attr-defined]
     model = DistributedDataParallel(linear())
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:

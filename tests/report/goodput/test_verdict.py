@@ -44,6 +44,16 @@ def ranks(*forward: float) -> list[dict[str, float]]:
             "data",
             "__getitems__(indices) that returns a whole batch",
         ),
+        (figures({"data_wait": 50.0}, in_memory=True), "data", "it is in memory; set data.num_workers=0"),
+        (
+            figures({"data_wait": 50.0}, workers=8, opening_s=26.0),
+            "data",
+            "where its 8 workers start anew; set data.persistent_workers=true",
+        ),
+        (figures({"data_wait": 50.0}, opening_s=24.0), "data", "data.num_workers=4"),
+        (figures({"data_wait": 50.0}, opening_s=26.0, persistent=True), "data", "data.num_workers=4"),
+        (figures({"logging": 20.0}, handlers=[]), "logging", "it took 17 % of the time, 20 ms an iteration; set logg"),
+        (figures(busy_s=60.0), "waiting", "slept 29 % of the time, 28.5 ms an iteration, within the updates; look for"),
         (figures({"handlers": 20.0}, handlers=["mine"]), "handlers", "attach them (mine) to rarer events"),
         (figures(crowded_s=60.0), "busy cores", "was ready 60 % of the time and had no core to run on"),
         (
