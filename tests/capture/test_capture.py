@@ -444,6 +444,16 @@ def test_a_model_that_replaces_its_buffers_is_refused() -> None:
         outputs_of(trainer_with(True, Reassigned, lambda model, batch: loss_fn(model, batch)[0]))
 
 
+def other_loss_where_compiled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return loss_fn(model, batch)[0] + 0.01 * torch.compiler.is_compiling()
+
+
+@pytest.mark.slow  # compiles
+def test_a_loss_that_is_another_one_when_compiled_is_refused() -> None:
+    with pytest.raises(NotCaptured, match="the loss, a gradient or a buffer differs"):
+        outputs_of(trainer_with(True, linear_of_8, other_loss_where_compiled))
+
+
 class Keeping(nn.Linear):
     """Keeps a value of its last forward."""
 

@@ -57,6 +57,23 @@ def test_one_pass_gives_hash_and_values(tmp_path: Path, scale: int, monkeypatch:
     assert torch.equal(model["view"], model["table"][5:9])
 
 
+def test_values_are_those_that_were_hashed_whatever_the_file_holds_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"model": {"table": torch.ones(700, 1000)}}
+    record, one = write_parts(tmp_path / "x.pt", state), torch.ones(1000).numpy().tobytes()
+
+    def read_and_overwrite(*arguments: Any) -> Any:
+        read = read_hashed(*arguments)
+        content = (tmp_path / "x.pt").read_bytes()
+        (tmp_path / "x.pt").write_bytes(content.replace(one, bytes(len(one))))
+        return read
+
+    monkeypatch.setattr(part_file, "read_hashed", read_and_overwrite)
+    assert same(read_parts(tmp_path / "x.pt", record), state)
+    assert not torch.load(tmp_path / "x.pt", weights_only=True)["model"]["table"].any()
+
+
 @pytest.mark.parametrize("byte", [0, 0.2, 0.5, 0.9, 1])
 def test_any_byte_that_has_changed_is_seen(tmp_path: Path, byte: float) -> None:
     record = write_parts(tmp_path / "x.pt", parts())

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorD
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.data.own_state import generators_of
+from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.workers import end_workers
 from ignite_engine.errors import StateMismatch
@@ -351,6 +352,14 @@ def test_loader_workers_end_with_the_run(kind: str, fails: bool) -> None:
     trainer.run(data, max_iters=6)
     assert len(batches) >= 6
     assert not set(multiprocessing.active_children()) - before
+
+
+def test_loader_workers_end_with_a_pass_that_is_dealt_out() -> None:
+    source = source_of(loader(Growing(8), 2, num_workers=1), None, global_micro_batches=2)
+    source.agree_lengths()
+
+    assert [len(group) for group in source] == [2, 2]
+    assert multiprocessing.active_children() == []
 
 
 def test_persistent_workers_outlive_the_run() -> None:

@@ -138,6 +138,17 @@ def test_the_best_one_is_fetched_with_the_newest(tmp_path: Path, mode: Literal["
     assert [one.iteration for one in here] == [200 if mode == "min" else 300, 500]
 
 
+def test_a_best_one_that_is_here_is_not_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path / "mirror")
+    save(store, 100, run_id="the run", metrics={"loss": 0.1})
+    shutil.copytree(store.directory, tmp_path / "here")
+    save(store, 200, run_id="the run", metrics={"loss": 0.9})
+
+    bring(Remote(str(store.directory)), tmp_path / "here", retention=Retention(best="loss", mode="min"))
+
+    assert [line.partition(" from ")[0] for line in caplog.messages] == ["Fetched iteration_00000200"]
+
+
 def test_a_newer_one_of_another_run_is_not_taken(tmp_path: Path, there: CheckpointStore) -> None:
     save(CheckpointStore(tmp_path / "here"), 10, run_id="another run")
 

@@ -262,6 +262,23 @@ def test_a_silent_store_is_unreachable_after_a_while(tmp_path: Path, s3: str, pr
         waiting.patiently(lambda _: Remote(s3).names(), stalled_s=1.0)
 
 
+def test_an_answer_that_takes_longer_than_a_look_for_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, looks, may_answer = waiting.Patience.ended, list[bool](), threading.Event()
+
+    def look(self: waiting.Patience[str]) -> bool:
+        looks.append(ended(self, 0.01))
+        if looks == [False]:
+            may_answer.set()
+        return looks[-1]
+
+    def answer(_: waiting.Throttle) -> str:
+        may_answer.wait()
+        return "it"
+
+    monkeypatch.setattr(waiting.Patience, "ended", look)
+    assert waiting.patiently(answer) == "it" and looks[0] is False
+
+
 def test_wrong_credentials_are_one_line_without_them(
     tmp_path: Path, s3: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -182,6 +183,16 @@ def test_rank_whose_torchrun_was_killed_before_it_began_is_one_line(monkeypatch:
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=rf"^The ranks cannot meet at 127\.0\.0\.1, port {port}: torchrun, which"):
         Parallel(backend="gloo").__enter__()
+
+
+def test_torchrun_that_answers_a_moment_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as agent:
+        agent.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(agent.getsockname()[1]))
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: agent.listen())
+        monkeypatch.setattr(joining, "time", clock)
+        joining._check_agent_lives()
 
 
 def test_unknown_option_is_named() -> None:

@@ -276,6 +276,20 @@ class Stored(IterableDataset[Any]):
         return self.samples
 
 
+class OwnIterator(DataLoader[Any]):
+    """A loader that is its own iterator."""
+
+    def __init__(self) -> None:
+        super().__init__(TensorDataset(*VAL), 4)
+        self.batches = super().__iter__()
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+
 class StoredBatches:
     """A loader of batches that is not torch's."""
 
@@ -288,7 +302,7 @@ class StoredBatches:
         return self.batches
 
 
-@pytest.mark.parametrize("kind", [ReadOnce, Stored, StoredBatches, lambda: DataLoader(Stored(), 4)])
+@pytest.mark.parametrize("kind", [ReadOnce, Stored, OwnIterator, StoredBatches, lambda: DataLoader(Stored(), 4)])
 def test_stream_that_can_be_read_once_is_left_to_its_evaluation(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any
 ) -> None:
