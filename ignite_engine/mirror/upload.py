@@ -141,6 +141,7 @@ class Uploader:
         self._current: Held | None = None
         self._waiting: Held | None = None
         self._contents: Contents | None = None
+        """None: it is to be looked for, at first and after a failure."""
         self._uploaded: dict[Path, Signature | None] = {}
         """Checkpoints that were uploaded, by the manifest that was."""
         self._failures = 0
@@ -278,7 +279,7 @@ class Uploader:
             self._notes.look()  # says that this run is here, before it looks for another one
             self._notes.check_alone()
         if self._contents is None:
-            self._contents = Contents(self._remote, self._retention, self._options.parallel)
+            self._contents = self._look_what_is_there()
             self._name_another_run(held.manifests[held.name].run_id)
         sent = self._throttle.moved
         before = signature(held.checkpoint / MANIFEST_NAME)  # values may be added to it meanwhile
@@ -302,6 +303,9 @@ class Uploader:
         self._failures = 0
         if self._throttle.moved > sent:
             logger.info("Uploaded %s to %s.", held.name, self._remote.url)
+
+    def _look_what_is_there(self) -> Contents:
+        return Contents(self._remote, self._retention, self._options.parallel)
 
     def _name_another_run(self, run_id: str | None) -> None:
         assert self._contents is not None
@@ -328,10 +332,12 @@ class Uploader:
 
     def _replace_changed_manifests(self) -> None:
         """Values that were measured after a save are in its manifest here by now."""
-        contents = self._contents
+        if not self._uploaded:
+            return
+        contents = self._contents = self._contents or self._look_what_is_there()
         for checkpoint, before in list(self._uploaded.items()):
             now = signature(checkpoint / MANIFEST_NAME)
-            if now is None or contents is None or checkpoint.name not in contents.complete:
+            if now is None or checkpoint.name not in contents.complete:
                 del self._uploaded[checkpoint]
             elif now != before:
                 with contextlib.suppress(FileNotFoundError), open_regular(checkpoint / MANIFEST_NAME) as file:

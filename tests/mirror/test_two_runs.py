@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from ignite_engine.checkpointing import CheckpointStore, Retention
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME
+from ignite_engine.followed_log import FollowedLog
 from ignite_engine.mirror import MirrorOptions, followed, upload
-from ignite_engine.mirror.followed import RUN, RunNotes, read_note, write_note
+from ignite_engine.mirror.followed import MEASURED, RUN, RunNotes, read_note, write_note
 from ignite_engine.mirror.remote import Remote
 from ignite_engine.mirror.upload import Uploader
 from tests.checkpointing.states import holds, save
@@ -88,6 +90,31 @@ def test_a_run_has_ended_for_its_mirror_also_where_its_last_checkpoint_could_not
     run.save(1, size=1)
     assert run.end() == ["iteration_00000001"]
     assert read_note(Remote(str(tmp_path / "mirror")), RUN)["status"] == "completed"
+
+
+def test_a_write_that_fails_once_at_the_end_costs_no_value_that_was_measured_after_the_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, remote = Beside(tmp_path / "run", tmp_path / "mirror"), Remote(str(tmp_path / "mirror"))
+    for iteration in (1, 2, 3):
+        run.save(iteration, size=1)
+        until(lambda: not run.uploader.missing)
+    first, second, _ = run.store.checkpoints()
+    for info in (first, second):
+        run.store.add_metrics(info.path, {"val/loss": float(info.iteration)})
+    log, write, failures = FollowedLog(tmp_path / "log.jsonl"), Remote.write, [OSError(5, "Input/output error")]
+    log.add(remote.checkpoints()[0][-1], {"val/loss": 3.0})
+    remote.write(MEASURED, log.text())
+
+    def fails_once(self: Remote, name: str, content: bytes) -> None:
+        if name.endswith(MANIFEST_NAME) and failures:
+            raise failures.pop()
+        write(self, name, content)
+
+    monkeypatch.setattr(Remote, "write", fails_once)
+    assert run.end() == [] and not failures
+    there = {info.iteration: info.manifest.metrics for info in remote.checkpoints()[0]}
+    assert there == {iteration: {"val/loss": float(iteration)} for iteration in (1, 2, 3)}
 
 
 def test_a_store_that_is_silent_while_nothing_is_uploaded_is_seen_to_be_stalled(
