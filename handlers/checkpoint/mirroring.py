@@ -119,17 +119,20 @@ class Mirroring:
     def end(self, trainer: Trainer) -> None:
         """Wait until all is uploaded, with a progress line, or name what is not.
 
-        A run that was forced to end, or that failed on several ranks, does not wait. One that only goes back to an
-        earlier checkpoint, or pauses, has not ended: its uploads go on.
+        A run that was forced to end does not wait; one that failed on several ranks waits a few seconds, on rank 0
+        alone, as a collective may not return. One that only goes back to an earlier checkpoint, or pauses, has not
+        ended: its uploads go on.
         """
         if trainer.state.status not in ("completed", "interrupted", "failed"):
             return
         self._runs = False
         failed = trainer.progress.left is not None and trainer.progress.left.ending.name == "FAILED"
-        waits = not failed or (trainer.state.status == "failed" and agreement.world_size() == 1)
-        if waits:
+        forced = failed and trainer.state.status != "failed"
+        if not failed or (not forced and agreement.world_size() == 1):
             self._wait(trainer.state.status)
         elif agreement.rank() == 0:
+            if not forced:
+                self._uploader.end_soon(trainer.state.status)
             self._name_missing()
 
     def _wait(self, status: str | None = None) -> None:

@@ -161,6 +161,11 @@ class RunNotes:
         if self.status is not None and (is_followed or self.status != self._written):
             self._sign()
 
+    def say(self, status: str) -> None:
+        """Say how the run is now; what a store raises leaves it as it is."""
+        self.status = status
+        self._sign()
+
     def leave(self, names: Sequence[str]) -> None:
         """Say what is about to be deleted, so that no follower takes it before the next look; hear what one has."""
         self._leaving = [*names]

@@ -20,12 +20,13 @@ from ignite_engine.mirror.followed import BEAT_S, RunNotes
 from ignite_engine.mirror.held import Held, hold
 from ignite_engine.mirror.options import MirrorOptions
 from ignite_engine.mirror.remote import Remote, Torn, order, why
-from ignite_engine.mirror.waiting import STALLED_S, Throttle
+from ignite_engine.mirror.waiting import STALLED_S, Throttle, Unreachable, patiently
 
 logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 300.0
 _LAST_TRIES = 3
 """Tries of an upload after the run has ended."""
+_BRIEFLY_S = 1.5
 
 
 class Contents:
@@ -224,6 +225,13 @@ class Uploader:
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()
+
+    def end_soon(self, status: str) -> None:
+        """Say how the run has ended, with what is uploaded by then; waits a few seconds, also for a silent store."""
+        self.end(status)
+        if not self.wait(_BRIEFLY_S) and (notes := self._notes) is not None:
+            with contextlib.suppress(Unreachable):
+                patiently(lambda _: notes.say(status), _BRIEFLY_S)
 
     def release(self) -> None:
         """Let go of what was not uploaded."""
