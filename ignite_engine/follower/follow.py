@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from ignite_engine.followed_log import FollowedLog, identity_of
 from ignite_engine.follower.here import Here
 from ignite_engine.follower.there import There, begins_there
 from ignite_engine.mirror import MirrorOptions
+from ignite_engine.mirror.followed import without_left
 from ignite_engine.mirror.remote import Remote
 from ignite_engine.ranks import agreement
 from ignite_engine.report import write_report
@@ -193,14 +193,8 @@ class Follower:
 
     def _waiting(self) -> list[CheckpointInfo]:
         """Those of the run that were not evaluated yet, in the order in which it has saved them."""
-        saved = of_one_run(self.place.saved())
+        self._current = without_left(of_one_run(self.place.saved()))
         seen = [*self._refused, *(line[FOLLOWED_CHECKPOINT] for line in self.log.lines())]
-        earliest_since, current = math.inf, []
-        for checkpoint in reversed(saved):  # without iterations that the run has left, resumed before them
-            if checkpoint.iteration < earliest_since:
-                current.append(checkpoint)
-            earliest_since = min(earliest_since, checkpoint.iteration)
-        self._current = current[::-1]
         return [checkpoint for checkpoint in self._current if identity_of(checkpoint) not in seen]
 
     def _evaluate(self, checkpoint: CheckpointInfo) -> bool:

@@ -29,6 +29,7 @@ from ignite_engine.mirror.followed import (
     measured_lines,
     names_in,
     read_note,
+    without_left,
     write_note,
     writer_of,
 )
@@ -151,7 +152,7 @@ class There:
     def _write_log(self) -> None:
         """Leave what was measured, with what another follower has left."""
         if not self._has_joined and (saved := of_one_run(self.saved())):
-            self._log.join(measured_lines(self._remote), saved[-1].manifest.run_id)
+            self._log.join(measured_lines(self._remote), saved[-1].manifest.run_id, without_left(saved))
             self._has_joined = True
         if self._has_joined:
             self._remote.write(MEASURED, self._log.text())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import platform
 import threading
@@ -28,6 +29,7 @@ from ignite_engine.checkpointing.manifest import read_manifest
 from ignite_engine.checkpointing.retention import of_one_run
 from ignite_engine.followed_log import FollowedLog, Line, lines_in, missing_values
 from ignite_engine.mirror.remote import Remote
+from ignite_engine.run_directory import FOLLOWED_CHECKPOINT
 
 logger = logging.getLogger(__name__)
 RUN, FOLLOWER, MEASURED = "follow/run.json", "follow/follower.json", "follow/metrics.jsonl"
@@ -231,9 +233,9 @@ def take(lines: Iterable[Line], directory: Path) -> int:
     if not lines or not (checkpoints := of_one_run(store.checkpoints())):
         return 0
     log = FollowedLog.beside(directory)
-    known, failed = len(log.lines()), None
+    known, failed = [line[FOLLOWED_CHECKPOINT] for line in log.lines()], None
     if not is_held(log.path.parent):  # a follower on this machine writes the file
-        log.join(lines, checkpoints[-1].manifest.run_id)
+        log.join(lines, checkpoints[-1].manifest.run_id, without_left(checkpoints))
     for checkpoint in checkpoints:
         with in_use(checkpoint.path) as is_there:
             try:
@@ -245,7 +247,20 @@ def take(lines: Iterable[Line], directory: Path) -> int:
                     failed = error
     if failed is not None:
         raise failed
-    return len(log.lines()) - known
+    return sum(line[FOLLOWED_CHECKPOINT] not in known for line in log.lines())
+
+
+def without_left(saved: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those of one run, in the order in which it has saved them, without iterations that it has left.
+
+    It has left those after an earlier one that it has saved since: it was resumed before them.
+    """
+    earliest_since, current = math.inf, list[CheckpointInfo]()
+    for checkpoint in reversed(saved):
+        if checkpoint.iteration < earliest_since:
+            current.append(checkpoint)
+        earliest_since = min(earliest_since, checkpoint.iteration)
+    return current[::-1]
 
 
 def names_in(value: object) -> list[str]:

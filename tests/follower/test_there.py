@@ -379,6 +379,44 @@ def test_what_another_follower_has_measured_stays_though_the_mirror_was_gone_at_
     assert [line["val/loss"] for line in measured_lines(run.remote)] == [0.5]
 
 
+@pytest.mark.parametrize("where", ["run", "follower"])
+def test_a_value_that_one_log_has_stays_though_a_clock_was_behind(tmp_path: Path, where: str) -> None:
+    run = Mirrored(tmp_path)
+    for info, hour in ((run.first, 13), (run.second, 12)):  # the run went on on another machine
+        text = replace(info.manifest, created_at=f"2026-01-01T{hour}:00:00+00:00").to_json()
+        for place in (info.path, tmp_path / "mirror" / info.path.name):
+            (place / MANIFEST_NAME).write_bytes(text)
+    first, second = run.store.checkpoints()
+    log = run.log if where == "follower" else FollowedLog.beside(run.store.directory)
+    log.add(first, {"val/loss": 1.0})
+    run.remote.write(MEASURED, log.text())
+    log.add(second, {"val/loss": 2.0}, [first, second])  # and its follower was killed
+
+    if where == "follower":
+        run.follower._write_log()
+    else:
+        assert followed.take(measured_lines(run.remote), run.store.directory) == 0
+    assert [line["val/loss"] for line in log.lines()] == [1.0, 2.0]
+
+
+def test_values_of_iterations_that_the_run_has_left_are_not_counted_as_new(tmp_path: Path) -> None:
+    store, others = CheckpointStore(tmp_path / "run" / "checkpoints"), FollowedLog(tmp_path / "others.jsonl")
+    log = FollowedLog.beside(store.directory)
+    for iteration in (1, 4, 6):
+        save(store, iteration, run_id="a")
+    first, *left = store.checkpoints()
+    log.add(first, {"val/loss": 1.0})
+    for info in left:
+        log.add(info, {"val/loss": 2.0})
+    others.add(first, {"val/loss": 1.0})
+    time.sleep(0.01)
+    save(store, 3, run_id="a")  # the run was resumed from the first one
+    others.add(store.checkpoints()[-1], {"val/loss": 3.0})
+
+    assert followed.take(others.lines(), store.directory) == 1
+    assert [line["iteration"] for line in log.lines()] == [1, 3]
+
+
 def test_what_a_run_that_was_killed_was_about_to_delete_is_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
