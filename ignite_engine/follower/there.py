@@ -33,7 +33,7 @@ from ignite_engine.mirror.followed import (
     write_note,
     writer_of,
 )
-from ignite_engine.mirror.remote import Remote, Torn
+from ignite_engine.mirror.remote import Remote, Torn, why
 from ignite_engine.mirror.waiting import Unreachable, patiently, together
 from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse
@@ -255,17 +255,26 @@ def begins_there(run: RunDirectory, remote: Remote, wait_s: float) -> bool:
     """Wait until there is a run in the folder, or else in the mirror; a collective.
 
     Raises:
-        CheckpointError: the mirror cannot be read.
+        CheckpointError: one line; the mirror could not be read when the wait was over.
     """
 
     def look() -> bool:
         deadline = time.monotonic() + wait_s
+        failure, has_failed = None, False
         while True:
             if is_begun(run):
                 return False
-            if read_note(remote, RUN) or remote.names():
-                return True
+            try:
+                if read_note(remote, RUN) or remote.names():
+                    return True
+                failure = None
+            except Exception as error:  # a store may raise anything
+                if not has_failed:
+                    logger.warning("%s cannot be read: %s; it is asked again.", remote.url, why(error))
+                failure, has_failed = error, True
             if time.monotonic() > deadline:
+                if failure is not None:
+                    raise failure
                 return False
             time.sleep(0.5)
 

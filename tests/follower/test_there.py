@@ -491,6 +491,45 @@ def test_a_mirror_that_does_not_answer_for_a_moment_costs_no_value(
     assert {info.iteration: info.manifest.metrics["val/loss"] for info in there} == its_own
 
 
+def test_a_follower_that_waits_for_its_run_outlasts_a_mirror_that_fails_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote, run = Remote(str(tmp_path / "mirror")), RunDirectory(tmp_path / "elsewhere")
+    failures = [OSError(5, "Input/output error"), OSError(5, "Input/output error")]
+
+    def fail_twice(*_: Any) -> list[str]:
+        if failures:
+            raise failures.pop()
+        return ["iteration_00000001"]
+
+    monkeypatch.setattr(Remote, "names", fail_twice)
+    assert there.begins_there(run, remote, 20) and not failures
+    said = f"{remote.url} cannot be read: Input/output error; it is asked again."
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [said]
+
+
+@pytest.mark.parametrize("answers_again", [False, True])
+def test_a_mirror_that_fails_until_the_end_of_the_wait_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers_again: bool
+) -> None:
+    remote, run, asked = Remote(str(tmp_path / "mirror")), RunDirectory(tmp_path / "elsewhere"), list[float]()
+
+    def fail(*_: Any) -> list[str]:
+        asked.append(time.monotonic())
+        if answers_again and len(asked) > 1:
+            return []
+        raise PermissionError(f"denied {len(asked)}\nfor ever")
+
+    monkeypatch.setattr(Remote, "names", fail)
+    if answers_again:
+        assert not there.begins_there(run, remote, 1)
+        return
+    with pytest.raises(CheckpointError, match=r"mirror cannot be read: PermissionError: denied (\d+).*\.$") as raised:
+        there.begins_there(run, remote, 1)
+    assert f"denied {len(asked)}" in str(raised.value) and "\n" not in str(raised.value)
+    assert len(asked) > 1 and asked[-1] - asked[0] >= 0.9
+
+
 def test_a_second_follower_is_refused_and_one_that_was_killed_is_succeeded(tmp_path: Path) -> None:
     mirror = str(tmp_path / "mirror")
     its_own, remote, over = train(tmp_path / "here", mirror), Remote(mirror), threading.Event()
