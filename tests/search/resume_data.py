@@ -153,6 +153,31 @@ class StatefulBatches:
         self.next = state["next"]
 
 
+class RewoundBatches:
+    """The same, as its own iterator, which begins anew where it is asked for one."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.next, self.loaded = batches, 0, False
+
+    def __iter__(self) -> RewoundBatches:
+        self.next = self.next if self.loaded else 0
+        self.loaded = False
+        return self
+
+    def __next__(self) -> Any:
+        if self.next == len(self.batches):
+            raise StopIteration
+        self.next += 1
+        when_read()
+        return self.batches[self.next - 1]
+
+    def state_dict(self) -> Any:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.next, self.loaded = state["next"], True
+
+
 class Endless:
     """Batches for ever."""
 
@@ -234,7 +259,7 @@ def data_of(plan: Plan) -> Any:
         "unknown length": lambda: Unsized(batches),
         "unknown length, drawn": lambda: Unsized(batches, "torch"),
         "unknown length, varying": lambda: Unsized(batches, varying=True),
-        "iterable with a state": lambda: StatefulBatches(batches),
+        "iterable with a state": lambda: (RewoundBatches if len(batches) % 2 else StatefulBatches)(batches),
         "endless": lambda: Endless(batches),
     }[kind]()
 

@@ -8,6 +8,7 @@ the end every weight, optimizer state, counter and generator.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import re
 import shutil
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.fork_server import ForkServer
-from tests.search.common import PASSED, REFUSED, Failure, Result, case_seeds
+from tests.search.common import DEVICE, PASSED, REFUSED, Failure, Result, case_seeds
 from tests.search.resume_plan import CHOICES, FEATURES, LISTS, Plan, described, draw, settled
 from tests.search.resume_program import PLANNED, RAISED
 from tests.search.resume_program import REFUSED as REFUSED_CODE
@@ -40,7 +41,7 @@ TERMINATED = "trained on after terminate()"
 """A handler ended the run, and nothing in its last checkpoint says so: a documented limit."""
 NO_FUNCTION = "no function of its seed"
 """Two whole runs differ from each other: nothing can be said about the resumed one."""
-TIMEOUT_S = 15.0
+TIMEOUT_S = 60.0 if os.environ.get(DEVICE) else 15.0  # a process takes seconds to begin on a GPU
 SHARED_MEMORY = Path("/dev/shm")
 
 
