@@ -15,11 +15,11 @@ from ignite_engine.checkpointing.filesystem import FileRecord, hash_file, open_r
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ignite_engine.checkpointing.part_file import compare
 from ignite_engine.checkpointing.retention import CheckpointInfo
-from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.errors import CheckpointError
 from ignite_engine.mirror.held import FOLDER
 from ignite_engine.mirror.remote import Moved, Remote, Torn, order
+from ignite_engine.mirror.threads import in_threads
 
 logger = logging.getLogger(__name__)
 _FETCHED = "fetched"

@@ -18,9 +18,9 @@ from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, parse_manifest
 from ignite_engine.checkpointing.part_file import compare
 from ignite_engine.checkpointing.retention import CheckpointInfo
-from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.mirror.options import check_protocol, check_url, is_url, without_secrets
+from ignite_engine.mirror.threads import in_threads
 
 PIECE_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 23

@@ -13,13 +13,13 @@ from pathlib import Path
 from ignite_engine.checkpointing.filesystem import Signature, open_regular, signature
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
-from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.errors import CheckpointError, shortened
 from ignite_engine.followed_log import Line, missing_values
 from ignite_engine.mirror.followed import BEAT_S, RunNotes
 from ignite_engine.mirror.held import Held, hold
 from ignite_engine.mirror.options import MirrorOptions
 from ignite_engine.mirror.remote import Remote, Torn, order, why
+from ignite_engine.mirror.threads import in_threads
 from ignite_engine.mirror.waiting import STALLED_S, Throttle, Unreachable, patiently
 
 logger = logging.getLogger(__name__)

@@ -25,20 +25,35 @@ from tests.ranks import failing
 @pytest.mark.faults
 @pytest.mark.parametrize(("how", "rank"), [("raise", 0), pytest.param("raise", 1, marks=pytest.mark.slow), ("kill", 1)])
 def test_a_mirror_says_that_its_run_has_failed_on_one_rank(tmp_path: Path, how: str, rank: int) -> None:
+    mirror = Remote(str(tmp_path / "mirror"))
+    fail(tmp_path, {"url": mirror.url}, how=how, rank=rank)
+    assert read_note(mirror, RUN)["status"] == "failed" and len(mirror.names()) == 2
+
+
+def fail(folder: Path, mirror: dict[str, Any], **options: Any) -> float:
+    """A run on two ranks of which one fails; seconds from then on until all have ended."""
     sections = {
-        "task_options": {"how": how, "rank": rank},
+        "task_options": {**options, "notes": str(folder)},
         "run": {"max_epochs": 1},
         "update": {"accumulation_steps": None},
-        "checkpoint": {"mirror": str(tmp_path / "mirror"), "every": 2},
+        "checkpoint": {"mirror": mirror, "every": 2},
     }
-    config = write_config_like({**CONFIG, "task": f"{failing.__file__}:build"}, tmp_path, sections)
-    code = shared(["tests.ranks.failing"]).call(
-        "tests.ranks.failing:train", str(config), 2, {}, output=tmp_path / "output.txt"
+    config = write_config_like({**CONFIG, "task": f"{failing.__file__}:build"}, folder, sections)
+    child = shared(["tests.ranks.failing"]).start(
+        "tests.ranks.failing:train", str(config), 2, {}, output=folder / "output.txt"
     )
+    code = child.wait(60.0)
+    assert code == 1 and summary(folder)["status"] == "failed", (folder / "output.txt").read_text()
+    return time.time() - (folder / "failed").stat().st_mtime
 
-    assert code == 1 and summary(tmp_path)["status"] == "failed", (tmp_path / "output.txt").read_text()
+
+@pytest.mark.distributed
+@pytest.mark.faults
+def test_a_process_ends_though_an_upload_that_is_given_up_goes_on(tmp_path: Path) -> None:
+    """Threads that send several files are not waited for: a silent store would keep the process."""
     mirror = Remote(str(tmp_path / "mirror"))
-    assert read_note(mirror, RUN)["status"] == "failed" and len(mirror.names()) == 2
+    assert fail(tmp_path, {"url": mirror.url, "max_mib_per_s": 1e-4}, how="kill") < 15
+    assert read_note(mirror, RUN)["status"] == "failed" and mirror.checkpoints()[0] == []
 
 
 @pytest.mark.parametrize("silent", ["put", "write"])
