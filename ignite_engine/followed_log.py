@@ -55,6 +55,10 @@ class FollowedLog:
         """All lines, by iteration."""
         return [line for line in lines_of(self.path) if _is_usable(line)]
 
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """Of each line what :func:`identity_of` says of its checkpoint."""
+        return [line[FOLLOWED_CHECKPOINT] for line in self.lines()]
+
     def text(self) -> bytes:
         """The text of the file; empty if there is none."""
         return _text_of(self.lines())

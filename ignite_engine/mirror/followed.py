@@ -29,7 +29,6 @@ from ignite_engine.checkpointing.manifest import read_manifest
 from ignite_engine.checkpointing.retention import of_one_run
 from ignite_engine.followed_log import FollowedLog, Line, lines_in, missing_values
 from ignite_engine.mirror.remote import Remote
-from ignite_engine.run_directory import FOLLOWED_CHECKPOINT
 
 logger = logging.getLogger(__name__)
 RUN, FOLLOWER, MEASURED = "follow/run.json", "follow/follower.json", "follow/metrics.jsonl"
@@ -233,7 +232,7 @@ def take(lines: Iterable[Line], directory: Path) -> int:
     if not lines or not (checkpoints := of_one_run(store.checkpoints())):
         return 0
     log = FollowedLog.beside(directory)
-    known, failed = [line[FOLLOWED_CHECKPOINT] for line in log.lines()], None
+    known, failed = log.checkpoints(), None
     if not is_held(log.path.parent):  # a follower on this machine writes the file
         log.join(lines, checkpoints[-1].manifest.run_id, without_left(checkpoints))
     for checkpoint in checkpoints:
@@ -247,7 +246,7 @@ def take(lines: Iterable[Line], directory: Path) -> int:
                     failed = error
     if failed is not None:
         raise failed
-    return sum(line[FOLLOWED_CHECKPOINT] not in known for line in log.lines())
+    return sum(identity not in known for identity in log.checkpoints())
 
 
 def without_left(saved: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
