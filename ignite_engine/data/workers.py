@@ -65,16 +65,13 @@ class Begun:
     """An iterator of the user's, which is not asked for an iterator again: ``__iter__`` may begin its data anew."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
+        self.iterator = iterator
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return next(self._iterator)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)  # it may have workers, or a state
+        return next(self.iterator)
 
 
 def begin_pass(data: Any) -> Iterator[Any]:
@@ -92,6 +89,7 @@ def begin_pass(data: Any) -> Iterator[Any]:
 
 def end_workers(iterator: Any, data: Any) -> None:
     """End a ``DataLoader`` iterator's worker processes at once, if it has any; torch would wait 5 s for each."""
+    iterator = iterator.iterator if isinstance(iterator, Begun) else iterator
     for worker in getattr(iterator, "_workers", ()):
         worker.terminate()
     shut_down = getattr(iterator, "_shutdown_workers", None)
