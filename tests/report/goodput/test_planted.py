@@ -220,7 +220,9 @@ def test_healthy_run_is_silent(tmp_path: Path, plant: dict[str, Any]) -> None:
 def test_run_that_loses_most_to_kills_is_told_to_save_more_often(tmp_path: Path) -> None:
     trained(tmp_path, iterations=ITERATIONS * 2)
     path = tmp_path / "goodput.jsonl"
-    path.write_text(path.read_text().replace('"status": "completed"', '"status": "running"  '))  # as after a kill
+    lines = [json.loads(line) | {"status": "running"} for line in path.read_text().splitlines()]  # as after a kill
+    long = [line | {"began": line["began"] - 100, "elapsed": line["elapsed"] + 100} for line in lines]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in long))
     found = trained(tmp_path).verdict
     assert found is not None and found.cause == "saving too seldom"
 

@@ -53,6 +53,7 @@ def ranks(*forward: float) -> list[dict[str, float]]:
         (figures({"data_wait": 50.0}, opening_s=24.0), "data", "data.num_workers=4"),
         (figures({"data_wait": 50.0}, opening_s=26.0, persistent=True), "data", "data.num_workers=4"),
         (figures({"logging": 20.0}, handlers=[]), "logging", "it took 17 % of the time, 20 ms an iteration; set logg"),
+        (figures({"logging": 20.0, "handlers": 30.0}, handlers=["mine"]), "handlers", "attach them (mine)"),
         (figures(busy_s=60.0), "waiting", "slept 29 % of the time, 28.5 ms an iteration, within the updates; look for"),
         (figures({"handlers": 20.0}, handlers=["mine"]), "handlers", "attach them (mine) to rarer events"),
         (figures(crowded_s=60.0), "busy cores", "was ready 60 % of the time and had no core to run on"),
@@ -108,6 +109,10 @@ def test_cause_evidence_and_remedy(given: Figures, cause: str, said: str) -> Non
         figures({"handlers": 20.0}, handlers=[]),
         figures({"handlers": 20.0}, handlers=["mine"], longest_handlers_s=19.0),
         figures(crowded_s=10.0, longest_step_s=5.0),
+        figures(busy_s=75.0),
+        figures(busy_s=60.0, crowded_s=6.0),  # for other threads, which had no core
+        figures(busy_s=60.0, device="cuda", p50_ms=20.0),
+        figures(busy_s=60.0, ranks=ranks(35.0, 35.0)),
         figures(ranks=ranks(35.0, 36.0)),
         figures(device="cuda", caught_up=0.3, threads=64),
         figures(growth=Growth(500, 40.0, 300.0), headroom_mib=100.0),
