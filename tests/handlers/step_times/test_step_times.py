@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import defaultdict
@@ -26,6 +27,7 @@ from tests.builders import Numbers, linear, mse, numbers_loader, trainer_of
 from tests.ranks.forkserver import on_ranks
 
 PLANTED_S = 0.004
+HANDLER = sys.modules[StepTimes.__module__]
 
 
 class Slept:
@@ -440,3 +442,62 @@ def test_data_in_memory_is_told_apart_in_a_loader_of_the_engine(workers: int) ->
     assert not in_memory(loader(tensors, batch_size=4, num_workers=workers, collate_fn=own_collate))
     assert not in_memory(DataLoader(tensors, batch_size=4, num_workers=workers, collate_fn=own_collate))
     assert not in_memory(loader(Numbers(8), batch_size=4, num_workers=workers))
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_thread_ran_or_had_no_core_for_what_the_kernel_says_without_compilations(
+    is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduled = [10.0, 20.0]  # what the thread had before the run
+
+    def pass_time(ran_s: float, crowded_s: float) -> None:
+        scheduled[0] += ran_s
+        scheduled[1] += crowded_s
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        pass_time(100.0, 50.0)
+        return graph
+
+    def update(engine: Engine, batch: Any) -> Tensor:
+        pass_time(2.0, 1.0)
+        return compiled(torch.ones(2))
+
+    compiled = torch.compile(lambda value: value + 1, backend=backend)
+    monkeypatch.setattr(HANDLER, "_scheduled_s", lambda: tuple(scheduled) if is_told else (0.0, 0.0))
+    trainer, times = Trainer(update), StepTimes()
+    times.attach(trainer)
+    trainer.run([0] * 4, max_epochs=1)
+
+    assert scheduled == [118.0, 74.0]
+    figures = times._figures(trainer)
+    assert (figures.busy_s, figures.crowded_s) == ((12.0, 4.0) if is_told else (math.inf, 0.0))
+
+
+def test_beginnings_of_passes_but_the_first_are_timed_to_their_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Batches:
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Any:
+            now[0] += 5.0
+            for _ in range(3):
+                now[0] += 1.0
+                yield torch.ones(2, 3), torch.ones(2, 1)
+
+    monkeypatch.setattr(HANDLER, "perf_counter", lambda: now[0])
+    trainer, times = trainer_of(), StepTimes()
+    times.attach(trainer)
+    trainer.run(Batches(), max_epochs=3)
+    assert now == [24.0] and times._figures(trainer).opening_s == 12.0
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_that_are_kept_are_told_apart(persistent: bool) -> None:
+    trainer, times = trainer_of(), StepTimes()
+    times.attach(trainer)
+    batches = loader(Numbers(4), batch_size=2, num_workers=1, persistent_workers=persistent)
+    trainer.run(batches, max_epochs=1)
+    figures = times._figures(trainer)
+    assert (figures.workers, figures.persistent) == (1, persistent)
