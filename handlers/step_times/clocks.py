@@ -96,7 +96,7 @@ class HostClock:
     def end_step(self, part: str) -> None:
         self.mark(part)
         own, longest = self.seconds, self.longest
-        wait, handlers = own["data_wait"], own["handlers"]
+        wait, handlers = own["data_wait"], own["handlers"] + own["logging"]
         worked = (own["copy"] + own["forward"] + own["backward"] + own["reduction"] + own["optimizer"]) + own["update"]
         wait_before, handlers_before, worked_before = self._before
         self._before, self.steps = (wait, handlers, worked), self.steps + 1

@@ -98,7 +98,7 @@ class Figures:
         in_memory: the loader's data set is tensors or a list.
         background: saves are written in the background.
         handlers: names of the user's own handlers; None: not known.
-        longest_handlers_s: the longest time of handlers within one iteration.
+        longest_handlers_s: the longest time of handlers within one iteration, logging among them.
         longest_step_s, longest_step_at: the longest step without its wait for data, and its iteration.
         crowded_s: in which the training thread was ready to run and had no core.
         busy_s: the same, and in which it ran; infinite where the kernel does not tell.

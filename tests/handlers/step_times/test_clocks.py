@@ -43,6 +43,18 @@ def test_marks_of_the_host_lose_nothing() -> None:
     assert clock.steps == clock.durations.count == 1
 
 
+def test_longest_time_of_handlers_within_an_iteration_has_that_of_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("ignite_engine.handlers.step_times.clocks.perf_counter", lambda: now[0])
+    clock = HostClock()
+    for handlers_s, logging_s in ((1.0, 0.0), (1.0, 4.0), (3.0, 0.0)):
+        for part, seconds in (("forward", 9.0), ("handlers", handlers_s), ("logging", logging_s)):
+            now[0] += seconds
+            clock.mark(part)
+        clock.end_step("handlers")
+    assert clock.longest.handlers_s == 5.0
+
+
 META = torch.device("meta")
 
 
