@@ -96,8 +96,8 @@ def is_at(state: dict[str, Any]) -> bool:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, tuple):
-        return all(map(_same, one, other))
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 

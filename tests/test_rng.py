@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,19 @@ def test_derived_state_is_a_function_of_a_state_and_its_keys() -> None:
     assert draw() != first
     rng.restore(rng.derived(state, 1))
     assert draw() == first != expected
+
+
+def test_a_number_that_was_drawn_is_seen_of_each_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"cuda": [torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)]}
+    monkeypatch.setattr(devices, "generator_states", lambda: copy.deepcopy(states))
+    before = rng.capture()
+    assert rng.is_at(before)
+    states["cuda"][1][3] = 1
+    assert not rng.is_at(before)
+    for draws in (random.random, np.random.random, lambda: torch.rand(1)):
+        before = rng.capture()
+        draws()
+        assert not rng.is_at(before) and rng.is_at(rng.capture())
 
 
 def test_seed_everything_seeds_all_of_them() -> None:

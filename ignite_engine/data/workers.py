@@ -76,27 +76,37 @@ class Begun:
 
 def begin_pass(data: Any) -> Iterator[Any]:
     """``iter(data)``, whose workers start with signals blocked until :class:`WorkerInit` handles them."""
-    if not getattr(getattr(data, "worker_init_fn", None), "handles_signals", False):
-        iterator = iter(data)
-        is_pythons = isinstance(getattr(type(iterator), "__iter__", None), WrapperDescriptorType)
-        return iterator if is_pythons or isinstance(data, DataLoader) else Begun(iterator)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    handles_signals = getattr(getattr(data, "worker_init_fn", None), "handles_signals", False)
+    blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} if handles_signals else ()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        return iter(data)
+        iterator = iter(data)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    is_pythons = isinstance(getattr(type(iterator), "__iter__", None), WrapperDescriptorType)
+    return iterator if is_pythons or _is_of_a_loader(iterator) else Begun(iterator)
+
+
+def _is_of_a_loader(iterator: Any) -> bool:
+    """Whether it is what torch's ``DataLoader``, or torchdata's, makes: each has a base class of this name."""
+    return any(kind.__name__ == "_BaseDataLoaderIter" for kind in type(iterator).__mro__)
 
 
 def end_workers(iterator: Any, data: Any) -> None:
-    """End a ``DataLoader`` iterator's worker processes at once, if it has any; torch would wait 5 s for each."""
+    """End a ``DataLoader`` iterator's worker processes at once, if it has any; torch would wait 5 s for each.
+
+    Persistent ones of a loader that is not ``data`` itself are left: that loader would ask the dead workers.
+    """
     iterator = iterator.iterator if isinstance(iterator, Begun) else iterator
-    for worker in getattr(iterator, "_workers", ()):
+    workers = getattr(iterator, "_workers", ()) if _is_of_a_loader(iterator) else ()
+    is_kept = getattr(iterator, "_persistent_workers", False)
+    if not workers or (is_kept and getattr(data, "_iterator", None) is not iterator):
+        return
+    for worker in workers:
         worker.terminate()
-    shut_down = getattr(iterator, "_shutdown_workers", None)
-    if shut_down is not None:  # else a traceback that holds the iterator keeps queues and threads
-        shut_down()
-    if shut_down is not None and getattr(data, "persistent_workers", False) and data._iterator is iterator:
-        data._iterator = None  # else the next pass would ask the dead workers
+    iterator._shutdown_workers()  # else a traceback that holds the iterator keeps queues and threads
+    if is_kept:
+        data._iterator = None
 
 
 def with_own_iterator(data: Any) -> Any:

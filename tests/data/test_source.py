@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -634,18 +635,50 @@ class RewoundWithState(Rewound):
         self.at, self.loaded = state["at"], True
 
 
+class RewoundLoader(DataLoader[Any]):
+    """A loader that is its own iterator, likewise."""
+
+    def __iter__(self) -> Any:
+        self.iterator = super().__iter__()
+        return self
+
+    def __next__(self) -> Any:
+        return int(next(self.iterator))
+
+
+def rewound_loader(workers: int) -> RewoundLoader:
+    return RewoundLoader([1, 2, 3, 4, 5, 6], batch_size=None, num_workers=workers)  # type: ignore[arg-type]
+
+
 WHOLE: dict[int | None, list[Any]] = {None: [1, 2, 3, 4, 5, 6], 2: [[1, 2], [3, 4], [5, 6]]}
 
 
+@pytest.mark.parametrize(
+    "make", [Rewound, partial(rewound_loader, 0), partial(rewound_loader, 1)], ids=["plain", "loader", "with a worker"]
+)
 @pytest.mark.parametrize("steps", [None, 2])
-def test_data_that_begins_anew_where_it_is_asked_for_an_iterator_is_asked_once_in_a_pass(steps: int | None) -> None:
+def test_data_that_begins_anew_where_it_is_asked_for_an_iterator_is_asked_once_in_a_pass(
+    steps: int | None, make: Any
+) -> None:
     trainer, batches = trainer_with_batches(steps)
-    evaluation = Evaluation(create_evaluator(nn.Identity(), lambda model, batch: batch), Rewound())
+    evaluation = Evaluation(create_evaluator(nn.Identity(), lambda model, batch: batch), make())
     seen: list[int] = []
     evaluation.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.output))
     evaluation.attach(trainer, Events.EPOCH_COMPLETED)
-    trainer.run(Rewound(), max_epochs=2)
+    trainer.run(make(), max_epochs=2)
     assert batches == WHOLE[steps] * 2 and seen == [1, 2, 3, 4, 5, 6] * 2
+
+
+@pytest.mark.parametrize("make", [Rewound, partial(rewound_loader, 0)], ids=["plain", "loader"])
+def test_batches_that_were_consumed_are_skipped_once_in_data_that_begins_anew(make: Any) -> None:
+    trainer, batches = trainer_with_batches()
+    saved = save_everywhere(trainer)
+    trainer.run(make(), max_epochs=2)
+    for iteration, state in saved[:-1]:
+        resumed, rest = trainer_with_batches()
+        resumed.registry.load(state, source="memory")
+        resumed.run(make(), max_epochs=2)
+        assert rest == batches[iteration:]
 
 
 @pytest.mark.parametrize("steps", [None, 2])

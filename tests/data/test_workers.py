@@ -85,6 +85,47 @@ def test_data_without_workers_is_left_alone() -> None:
     assert list(iterator) == data
 
 
+class WithOwnWorkers:
+    """An iterator of a user's with attributes of torch's names."""
+
+    _workers: Any = 2
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+    def _shutdown_workers(self) -> None:
+        raise AssertionError("it is not asked")
+
+
+def test_an_iterator_of_a_users_is_left_alone_whatever_its_attributes_are() -> None:
+    data = WithOwnWorkers()
+    end_workers(begin_pass(data), data)
+
+
+class Around:
+    """Data of a user's around a loader whose workers persist."""
+
+    def __init__(self) -> None:
+        self.loader = DataLoader([1, 2, 3], batch_size=None, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]  # a list is map-style
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+def test_persistent_workers_of_a_loader_within_the_data_are_asked_again() -> None:
+    data = Around()
+    iterator = begin_pass(data)
+    assert next(iterator) == 1
+    end_workers(iterator, data)
+    assert list(begin_pass(data)) == [1, 2, 3]
+    end_workers(data.loader._iterator, data.loader)
+    assert data.loader._iterator is None and list(begin_pass(data)) == [1, 2, 3]
+    end_workers(data.loader._iterator, data.loader)
+
+
 class TellsWhatIsBlocked:
     """Data over which an iteration gives the signals that were blocked when it began."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,26 @@ def test_rank_invariant_runs_on_devices_have_the_bits_of_one_rank(ranks: int, tm
         parallel.run(trained, str(tmp_path))
     for rank in range(ranks):
         assert same(torch.load(tmp_path / f"{rank}.pt", weights_only=True), alone)
+
+
+class Batches:
+    """Without a length: each group is fetched before the ranks agree that there is one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(3):
+            yield torch.full((2, 3), float(number)), torch.ones(2, 1)
+
+
+def _streams(local_rank: int, folder: str) -> None:
+    trainer = Trainer(Update(model := net(devices.current()), torch.optim.SGD(model.parameters(), lr=0.1), mse))
+    trainer.run(Batches(), max_epochs=2)
+    (Path(folder) / str(local_rank)).write_text(str(trainer.state.iteration))
+
+
+def test_ranks_read_data_without_a_length(tmp_path: Path) -> None:
+    with Parallel("gloo", nproc_per_node=2) as parallel:
+        parallel.run(_streams, str(tmp_path))
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["6", "6"]
 
 
 def _saves(local_rank: int, folder: str) -> None:

@@ -178,6 +178,17 @@ class RewoundBatches:
         self.next, self.loaded = state["next"], True
 
 
+class RewoundLoader(DataLoader[Any]):
+    """A loader of a user's that is its own iterator, and begins anew where it is asked for one."""
+
+    def __iter__(self) -> Any:
+        self.iterator = super().__iter__()
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterator)
+
+
 class Endless:
     """Batches for ever."""
 
@@ -226,6 +237,8 @@ def data_of(plan: Plan) -> Any:
             return DataLoader(dataset, batch_size, shuffle=True, generator=own, **sized)
         case "DataLoader list of indices":
             return DataLoader(dataset, batch_size, sampler=list(range(len(dataset)))[::-1], **sized)
+        case "DataLoader, its own iterator":
+            return RewoundLoader(dataset, batch_size, **sized)
         case "batch_sampler":
             return DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), batch_size, False), **options)
         case "batch_sampler with set_epoch":
@@ -259,7 +272,8 @@ def data_of(plan: Plan) -> Any:
         "unknown length": lambda: Unsized(batches),
         "unknown length, drawn": lambda: Unsized(batches, "torch"),
         "unknown length, varying": lambda: Unsized(batches, varying=True),
-        "iterable with a state": lambda: (RewoundBatches if len(batches) % 2 else StatefulBatches)(batches),
+        "iterable with a state": lambda: StatefulBatches(batches),
+        "iterable with a state, its own iterator": lambda: RewoundBatches(batches),
         "endless": lambda: Endless(batches),
     }[kind]()
 

@@ -46,6 +46,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "DataLoader shuffled",
         "DataLoader own generator",
         "DataLoader list of indices",
+        "DataLoader, its own iterator",
         "batch_sampler",
         "batch_sampler with set_epoch",
         "weighted sampler",
@@ -56,6 +57,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "unknown length, drawn",
         "unknown length, varying",
         "iterable with a state",
+        "iterable with a state, its own iterator",
         "endless",
         "__getitems__",
         "StatefulDataLoader in order",
@@ -170,6 +172,7 @@ EXACT_DATA = (
     "DataLoader own generator",
     "__getitems__",
     "iterable with a state",
+    "iterable with a state, its own iterator",
     "StatefulDataLoader in order",
     "StatefulDataLoader shuffled",
     "windows",
@@ -289,7 +292,7 @@ def settled(plan: Plan) -> Plan:
         plan["evaluation data"] = "own" if plan["evaluation data"] == "training" else plan["evaluation data"]
     if plan["data"].startswith(("list", "unknown", "endless", "iterable with", "windows without")):
         plan["workers"] = "0"
-    if plan["data"] in ("iterable with a state", "sampler with a state") and plan["evaluation data"] == "training":
+    if plan["data"].endswith(("with a state", "its own iterator")) and plan["evaluation data"] == "training":
         plan["evaluation data"] = "own"  # it has one position for whoever iterates over it
     if plan["data"].startswith("IterableDataset") and plan["workers"] != "0":
         plan["drop_last"] = "yes"  # a worker's last batch may be of one sample, which BatchNorm refuses
