@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, St
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ignite_engine import Phase, loader
+from tests.search.resume_data import RewoundLoader
 
 Plan = dict[str, Any]
 CLASSES, WIDTH = 3, 5
@@ -23,7 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data": (
         *("tensors", "arrays", "TensorDataset", "list of samples", "map-style", "__getitems__", "Subset", "dicts"),
         *("sampler", "loader", "DataLoader in order", "DataLoader shuffled", "DataLoader drop_last"),
-        *("IterableDataset", "StatefulDataLoader"),
+        *("DataLoader, its own iterator", "IterableDataset", "StatefulDataLoader"),
     ),
     "val": ("one", "none", "two"),
     "metrics": ("loss", "accuracy", "mse", "Loss", "one number and a vector"),
@@ -167,6 +168,8 @@ def data_of(plan: Plan) -> tuple[Any, dict[str, Any]]:
         case "DataLoader in order" | "DataLoader shuffled" | "DataLoader drop_last":
             options = {"shuffle": kind != "DataLoader in order", "drop_last": kind == "DataLoader drop_last"}
             return DataLoader(samples, size, **options), {}
+        case "DataLoader, its own iterator":
+            return RewoundLoader(samples, size), {}
         case "IterableDataset":
             return Stream(samples), arguments
         case "StatefulDataLoader":
@@ -176,7 +179,7 @@ def data_of(plan: Plan) -> tuple[Any, dict[str, Any]]:
     return samples, arguments
 
 
-IN_ORDER = ("sampler", "DataLoader in order", "IterableDataset")
+IN_ORDER = ("sampler", "DataLoader in order", "DataLoader, its own iterator", "IterableDataset")
 
 
 def val_sets(plan: Plan) -> dict[str, Samples]:
