@@ -166,6 +166,7 @@ class Follower:
             chosen = place.ask(lambda: [self._choose()], None)  # None: the run was not reached, and may have more
             if chosen and chosen[0] is not None:
                 count += self._evaluate(chosen[0])
+                place.life.wait_anew()
             elif has_ended and chosen:
                 place.end()
                 logger.info("The run in %s has ended; %d of its checkpoints were evaluated.", place, count)

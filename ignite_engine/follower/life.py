@@ -46,6 +46,10 @@ class Life:
         """Whether there was no sign of it for ``wait_s``, as far as was looked."""
         return time.monotonic() - self._seen > self.wait_s
 
+    def wait_anew(self) -> None:
+        """Count ``wait_s`` from now on: nobody has looked for signs meanwhile."""
+        self._seen = time.monotonic()
+
     def _is_held(self) -> bool:
         # of a run of a config or of fit(), and of Checkpoint alone
         return is_held(self.run.path) or is_held(self.run.checkpoints)

@@ -250,6 +250,9 @@ class LifeThere:
     def is_silent(self) -> bool:
         return time.monotonic() - self._seen > self.wait_s
 
+    def wait_anew(self) -> None:
+        self._seen = time.monotonic()
+
 
 def begins_there(run: RunDirectory, remote: Remote, wait_s: float) -> bool:
     """Wait until there is a run in the folder, or else in the mirror; a collective.

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,9 @@ def without(checkpoint: Path) -> None:
     (checkpoint / MANIFEST_NAME).write_bytes(replace(read_manifest(checkpoint), metrics={}).to_json())
 
 
-def followed_from(folder: Path, mirror: str, **options: Any) -> dict[str, float]:
+def followed_from(
+    folder: Path, mirror: str, during: Callable[[Mapping[str, Any]], None] | None = None, **options: Any
+) -> dict[str, float]:
     """What a follower in another folder announces, in its order."""
     found: dict[str, float] = {}
 
@@ -76,6 +78,8 @@ def followed_from(folder: Path, mirror: str, **options: Any) -> dict[str, float]
 
     def announce(values: Mapping[str, Any]) -> None:
         found[values["checkpoint"]] = values["val/loss"]
+        if during is not None:
+            during(values)
 
     assert follow(folder, build, announce=announce, wait_s=1, **options) == len(found)
     return found
@@ -489,6 +493,28 @@ def test_a_mirror_that_does_not_answer_for_a_moment_costs_no_value(
     assert [*followed_from(tmp_path / "elsewhere", mirror).values()] == [its_own[iteration] for iteration in (6, 4, 2)]
     there = CheckpointStore(mirror).checkpoints()
     assert {info.iteration: info.manifest.metrics["val/loss"] for info in there} == its_own
+
+
+def test_time_in_which_a_follower_evaluates_is_no_silence_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, failures, names = str(tmp_path / "mirror"), list[OSError](), Remote.names
+    its_own = train(tmp_path / "here", mirror)
+    write_note(Remote(mirror), RUN, {"status": "running", "count": 1})
+
+    def fail(self: Remote) -> list[str]:
+        if failures:
+            raise failures.pop()
+        return names(self)
+
+    def evaluate_for_long(values: Mapping[str, Any]) -> None:
+        if values["iteration"] == 6:
+            time.sleep(1.2)  # longer than the follower waits
+            failures.extend([OSError("no route"), OSError("no route")])  # of the two looks after it
+
+    monkeypatch.setattr(Remote, "names", fail)
+    values = followed_from(tmp_path / "elsewhere", mirror, during=evaluate_for_long)
+    assert not failures and [*values.values()] == [its_own[iteration] for iteration in (6, 4, 2)]
 
 
 def test_a_follower_that_waits_for_its_run_outlasts_a_mirror_that_fails_for_a_moment(
