@@ -153,6 +153,7 @@ class Uploader:
 
     def begin(self) -> None:
         """Say that the run trains, and look for what a follower has measured."""
+        self._ends_as = None
         self._ending.clear()
         if self._notes is not None:
             self._notes.begin()
@@ -227,22 +228,23 @@ class Uploader:
         return self._thread is None or not self._thread.is_alive()
 
     def end_soon(self, status: str) -> None:
-        """Say how the run has ended, with what is uploaded by then; waits a few seconds, also for a silent store."""
+        """As :meth:`end`, with what is uploaded within a moment."""
         self.end(status)
-        if not self.wait(_BRIEFLY_S) and (notes := self._notes) is not None:
-            with contextlib.suppress(Unreachable):
-                patiently(lambda _: notes.say(status), _BRIEFLY_S)
+        self.wait(_BRIEFLY_S)
 
     def release(self) -> None:
-        """Let go of what was not uploaded."""
+        """Let go of what was not uploaded, and say how the run has ended; waits a few seconds for a silent store."""
         with self._lock:
             held, self._current, self._waiting = [self._current, self._waiting], None, None
         self._failures = 0
         for checkpoint in held:
             if checkpoint is not None:
                 checkpoint.release()
-        if self._notes is not None:
-            self._notes.close()
+        if (notes := self._notes) is not None:
+            notes.close()
+            if (status := self._ends_as) is not None and not self.wait(0):
+                with contextlib.suppress(Unreachable):
+                    patiently(lambda _: notes.say(status), _BRIEFLY_S)
 
     def _run(self) -> None:
         tries = 0

@@ -22,7 +22,9 @@ from ignite_engine.checkpointing.filesystem import LOCK_NAME
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.mirror.bring import bring
+from ignite_engine.mirror.followed import RUN, read_note
 from ignite_engine.mirror.remote import Remote
+from ignite_engine.ranks import signals
 from tests.builders import numbers_loader, trainer_of, weights
 from tests.checkpointing.file_faults import can_mount, in_child, mount_small_file_system
 from tests.faults.fork_server import shared
@@ -171,6 +173,35 @@ def test_ctrl_c_gives_up_the_last_upload_and_names_it(tmp_path: Path, caplog: py
     assert "left. Ctrl-C gives up." in caplog.text
     assert f"is not in {tmp_path / 'mirror'}" in caplog.text
     assert Remote(str(tmp_path / "mirror")).checkpoints() == ([], [])
+
+
+@pytest.mark.parametrize("silent", ["put", "write"])
+def test_a_mirror_says_that_its_run_has_ended_whose_last_upload_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, silent: str
+) -> None:
+    """``put`` sends the files of a checkpoint, ``write`` what is said of the run, too: then it cannot be said."""
+    monkeypatch.setattr(signals, "FORCE_AFTER_S", 0.0)
+    goes_on, waited, method = threading.Event(), list[bool](), getattr(Remote, silent)
+
+    def wait(remote: Remote, *arguments: Any) -> Any:
+        if b'"running"' not in bytes(arguments[1] if silent == "write" else b""):
+            waited.append(goes_on.wait(20))
+        return method(remote, *arguments)
+
+    def give_up() -> None:
+        deadline = time.monotonic() + 20
+        while "left. Ctrl-C gives up." not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Remote, silent, wait)
+    threading.Thread(target=give_up).start()
+    train(tmp_path / "run", str(tmp_path / "mirror"), 2)
+
+    status = read_note(Remote(str(tmp_path / "mirror")), RUN)["status"]
+    assert waited == [] and status == ("completed" if silent == "put" else "running")
+    assert f"iteration_00000002 is not in {tmp_path / 'mirror'}" in caplog.text
+    goes_on.set()
 
 
 def test_what_retention_deletes_here_is_still_uploaded(tmp_path: Path) -> None:
