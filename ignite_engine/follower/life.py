@@ -10,7 +10,18 @@ from ignite_engine.checkpointing.filesystem import is_held
 from ignite_engine.checkpointing.layout import scan
 from ignite_engine.run_directory import RunDirectory
 
-ENDED = ("completed", "interrupted", "failed")
+AGAIN_WITHIN_S = 60.0
+"""A run that has failed may be started again within so long, as by ``restart_on="any"``."""
+
+
+def has_stopped(status: object, silent_s: float, wait_s: float) -> bool:
+    """Whether a run that nobody trains says so for good.
+
+    Args:
+        silent_s: since its last sign.
+    """
+    may_come_again = status == "failed" and silent_s <= min(AGAIN_WITHIN_S, wait_s)
+    return status in ("completed", "interrupted", "failed") and not may_come_again
 
 
 def is_begun(run: RunDirectory) -> bool:
@@ -33,14 +44,18 @@ class Life:
 
     def has_ended(self) -> bool:
         """Whether it says so itself, and nobody has started it again."""
-        return not self._is_held() and self._status() in ENDED
+        self._look()
+        return not self._is_held() and has_stopped(self._status(), time.monotonic() - self._seen, self.wait_s)
 
     def is_given_up(self) -> bool:
         """Whether it says that it trains, or nothing, and there was no sign of it for ``wait_s``."""
+        self._look()
+        return self.is_silent()
+
+    def _look(self) -> None:
         stamps = [_stamp(path) for path in (self.run.summary, self.run.metrics, self.run.history, self.run.checkpoints)]
         if self._is_held() or stamps != self._stamps:
             self._stamps, self._seen = stamps, time.monotonic()
-        return self.is_silent()
 
     def is_silent(self) -> bool:
         """Whether there was no sign of it for ``wait_s``, as far as was looked."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ignite_engine.checkpointing import CheckpointInfo
 from ignite_engine.checkpointing.layout import discard, scan
@@ -18,7 +18,7 @@ from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.checkpointing.retention import of_one_run
 from ignite_engine.errors import CheckpointError
 from ignite_engine.followed_log import FollowedLog, identity_of, missing_values
-from ignite_engine.follower.life import ENDED, is_begun
+from ignite_engine.follower.life import has_stopped, is_begun
 from ignite_engine.mirror.bring import ANSWERS_WITHIN_S, fetch_together
 from ignite_engine.mirror.followed import (
     BEAT_S,
@@ -239,13 +239,17 @@ class LifeThere:
         self._seen = time.monotonic()
 
     def has_ended(self) -> bool:
-        return read_note(self._remote, RUN).get("status") in ENDED
+        return has_stopped(self._look().get("status"), time.monotonic() - self._seen, self.wait_s)
 
     def is_given_up(self) -> bool:
-        signs = (read_note(self._remote, RUN), self._remote.names())
-        if signs != self._signs:
-            self._signs, self._seen = signs, time.monotonic()
+        self._look()
         return self.is_silent()
+
+    def _look(self) -> dict[str, Any]:
+        note = read_note(self._remote, RUN)
+        if (signs := (note, self._remote.names())) != self._signs:
+            self._signs, self._seen = signs, time.monotonic()
+        return note
 
     def is_silent(self) -> bool:
         return time.monotonic() - self._seen > self.wait_s

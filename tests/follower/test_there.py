@@ -22,7 +22,7 @@ from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.checkpointing.retention import ranked
 from ignite_engine.cli import main
 from ignite_engine.followed_log import FollowedLog, identity_of
-from ignite_engine.follower import there
+from ignite_engine.follower import life, there
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.mirror import followed
 from ignite_engine.mirror.followed import FOLLOWER, MEASURED, RUN, RunNotes, measured_lines, read_note, write_note
@@ -515,6 +515,50 @@ def test_time_in_which_a_follower_evaluates_is_no_silence_of_its_run(
     monkeypatch.setattr(Remote, "names", fail)
     values = followed_from(tmp_path / "elsewhere", mirror, during=evaluate_for_long)
     assert not failures and [*values.values()] == [its_own[iteration] for iteration in (6, 4, 2)]
+
+
+def test_a_run_that_has_failed_and_is_started_again_is_followed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, looks, read = str(tmp_path / "mirror"), list[int](), followed.read_note
+    its_own = train(tmp_path / "here", mirror)
+    shutil.move(tmp_path / "mirror" / "iteration_00000006", tmp_path / "later")
+
+    def start_again(remote: Remote, name: str) -> Any:
+        if name == RUN and (measured := len(measured_lines(remote))):
+            looks.append(measured)
+            if looks.count(2) == 6:  # nothing is left to do, and the run is still said to have failed
+                shutil.move(tmp_path / "later", tmp_path / "mirror" / "iteration_00000006")
+                write_note(remote, RUN, {"status": "completed", "count": 2})
+        return read(remote, name)
+
+    write_note(Remote(mirror), RUN, {"status": "failed", "count": 1})
+    monkeypatch.setattr(there, "read_note", start_again)
+    values = followed_from(tmp_path / "elsewhere", mirror)
+    assert [*values.values()] == [its_own[iteration] for iteration in (4, 2, 6)]
+
+
+def test_a_run_that_has_failed_and_stays_so_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(life, "AGAIN_WITHIN_S", 0.2)
+    mirror = str(tmp_path / "mirror")
+    train(tmp_path / "here", mirror)
+    write_note(Remote(mirror), RUN, {"status": "failed", "count": 1})
+    with caplog.at_level("INFO"):
+        assert len(followed_from(tmp_path / "elsewhere", mirror)) == 3
+    assert f"The run in {mirror} has ended; 3 of its checkpoints were evaluated." in caplog.text
+
+
+def test_a_run_in_a_folder_that_has_failed_has_ended_when_it_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path)
+    run.summary.write_text('{"status": "failed"}')
+    of_run = life.Life(run, wait_s=300)
+    assert not of_run.has_ended() and not of_run.is_given_up()
+    monkeypatch.setattr(life, "AGAIN_WITHIN_S", 0.0)
+    assert of_run.has_ended() and not of_run.is_given_up()
 
 
 def test_a_follower_that_waits_for_its_run_outlasts_a_mirror_that_fails_for_a_moment(
