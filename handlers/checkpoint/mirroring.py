@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, SaveOptions
+from ignite_engine.checkpointing.in_use import uploads
 from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.checkpointing.store import Checkpoints
 from ignite_engine.errors import shortened
@@ -60,7 +61,9 @@ class Mirroring:
 
     @cached_property
     def _uploader(self) -> Uploader:
-        held.sweep(self._directory)  # of a process that was killed
+        with uploads(self._directory, alone=True) as is_alone:
+            if is_alone:
+                held.sweep(self._directory)  # of a process that was killed
         return Uploader(self._remote, self.options, self._retention, RunNotes(self._remote, self._directory))
 
     def attach(self, trainer: Trainer) -> None:

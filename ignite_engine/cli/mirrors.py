@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, find_directory, find_source
+from ignite_engine.checkpointing.in_use import uploads
 from ignite_engine.checkpointing.layout import named_iteration, scan
 from ignite_engine.checkpointing.naming import RUNS_FOLDER
 from ignite_engine.checkpointing.verification import Verification
@@ -18,12 +19,14 @@ from ignite_engine.mirror.fetch import fetch
 from ignite_engine.mirror.followed import MEASURED, measured_lines, take
 from ignite_engine.mirror.held import Held, hold
 from ignite_engine.mirror.options import is_url
-from ignite_engine.mirror.remote import Remote, Torn
+from ignite_engine.mirror.remote import Lost, Remote, Torn
 from ignite_engine.mirror.upload import Contents
 from ignite_engine.mirror.waiting import Throttle, Unreachable, patiently
 from ignite_engine.text import in_units
 
 T = TypeVar("T")
+_WAITS_S = 10.0
+"""A push waits for so long: of a run that uploads nothing a look takes a moment."""
 _PATH = "a checkpoint, a run's folder, or one of checkpoints (its last valid one), or RUN/best"
 _FROM = "a mirror: a URL such as s3://bucket/run, or a directory; its newest checkpoint, or one by its name behind it"
 
@@ -88,6 +91,18 @@ def push(options: argparse.Namespace) -> int:
         if options.all
         else [find_source(options.where)]
     )
+    if not paths:
+        return 0
+    folder = paths[0].parent
+    with uploads(folder, alone=True, wait_s=_WAITS_S) as is_alone:
+        if not is_alone:
+            raise CheckpointError(
+                f"Another process, its run or a push, uploads from {folder}: push again when it has ended."
+            )
+        return _pushed(remote, paths)
+
+
+def _pushed(remote: Remote, paths: Sequence[Path]) -> int:
     contents = _answered(remote, lambda _: Contents(remote, None))
     damaged = False
     for path in paths:
@@ -101,6 +116,10 @@ def push(options: argparse.Namespace) -> int:
             if there is not None and there.run_id != held.manifests[path.name].run_id:
                 raise CheckpointError(f"{remote.url} holds {path.name} of another run: push to another URL.")
             sent = _answered(remote, partial(_uploaded, contents, held))
+        except Torn as problem:
+            print(f"{path.name}  is not uploaded: {problem}; push it again")
+            damaged = True
+            continue
         finally:
             held.release()
         print(f"{path.name}  {f'uploaded, {in_units(sent)}' if sent else f'is in {remote.url}'}")
@@ -108,7 +127,10 @@ def push(options: argparse.Namespace) -> int:
 
 
 def _uploaded(contents: Contents, held: Held, moved: Throttle) -> int:
-    contents.upload(held, moved)
+    try:
+        contents.upload(held, moved)
+    except Lost as problem:
+        raise Torn(str(problem)) from None
     return moved.moved
 
 

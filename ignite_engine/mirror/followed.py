@@ -101,7 +101,7 @@ class RunNotes:
         """Names of the checkpoints that are evaluated now."""
         self._leaving: list[str] = []
         """Names of those that are about to be deleted."""
-        self._directory = directory
+        self.directory = directory
         self._me = writer_of(directory)
         self._pulse, self._pulse_of_another_run, self._count = Pulse(), Pulse(), 0
         self._lives: object = None
@@ -190,10 +190,10 @@ class RunNotes:
         self._keep({*self._kept, *self.held})  # what it has let go stays until its values are here
         self.lines = measured_lines(self.remote)
         try:
-            take(self.lines, self._directory)
+            take(self.lines, self.directory)
         except (OSError, CheckpointError) as error:  # of the disk here; the mirror keeps the values
             if not self._has_failed:
-                logger.warning("What was measured of %s could not be written here: %s.", self._directory, error)
+                logger.warning("What was measured of %s could not be written here: %s.", self.directory, error)
             self._has_failed = True
             return is_followed
         self._follower, self._has_failed = follower, False
@@ -212,7 +212,7 @@ class RunNotes:
         for name in names:
             if name not in self._kept:
                 with contextlib.ExitStack() as stack:
-                    if stack.enter_context(in_use(self._directory / name)):
+                    if stack.enter_context(in_use(self.directory / name)):
                         self._kept[name] = stack.pop_all()
 
 

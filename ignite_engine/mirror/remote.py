@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ Moved = Callable[[int], None]
 
 class Torn(Exception):
     """A file of a mirror is not what its checkpoint's manifest says, or not there; the message is one line."""
+
+
+class Lost(OSError):
+    """A file that was uploaded is not there any more; the message is one line."""
 
 
 class Remote:
@@ -169,6 +173,11 @@ class Remote:
             return f"{name} is missing"
         return compare(name, FileRecord(size, f"{record.algorithm}:{digest.hexdigest()}"), record)
 
+    def lost(self, checkpoint: str, files: Mapping[str, FileRecord]) -> list[str]:
+        """Those files of a checkpoint that are not there with their size, by one request."""
+        sizes = self._sizes(checkpoint)
+        return [name for name, record in files.items() if sizes.get(name) != record.bytes]
+
     def delete(self, checkpoint: str) -> None:
         """Remove what is there of a checkpoint, its manifest first: a kill in between leaves no checkpoint."""
         files = sorted(self._list(checkpoint), key=lambda name: name != MANIFEST_NAME)
@@ -205,6 +214,16 @@ class Remote:
         except FileNotFoundError:
             return []
         return [path.rstrip("/").rpartition("/")[2] for path in found]
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        if self._directory is not None:
+            return {file: self._size(f"{name}/{file}") for file in self._list(name)}
+        self._store.invalidate_cache()
+        try:
+            found = self._store.ls(self._path(name), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {info["name"].rstrip("/").rpartition("/")[2]: int(info["size"] or 0) for info in found}
 
     def _size(self, name: str) -> int:
         if self._directory is not None:

@@ -6,11 +6,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from ignite_engine.checkpointing.filesystem import Signature, open_regular, signature
+from ignite_engine.checkpointing.in_use import uploads
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
 from ignite_engine.errors import CheckpointError, shortened
@@ -18,7 +19,7 @@ from ignite_engine.followed_log import Line, missing_values
 from ignite_engine.mirror.followed import BEAT_S, RunNotes
 from ignite_engine.mirror.held import Held, hold
 from ignite_engine.mirror.options import MirrorOptions
-from ignite_engine.mirror.remote import Remote, Torn, order, why
+from ignite_engine.mirror.remote import Lost, Remote, Torn, order, why
 from ignite_engine.mirror.threads import in_threads
 from ignite_engine.mirror.waiting import STALLED_S, Throttle, Unreachable, patiently
 
@@ -27,6 +28,7 @@ _LONGEST_PAUSE_S = 300.0
 _LAST_TRIES = 3
 """Tries of an upload after the run has ended."""
 _BRIEFLY_S = 1.5
+_LOOKS_FOR_A_PUSH_S = 0.5
 
 
 class Contents:
@@ -50,6 +52,7 @@ class Contents:
         Raises:
             Torn: it is not what was saved.
             FileNotFoundError: it was deleted here meanwhile.
+            Lost: a file was deleted there meanwhile; it has no manifest there.
         """
         for name in held.manifests:
             with open_regular(held.manifest(name)) as file:
@@ -65,6 +68,9 @@ class Contents:
                 self.remote.delete(name)
             self._names.add(name)
             self._upload_files(held, name, manifest, moved)
+            if lost := self.remote.lost(name, manifest.files):  # by a process that took them for a leftover
+                held.uploaded.difference_update(f"{name}/{file}" for file in lost)
+                raise Lost(f"{name}/{lost[0]} was deleted there, or replaced, after its upload")
             self.replace_manifest(name, manifest)
 
     def _upload_files(self, held: Held, name: str, manifest: Manifest, moved: Callable[[int], None]) -> None:
@@ -139,6 +145,8 @@ class Uploader:
         self._offered = threading.Event()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
+        self._directory: Path
+        """Where what is offered is; known before the thread starts."""
         self._current: Held | None = None
         self._waiting: Held | None = None
         self._contents: Contents | None = None
@@ -156,12 +164,13 @@ class Uploader:
         self._ends_as = None
         self._ending.clear()
         if self._notes is not None:
+            self._directory = self._notes.directory
             self._notes.begin()
             self._start()
 
     def offer(self, checkpoint: Path) -> None:
         """Upload a committed checkpoint, after the one that is being uploaded and instead of one that waits."""
-        held = hold(checkpoint)
+        held, self._directory = hold(checkpoint), checkpoint.parent
         with self._lock:
             dropped, self._waiting = self._waiting, held
         if dropped is not None:
@@ -258,8 +267,9 @@ class Uploader:
             self._throttle(0)  # the time without a byte begins here
             self._sending = True
             if self._current is None and not self._ending.is_set():
-                with contextlib.suppress(Exception):  # of the store, which the next upload names
-                    self._look()
+                with contextlib.suppress(Exception), uploads(self._directory, alone=False) as may_write:
+                    if may_write:  # errors are those of the store, which the next upload names
+                        self._look()
                 self._sending = False
                 continue
             ending, sent = self._ending.is_set(), self._throttle.moved
@@ -267,22 +277,40 @@ class Uploader:
                 if self._current is None:
                     if self._waiting is not None:  # it was offered after the look above
                         continue
-                    self._replace_changed_manifests()
-                    self._look_last()
+                    with self._beside_no_push():
+                        self._replace_changed_manifests()
+                        self._look_last()
                     return
-                self._upload(self._current)
+                with self._beside_no_push():
+                    self._upload(self._current)
             except Exception as error:  # a store may raise anything; training goes on, and the upload is tried again
                 tries = tries + 1 if ending else 0
                 self._sending = False
                 self._failed(error, sent)
                 if tries >= _LAST_TRIES:
                     self._sending = True
-                    with contextlib.suppress(Exception):  # of the store, which was named
+                    with contextlib.suppress(Exception), self._beside_no_push():  # of the store, which was named
                         self._look_last()
                     return
                 self._pause()
             finally:
                 self._sending = False
+
+    @contextlib.contextmanager
+    def _beside_no_push(self) -> Iterator[None]:
+        """Wait until no other process uploads from the folder: what it has not completed would count as a leftover."""
+        has_waited = False
+        while True:
+            with uploads(self._directory, alone=False) as may_begin:
+                if may_begin:
+                    self._throttle(0)  # no byte was expected before
+                    self._sending = True
+                    yield
+                    return
+            if not has_waited:
+                logger.warning("Uploads to %s wait until a push from %s ends.", self._remote.url, self._directory)
+            has_waited, self._sending, self._contents = True, False, None
+            time.sleep(_LOOKS_FOR_A_PUSH_S)
 
     def _upload(self, held: Held) -> None:
         if self._notes is not None:
