@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ignite_engine.checkpointing.filesystem import Signature, open_regular, signature
 from ignite_engine.checkpointing.in_use import uploads
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
 from ignite_engine.errors import CheckpointError, shortened
-from ignite_engine.followed_log import Line, missing_values
+from ignite_engine.followed_log import FollowedLog, Line, missing_values
 from ignite_engine.mirror.followed import BEAT_S, RunNotes
 from ignite_engine.mirror.held import Held, hold
 from ignite_engine.mirror.options import MirrorOptions
@@ -153,6 +153,8 @@ class Uploader:
         """None: it is to be looked for, at first and after a failure."""
         self._uploaded: dict[Path, Signature | None] = {}
         """Checkpoints that were uploaded, by the manifest that was."""
+        self._followed_log: tuple[Signature | None, list[Line]] = (None, [])
+        """What was read of it, and as it was then."""
         self._failures = 0
         self._why = ""
         self._has_named_others = False
@@ -278,7 +280,7 @@ class Uploader:
                     if self._waiting is not None:  # it was offered after the look above
                         continue
                     with self._beside_no_push():
-                        self._replace_changed_manifests()
+                        self._replace_changed_manifests()  # a failure is tried again before the end is said
                         self._look_last()
                     return
                 with self._beside_no_push():
@@ -332,7 +334,6 @@ class Uploader:
             self._current = None
             self._drop(held, "it was deleted meanwhile" if isinstance(error, FileNotFoundError) else why(error))
             return
-        self._replace_changed_manifests()
         with self._lock:
             self._current = None
         held.release()
@@ -357,10 +358,20 @@ class Uploader:
         self._has_named_others = True
 
     def _look(self) -> None:
+        self._replace_changed_manifests()
         if self._notes is not None:
             self._notes.look()
             if self._contents is not None:
                 self._contents.add_measured(self._notes.lines)
+        if self._contents is not None:
+            self._contents.add_measured(self._measured_beside())
+
+    def _measured_beside(self) -> list[Line]:
+        """What followers in the run's folder have measured, also of checkpoints that retention has deleted there."""
+        log, (before, lines) = FollowedLog.beside(self._directory), self._followed_log
+        if (now := signature(log.path)) != before:
+            self._followed_log = now, lines = now, log.lines()
+        return lines
 
     def _look_last(self) -> None:
         """Say how the run has ended; a follower that reads it looks for no more checkpoints after that."""
@@ -378,8 +389,9 @@ class Uploader:
             if now is None or checkpoint.name not in contents.complete:
                 del self._uploaded[checkpoint]
             elif now != before:
-                with contextlib.suppress(FileNotFoundError), open_regular(checkpoint / MANIFEST_NAME) as file:
-                    manifest = parse_manifest(checkpoint, file.read())
+                # one that is deleted or damaged here stays as it is there
+                with contextlib.suppress(FileNotFoundError, CheckpointError):
+                    manifest = read_manifest(checkpoint)
                     if manifest.files == contents.complete[checkpoint.name].files:
                         contents.replace_manifest(checkpoint.name, manifest)
                     self._uploaded[checkpoint] = now
