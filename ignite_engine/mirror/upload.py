@@ -284,7 +284,8 @@ class Uploader:
                         self._look_last()
                     return
                 with self._beside_no_push():
-                    self._upload(self._current)
+                    if self._current is not None:  # else it was given up meanwhile
+                        self._upload(self._current)
             except Exception as error:  # a store may raise anything; training goes on, and the upload is tried again
                 tries = tries + 1 if ending else 0
                 self._sending = False

@@ -139,3 +139,15 @@ def test_the_start_of_a_run_leaves_what_a_push_holds(store: CheckpointStore, mir
         assert held.links.exists()
     start()
     assert not held.links.exists(), "its process has ended"
+
+
+def test_what_is_given_up_while_a_push_is_waited_for_is_no_failure(
+    store: CheckpointStore, mirror: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, uploader = save(store, 100, run_id="the run"), uploader_to(mirror)
+    with uploads(store.directory, alone=True):
+        uploader.offer(path)
+        until(lambda: "wait until a push" in caplog.text)
+        uploader.end()
+        uploader.release()
+    assert uploader.wait(20) and names(mirror) == [] and "was not uploaded" not in caplog.text
