@@ -124,7 +124,8 @@ def _locked_at(path: Path, kind: int, stack: contextlib.ExitStack) -> bool:
         with contextlib.suppress(OSError):
             if _lock(descriptor, fcntl.LOCK_EX):
                 path.unlink()
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile would keep it
         os.close(descriptor)
 
     stack.callback(unlock)

@@ -85,12 +85,13 @@ def _fetched(remote: Remote, directory: Path, name: str, moved: Throttle) -> int
 
 def push(options: argparse.Namespace) -> int:
     """Upload the newest valid one, the one that was named, or all."""
-    remote = _remote(options.to)
-    paths = (
-        [checkpoint.path for checkpoint in scan(find_directory(options.where))[0]]
-        if options.all
-        else [find_source(options.where)]
-    )
+
+    def chosen() -> list[Path]:
+        if options.all:
+            return [checkpoint.path for checkpoint in scan(find_directory(options.where))[0]]
+        return [find_source(options.where)]
+
+    remote, paths = _remote(options.to), chosen()
     if not paths:
         return 0
     folder = paths[0].parent
@@ -99,7 +100,7 @@ def push(options: argparse.Namespace) -> int:
             raise CheckpointError(
                 f"Another process, its run or a push, uploads from {folder}: push again when it has ended."
             )
-        return _pushed(remote, paths)
+        return _pushed(remote, chosen())  # the run may have deleted some meanwhile
 
 
 def _pushed(remote: Remote, paths: Sequence[Path]) -> int:
@@ -117,7 +118,7 @@ def _pushed(remote: Remote, paths: Sequence[Path]) -> int:
                 raise CheckpointError(f"{remote.url} holds {path.name} of another run: push to another URL.")
             sent = _answered(remote, partial(_uploaded, contents, held))
         except Torn as problem:
-            print(f"{path.name}  is not uploaded: {problem}; push it again")
+            print(f"{path.name}  is not uploaded: {problem}")
             damaged = True
             continue
         finally:
@@ -130,7 +131,7 @@ def _uploaded(contents: Contents, held: Held, moved: Throttle) -> int:
     try:
         contents.upload(held, moved)
     except Lost as problem:
-        raise Torn(str(problem)) from None
+        raise Torn(f"{problem}; push it again") from None
     return moved.moved
 
 

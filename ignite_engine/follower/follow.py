@@ -62,7 +62,8 @@ def follow(
             attached. Nothing is trained in it.
         every_checkpoint: evaluate all of them, the oldest first, and let none that was seen be deleted before that;
             False: the newest first, and older ones, if they are still there, when there is no newer one.
-        wait_s: seconds for which a run that has not begun, or was killed, is waited for.
+        wait_s: seconds for which a run that has not begun, or was killed, is waited for; half of it, and 60 s at most,
+            for one that says it has failed.
         announce: called on rank 0 with ``checkpoint``, ``iteration``, ``epoch`` and what was measured, by name.
 
     Returns:
@@ -161,7 +162,7 @@ class Follower:
         place.begin(self.log)
         while True:
             # asked first: what the run has saved before it ended is seen after that
-            life = place.ask(lambda: (place.life.has_ended(), place.life.is_given_up()), None)
+            life = place.ask(lambda: (place.life.has_ended(), place.life.is_silent()), None)
             has_ended, is_given_up = life or (False, agreement.on_rank_0(place.life.is_silent))
             chosen = place.ask(lambda: [self._choose()], None)  # None: the run was not reached, and may have more
             if chosen and chosen[0] is not None:

@@ -20,7 +20,7 @@ def has_stopped(status: object, silent_s: float, wait_s: float) -> bool:
     Args:
         silent_s: since its last sign.
     """
-    may_come_again = status == "failed" and silent_s <= min(AGAIN_WITHIN_S, wait_s)
+    may_come_again = status == "failed" and silent_s <= min(AGAIN_WITHIN_S, wait_s / 2)
     return status in ("completed", "interrupted", "failed") and not may_come_again
 
 
@@ -47,18 +47,13 @@ class Life:
         self._look()
         return not self._is_held() and has_stopped(self._status(), time.monotonic() - self._seen, self.wait_s)
 
-    def is_given_up(self) -> bool:
-        """Whether it says that it trains, or nothing, and there was no sign of it for ``wait_s``."""
-        self._look()
-        return self.is_silent()
-
     def _look(self) -> None:
         stamps = [_stamp(path) for path in (self.run.summary, self.run.metrics, self.run.history, self.run.checkpoints)]
         if self._is_held() or stamps != self._stamps:
             self._stamps, self._seen = stamps, time.monotonic()
 
     def is_silent(self) -> bool:
-        """Whether there was no sign of it for ``wait_s``, as far as was looked."""
+        """Whether there was no sign of it for ``wait_s``, as far as :meth:`has_ended` has looked."""
         return time.monotonic() - self._seen > self.wait_s
 
     def wait_anew(self) -> None:

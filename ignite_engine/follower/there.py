@@ -241,10 +241,6 @@ class LifeThere:
     def has_ended(self) -> bool:
         return has_stopped(self._look().get("status"), time.monotonic() - self._seen, self.wait_s)
 
-    def is_given_up(self) -> bool:
-        self._look()
-        return self.is_silent()
-
     def _look(self) -> dict[str, Any]:
         note = read_note(self._remote, RUN)
         if (signs := (note, self._remote.names())) != self._signs:

@@ -217,7 +217,11 @@ class Remote:
 
     def _sizes(self, name: str) -> dict[str, int]:
         if self._directory is not None:
-            return {file: self._size(f"{name}/{file}") for file in self._list(name)}
+            sizes = dict[str, int]()
+            for file in self._list(name):
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[file] = self._size(f"{name}/{file}")
+            return sizes
         self._store.invalidate_cache()
         try:
             found = self._store.ls(self._path(name), detail=True)

@@ -280,12 +280,14 @@ class Uploader:
                     if self._waiting is not None:  # it was offered after the look above
                         continue
                     with self._beside_no_push():
+                        if self._waiting is not None or not self._ending.is_set():  # the run goes on by now
+                            continue
                         self._replace_changed_manifests()  # a failure is tried again before the end is said
                         self._look_last()
                     return
                 with self._beside_no_push():
-                    if self._current is not None:  # else it was given up meanwhile
-                        self._upload(self._current)
+                    if (held := self._current) is not None:  # else it was given up meanwhile
+                        self._upload(held)
             except Exception as error:  # a store may raise anything; training goes on, and the upload is tried again
                 tries = tries + 1 if ending else 0
                 self._sending = False
@@ -312,7 +314,8 @@ class Uploader:
                     return
             if not has_waited:
                 logger.warning("Uploads to %s wait until a push from %s ends.", self._remote.url, self._directory)
-            has_waited, self._sending, self._contents = True, False, None
+            has_waited, self._contents = True, None
+            self._sending = self._ending.is_set()  # the end of the run waits no longer than for a silent store
             time.sleep(_LOOKS_FOR_A_PUSH_S)
 
     def _upload(self, held: Held) -> None:
@@ -359,13 +362,12 @@ class Uploader:
         self._has_named_others = True
 
     def _look(self) -> None:
-        self._replace_changed_manifests()
         if self._notes is not None:
-            self._notes.look()
-            if self._contents is not None:
-                self._contents.add_measured(self._notes.lines)
+            self._notes.look()  # first: how the run has ended is said though the mirror cannot be listed
+        self._replace_changed_manifests()
         if self._contents is not None:
-            self._contents.add_measured(self._measured_beside())
+            lines = [] if self._notes is None else self._notes.lines
+            self._contents.add_measured([*lines, *self._measured_beside()])
 
     def _measured_beside(self) -> list[Line]:
         """What followers in the run's folder have measured, also of checkpoints that retention has deleted there."""
@@ -399,7 +401,7 @@ class Uploader:
 
     def _failed(self, error: Exception, sent_before: int) -> None:
         self._why = why(error)
-        self._contents = None if self._throttle.moved == sent_before else self._contents
+        self._contents = None  # another process may complete what is left, until the next try
         self._failures += 1
         name = shortened(self.missing, 1) or "How the run has ended"
         if self._failures == 1:

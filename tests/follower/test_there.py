@@ -81,7 +81,7 @@ def followed_from(
         if during is not None:
             during(values)
 
-    assert follow(folder, build, announce=announce, wait_s=1, **options) == len(found)
+    assert follow(folder, build, announce=announce, **{"wait_s": 1, **options}) == len(found)
     return found
 
 
@@ -534,7 +534,7 @@ def test_a_run_that_has_failed_and_is_started_again_is_followed_on(
 
     write_note(Remote(mirror), RUN, {"status": "failed", "count": 1})
     monkeypatch.setattr(there, "read_note", start_again)
-    values = followed_from(tmp_path / "elsewhere", mirror)
+    values = followed_from(tmp_path / "elsewhere", mirror, wait_s=20)
     assert [*values.values()] == [its_own[iteration] for iteration in (4, 2, 6)]
 
 
@@ -556,9 +556,9 @@ def test_a_run_in_a_folder_that_has_failed_has_ended_when_it_is_not_started_agai
     run = RunDirectory(tmp_path)
     run.summary.write_text('{"status": "failed"}')
     of_run = life.Life(run, wait_s=300)
-    assert not of_run.has_ended() and not of_run.is_given_up()
+    assert not of_run.has_ended() and not of_run.is_silent()
     monkeypatch.setattr(life, "AGAIN_WITHIN_S", 0.0)
-    assert of_run.has_ended() and not of_run.is_given_up()
+    assert of_run.has_ended() and not of_run.is_silent()
 
 
 def test_a_follower_that_waits_for_its_run_outlasts_a_mirror_that_fails_for_a_moment(

@@ -12,6 +12,7 @@ from ignite_engine.checkpointing import CheckpointStore, SaveOptions
 from ignite_engine.checkpointing.in_use import uploads
 from ignite_engine.cli import main, mirrors
 from ignite_engine.handlers.checkpoint.mirroring import Mirroring
+from ignite_engine.mirror import upload
 from ignite_engine.mirror.held import hold
 from ignite_engine.mirror.remote import Remote
 from tests.checkpointing.states import save
@@ -139,6 +140,37 @@ def test_the_start_of_a_run_leaves_what_a_push_holds(store: CheckpointStore, mir
         assert held.links.exists()
     start()
     assert not held.links.exists(), "its process has ended"
+
+
+def test_the_end_of_a_run_waits_for_a_push_no_longer_than_for_a_silent_store(
+    store: CheckpointStore, mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "STALLED_S", 0.2)
+    monkeypatch.setattr(upload, "_LOOKS_FOR_A_PUSH_S", 0.05)
+    path, uploader = save(store, 100, run_id="the run"), uploader_to(mirror)
+    with uploads(store.directory, alone=True):
+        uploader.offer(path)
+        assert not uploader.wait(0.5) and not uploader.stalled, "it trains on"
+        uploader.end()
+        until(lambda: uploader.stalled)
+    assert uploader.wait(20) and names(mirror) == ["iteration_00000100"]
+
+
+def test_a_run_that_goes_on_while_its_end_waits_for_a_push_uploads_on(
+    store: CheckpointStore, mirror: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(upload, "_LOOKS_FOR_A_PUSH_S", 0.05)
+    uploader = uploader_to(mirror)
+    uploader.offer(save(store, 100, run_id="the run"))
+    until(lambda: not uploader.missing)
+    with uploads(store.directory, alone=True, wait_s=20):
+        uploader.end()
+        until(lambda: "wait until a push" in caplog.text)
+        uploader.offer(save(store, 200, run_id="the run"))
+    until(lambda: not uploader.missing)
+    assert names(mirror) == ["iteration_00000100", "iteration_00000200"]
+    uploader.end()
+    assert uploader.wait(20)
 
 
 def test_what_is_given_up_while_a_push_is_waited_for_is_no_failure(

@@ -92,6 +92,23 @@ def test_a_run_has_ended_for_its_mirror_also_where_its_last_checkpoint_could_not
     assert read_note(Remote(str(tmp_path / "mirror")), RUN)["status"] == "completed"
 
 
+def test_a_run_has_ended_for_its_mirror_also_where_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Beside(tmp_path / "run", tmp_path / "mirror")
+    run.save(1, size=1)
+    until(lambda: not run.uploader.missing)
+
+    def fail(*_: Any) -> Any:
+        raise OSError("quota")
+
+    for name in ("put", "checkpoints"):
+        monkeypatch.setattr(Remote, name, fail)
+    run.save(2, size=1)
+    assert run.end() == ["iteration_00000002"]
+    assert read_note(Remote(str(tmp_path / "mirror")), RUN)["status"] == "completed"
+
+
 def test_a_write_that_fails_once_at_the_end_costs_no_value_that_was_measured_after_the_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
