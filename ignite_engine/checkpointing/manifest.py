@@ -71,7 +71,7 @@ class Manifest:
     pinned: bool = False
     """Never deleted by retention."""
     parent: str | None = None
-    """Name of the checkpoint that the run was resumed from."""
+    """Name of the checkpoint that this run saved before it, or was resumed from."""
     environment: dict[str, Any] = field(default_factory=dict)
     """What rank 0 ran with: command, machine, threads, devices, meshes and placements of its tensors."""
     left_out: dict[str, list[str]] = field(default_factory=dict)

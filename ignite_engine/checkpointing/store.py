@@ -98,8 +98,8 @@ class CheckpointStore:
             epoch: epochs begun or done, as the caller counts.
             extracted: what was taken out of the parts before, and how they are written; None: nothing was.
             facts: of the manifest: ``metrics`` (numbers to choose the best by), ``config`` (JSON data), ``labels``,
-                ``parent`` (the checkpoint that the run was resumed from), ``left_out`` (names inside parts that were
-                left out of them, by part) and ``kinds`` (what each part is), of which rank 0's count;
+                ``parent`` (the one that this run saved before, or was resumed from), ``left_out`` (names inside parts
+                that were left out of them, by part) and ``kinds`` (what each part is), of which rank 0's count;
                 ``reproducibility`` (reasons why a resumed run may differ in its bits), joined over the ranks; and
                 ``healthy`` (this rank's weights are finite), True if it is on all ranks.
 

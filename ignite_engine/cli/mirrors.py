@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, find_directory, find_source
 from ignite_engine.checkpointing.in_use import uploads
 from ignite_engine.checkpointing.layout import named_iteration, scan
-from ignite_engine.checkpointing.naming import RUNS_FOLDER
+from ignite_engine.checkpointing.naming import RUNS_FOLDER, is_single, split_name
 from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.errors import did_you_mean
 from ignite_engine.mirror.fetch import fetch
@@ -85,22 +85,16 @@ def _fetched(remote: Remote, directory: Path, name: str, moved: Throttle) -> int
 
 def push(options: argparse.Namespace) -> int:
     """Upload the newest valid one, the one that was named, or all."""
-
-    def chosen() -> list[Path]:
-        if options.all:
-            return [checkpoint.path for checkpoint in scan(find_directory(options.where))[0]]
-        return [find_source(options.where)]
-
-    remote, paths = _remote(options.to), chosen()
-    if not paths:
-        return 0
-    folder = paths[0].parent
+    remote, (place, _) = _remote(options.to), split_name(options.where)
+    folder = place.parent if is_single(place) else find_directory(place)
     with uploads(folder, alone=True, wait_s=_WAITS_S) as is_alone:
         if not is_alone:
             raise CheckpointError(
                 f"Another process, its run or a push, uploads from {folder}: push again when it has ended."
             )
-        return _pushed(remote, chosen())  # the run may have deleted some meanwhile
+        if options.all:
+            return _pushed(remote, [checkpoint.path for checkpoint in scan(find_directory(options.where))[0]])
+        return _pushed(remote, [find_source(options.where)])
 
 
 def _pushed(remote: Remote, paths: Sequence[Path]) -> int:

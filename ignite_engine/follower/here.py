@@ -11,7 +11,7 @@ from typing import TypeVar
 from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, CheckpointStore
 from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.followed_log import FollowedLog, missing_values
-from ignite_engine.follower.life import Life
+from ignite_engine.follower.life import LifeHere
 from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import RunDirectory
 
@@ -29,7 +29,7 @@ class Here:
     look_every_s = 0.5
 
     def __init__(self, run: RunDirectory, wait_s: float) -> None:
-        self.run, self.life = run, Life(run, wait_s)
+        self.run, self.life = run, LifeHere(run, wait_s)
         self._held: dict[Path, contextlib.ExitStack] = {}
 
     def __str__(self) -> str:

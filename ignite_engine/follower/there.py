@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ignite_engine.checkpointing import CheckpointInfo
 from ignite_engine.checkpointing.layout import discard, scan
@@ -18,7 +18,7 @@ from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.checkpointing.retention import of_one_run
 from ignite_engine.errors import CheckpointError
 from ignite_engine.followed_log import FollowedLog, identity_of, missing_values
-from ignite_engine.follower.life import has_stopped, is_begun
+from ignite_engine.follower.life import Life, is_begun
 from ignite_engine.mirror.bring import ANSWERS_WITHIN_S, fetch_together
 from ignite_engine.mirror.followed import (
     BEAT_S,
@@ -230,28 +230,17 @@ class There:
             self._remote.delete_file(FOLLOWER)
 
 
-class LifeThere:
-    """Whether a run goes on, as its mirror shows."""
+class LifeThere(Life):
+    """As its mirror shows."""
 
     def __init__(self, remote: Remote, wait_s: float) -> None:
-        self._remote, self.wait_s = remote, wait_s
-        self._signs: object = None
-        self._seen = time.monotonic()
+        super().__init__(wait_s)
+        self._remote = remote
 
-    def has_ended(self) -> bool:
-        return has_stopped(self._look().get("status"), time.monotonic() - self._seen, self.wait_s)
-
-    def _look(self) -> dict[str, Any]:
+    def _look(self) -> object:
         note = read_note(self._remote, RUN)
-        if (signs := (note, self._remote.names())) != self._signs:
-            self._signs, self._seen = signs, time.monotonic()
-        return note
-
-    def is_silent(self) -> bool:
-        return time.monotonic() - self._seen > self.wait_s
-
-    def wait_anew(self) -> None:
-        self._seen = time.monotonic()
+        self._notice((note, self._remote.names()))
+        return note.get("status")
 
 
 def begins_there(run: RunDirectory, remote: Remote, wait_s: float) -> bool:

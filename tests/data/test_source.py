@@ -25,6 +25,7 @@ from ignite_engine.data.workers import end_workers
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.builders import Numbers, on_two_ranks, trainer_of, weights
+from tests.search.resume_data import RewoundLoader
 
 
 def keep_batch(engine: Engine, batch: Any) -> Any:
@@ -633,17 +634,6 @@ class RewoundWithState(Rewound):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.at, self.loaded = state["at"], True
-
-
-class RewoundLoader(DataLoader[Any]):
-    """A loader that is its own iterator, likewise."""
-
-    def __iter__(self) -> Any:
-        self.iterator = super().__iter__()
-        return self
-
-    def __next__(self) -> Any:
-        return int(next(self.iterator))
 
 
 def rewound_loader(workers: int) -> RewoundLoader:

@@ -555,7 +555,7 @@ def test_a_run_in_a_folder_that_has_failed_has_ended_when_it_is_not_started_agai
 ) -> None:
     run = RunDirectory(tmp_path)
     run.summary.write_text('{"status": "failed"}')
-    of_run = life.Life(run, wait_s=300)
+    of_run = life.LifeHere(run, wait_s=300)
     assert not of_run.has_ended() and not of_run.is_silent()
     monkeypatch.setattr(life, "AGAIN_WITHIN_S", 0.0)
     assert of_run.has_ended() and not of_run.is_silent()
