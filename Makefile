@@ -33,7 +33,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs]'
 	@touch $@
 
-train: $(STAMP)  ## train CONFIG (default: the byte GPT, a few minutes on 2 cores); ARGS="run.seed=1 ..."
+train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 20 minutes on 2 cores); ARGS="run.seed=1 ..."
 	$(BIN)/python -m ignite_engine train $(CONFIG) $(ARGS)
 
 test: $(STAMP)  ## run the tests but the slow ones (SLOW=1: these, too, as CI does; LONG=1: all); PYTEST_ARGS="-k schedule"
