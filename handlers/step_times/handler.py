@@ -28,6 +28,7 @@ from ignite_engine.handlers.host_memory import Limits, memory_groups
 from ignite_engine.handlers.step_times.clocks import BETWEEN, STEP, DeviceClock, HostClock, StepClock, own_time
 from ignite_engine.handlers.step_times.memory_growth import MemoryGrowth
 from ignite_engine.ranks import agreement
+from ignite_engine.ranks.ddp_buffers import shared_buffers
 from ignite_engine.report.goodput import Figures, Ledger, LedgerFile, Verdict, no_cause, read_ledger, verdict
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.state import Start
@@ -277,11 +278,14 @@ class StepTimes:
         state, clock, ledger, before = trainer.state, self._clock, self.ledger, self._before
         workers = getattr(state.dataloader, "num_workers", None)
         ran_s, crowded_s = (now - then for now, then in zip(_scheduled_s(), before.scheduled_s, strict=True))
+        model = getattr(trainer.update, "model", None)
         return Figures(
             clock.steps,
             {part: clock.seconds[part] for part in (*STEP, *BETWEEN)},
             p50_ms=1e3 * clock.durations.quantile(0.5),
             ranks=self._ranks,
+            waits_in_forward=isinstance(model, DistributedDataParallel) and bool(shared_buffers(model)),
+            detects_anomalies=torch.is_anomaly_enabled(),
             evaluations=state.evaluations - before.evaluations,
             saves=state.checkpoints - before.checkpoints,
             sinks={name: seconds - before.sinks.get(name, 0.0) for name, seconds in state.sink_seconds.items()},

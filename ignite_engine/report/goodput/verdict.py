@@ -86,6 +86,8 @@ class Figures:
         seconds: of this process by part, as :class:`~ignite_engine.handlers.StepTimes` measures them.
         p50_ms: the median step.
         ranks: seconds by part of each rank, at the same number of steps; empty on one process.
+        waits_in_forward: there the ranks wait for each other, too: DDP sends the model's buffers to all.
+        detects_anomalies: ``torch.autograd.set_detect_anomaly`` is on.
         evaluations, saves: how many there were.
         sinks: seconds of each sink by its name.
         device: the type of the model's device.
@@ -115,6 +117,8 @@ class Figures:
     seconds: Mapping[str, float]
     p50_ms: float = math.inf
     ranks: Sequence[Mapping[str, float]] = ()
+    waits_in_forward: bool = False
+    detects_anomalies: bool = False
     evaluations: int = 0
     saves: int = 0
     sinks: Mapping[str, float] = field(default_factory=dict)
@@ -214,6 +218,17 @@ def _threads(figures: Figures) -> Verdict | None:
     )
 
 
+def _detects_anomalies(figures: Figures) -> Verdict | None:
+    if not figures.detects_anomalies:
+        return None
+    return Verdict(
+        "anomaly detection",
+        "torch.autograd.set_detect_anomaly is on, which keeps a stack of each operation and looks at each gradient",
+        "turn it off where no NaN is looked for",
+        math.inf,
+    )
+
+
 def _lack_of_memory(figures: Figures) -> Verdict | None:
     share = figures.stalled_s / figures.total_s
     if share > STALLED:
@@ -308,23 +323,29 @@ def _one_step(figures: Figures) -> Verdict | None:
 def _slow_rank(figures: Figures) -> Verdict | None:
     if len(figures.ranks) < 2:
         return None
-    own_seconds = [sum(seconds for part, seconds in rank.items() if part != "reduction") for rank in figures.ranks]
-    slowest = max(range(len(own_seconds)), key=own_seconds.__getitem__)
-    others = [rank for number, rank in enumerate(figures.ranks) if number != slowest]
+    waits = [("reduction",), *([("reduction", "forward")] if figures.waits_in_forward else [])]
+    found = [verdict for parts in waits if (verdict := _slow_rank_beside(figures, parts)) is not None]
+    return max(found, key=lambda verdict: verdict.share, default=None)
+
+
+def _slow_rank_beside(figures: Figures, waits: Sequence[str]) -> Verdict | None:
+    """A rank that takes longer without the parts in which ranks wait for each other."""
+    own = [{part: seconds for part, seconds in rank.items() if part not in waits} for rank in figures.ranks]
+    own_seconds = [sum(rank.values()) for rank in own]
+    slowest = max(range(len(own)), key=own_seconds.__getitem__)
+    others = [rank for number, rank in enumerate(own) if number != slowest]
     usual = median(seconds for number, seconds in enumerate(own_seconds) if number != slowest)
-    excess = own_seconds[slowest] - usual
-    share = excess / figures.total_s
+    share = (own_seconds[slowest] - usual) / figures.total_s
     if share <= SLOW_RANK:
         return None
-    rank = figures.ranks[slowest]
-    more = {part: seconds - median(other_rank[part] for other_rank in others) for part, seconds in rank.items()}
-    part = max((part for part in more if part != "reduction"), key=more.__getitem__)
-    where = PART_NAMES[part]
+    more = {part: seconds - median(other_rank[part] for other_rank in others) for part, seconds in own[slowest].items()}
+    part = max(more, key=more.__getitem__)
+    each_ms = 1e3 / figures.steps
+    beside, there = (" without the forward", " there") if "forward" in waits else ("", "")
     return Verdict(
         f"rank {slowest}",
-        f"it takes {1e3 * own_seconds[slowest] / figures.steps:.3g} ms an iteration where the others take "
-        f"{1e3 * usual / figures.steps:.3g} ms and wait for it; {1e3 * more[part] / figures.steps:.3g} ms of that in "
-        f"{where}",
+        f"it takes {own_seconds[slowest] * each_ms:.3g} ms an iteration{beside} where the others take "
+        f"{usual * each_ms:.3g} ms and wait for it{there}; {more[part] * each_ms:.3g} ms of that in {PART_NAMES[part]}",
         "look at that rank's machine, and at its share of the data"
         if part != "data_wait"
         else "look at that rank's disk, and at its share of the data",
@@ -446,6 +467,7 @@ PART_NAMES = {
 
 _RULES: tuple[Callable[[Figures], Verdict | None], ...] = (
     _threads,
+    _detects_anomalies,
     _lack_of_memory,
     _leak,
     _crowded,

@@ -423,6 +423,41 @@ def _rank(rank: int, folder: str) -> None:
     dist.barrier()
 
 
+def test_a_rank_whose_data_come_late_is_named_though_the_others_wait_in_the_forward(tmp_path: Path) -> None:
+    """There DDP sends the statistics of BatchNorm."""
+    on_ranks(2, _rank_whose_data_come_late, tmp_path)
+    said = (tmp_path / "verdict").read_text()
+    assert said.startswith("The run was limited by rank 1: ") and "of that in waiting for data" in said
+
+
+def _rank_whose_data_come_late(rank: int, folder: str) -> None:
+    from ignite_engine.report.goodput import verdict as verdicts
+
+    sys.modules[verdicts.__module__].SHORTEST_S = 0.1  # type: ignore[attr-defined]
+    sys.modules[StepTimes.__module__]._scheduled_s = lambda: (0.0, 0.0)  # type: ignore[attr-defined]
+
+    class Late(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(0.02 * rank)
+            return super().__getitem__(index)
+
+    model = DistributedDataParallel(nn.Sequential(linear(), nn.BatchNorm1d(1)))
+    trainer, times = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)), StepTimes()
+    times.attach(trainer, Events.ITERATION_COMPLETED(every=10))
+    trainer.run(loader(Late(128), batch_size=2), max_epochs=1)
+    if rank == 0:
+        Path(folder, "verdict").write_text(str(times.verdict))
+
+
+def test_anomaly_detection_is_seen() -> None:
+    trainer, times = trainer_of(linear()), StepTimes()
+    times.attach(trainer)
+    with torch.autograd.set_detect_anomaly(True):
+        trainer.run(numbers_loader(24, 2), max_epochs=1)
+        assert times._figures(trainer).detects_anomalies
+    assert not times._figures(trainer).detects_anomalies
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_data_in_memory_is_told_apart_in_a_loader_of_the_engine(workers: int) -> None:
     tensors = TensorDataset(torch.randn(16, 3), torch.randn(16, 1))

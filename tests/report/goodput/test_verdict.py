@@ -32,6 +32,12 @@ def ranks(*forward: float) -> list[dict[str, float]]:
     ]
 
 
+def waiting_in_forward() -> list[dict[str, float]]:
+    """The others wait there for rank 1, whose data come late."""
+    parts = {"data_wait": 0.0, "forward": 60.0, "backward": 45.0, "reduction": 1.0}
+    return [parts, parts | {"data_wait": 50.0, "forward": 10.0}, parts]
+
+
 @pytest.mark.parametrize(
     ("given", "cause", "said"),
     [
@@ -68,6 +74,14 @@ def ranks(*forward: float) -> list[dict[str, float]]:
         (figures({"handlers": 20.0}), "handlers", "every=100"),
         (figures({"logging": 20.0}, sinks={"clearml": 19.0, "jsonl": 0.5}), "logging", "'clearml'"),
         (figures(ranks=ranks(35.0, 35.0, 70.0, 35.0)), "rank 2", "the forward"),
+        (
+            figures(ranks=waiting_in_forward(), waits_in_forward=True),
+            "rank 1",
+            "95 ms an iteration without the forward where the others take 45 ms and wait for it there; 50 ms of that "
+            "in waiting for data; look at that rank's disk",
+        ),
+        (figures(ranks=ranks(35.0, 35.0, 70.0, 35.0), waits_in_forward=True), "rank 2", "35 ms of that in the forward"),
+        (figures({"data_wait": 50.0}, detects_anomalies=True), "anomaly detection", "set_detect_anomaly is on"),
         (figures(threads=8, local_ranks=2), "too many threads", "run.threads=4"),
         (figures(threads=16, cores=2), "too many threads", "16 threads on 2 cores"),
         (figures(stalled_s=20.0), "memory", "20 % of the time"),
@@ -114,6 +128,7 @@ def test_cause_evidence_and_remedy(given: Figures, cause: str, said: str) -> Non
         figures(busy_s=60.0, device="cuda", p50_ms=20.0),
         figures(busy_s=60.0, ranks=ranks(35.0, 35.0)),
         figures(ranks=ranks(35.0, 36.0)),
+        figures(ranks=waiting_in_forward()),
         figures(device="cuda", caught_up=0.3, threads=64),
         figures(growth=Growth(500, 40.0, 300.0), headroom_mib=100.0),
         figures(growth=Growth(500, 100.0, 9000.0), headroom_mib=90_000.0),
